@@ -1,0 +1,280 @@
+"""The configuration: one YAML file decoded into typed, frozen Structs. Defaults live here and nowhere else.
+
+Loading, overrides and checks are in `runtime.config_loading`; this file is the schema alone.
+Durations are seconds, sizes bytes, lengths tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Rate = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every section: immutable, and unknown keys are errors."""
+
+
+class Run(Section):
+    """Where a run lives. `resume`: never, auto (the newest checkpoint when there is one), or a checkpoint's folder."""
+
+    name: str
+    dir: str = ""  # default runs/NAME
+    seed: NonNegative = 1234
+    resume: str = "never"
+
+
+class Model(Section):
+    """The policy: a Hugging Face folder. `reference` is the frozen model; the policy's own start when empty."""
+
+    path: str = ""
+    reference: str = ""
+    dtype: DType = "auto"
+    chat_template: str = ""  # a jinja file; the tokenizer's own when empty
+
+
+class Warmup(Section):
+    """Make a tiny model and arithmetic problems, and train it by supervision until greedy accuracy reaches `accuracy`.
+
+    The result is cached under `cache`, keyed by these settings, and becomes `model.path`, `data.train` and `data.eval`.
+    """
+
+    cache: str = "runs/.cache"
+    hidden_size: Positive = 128
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: Positive = 2
+    intermediate_size: Positive = 384
+    max_operand: Positive = 99
+    eval_problems: Positive = 256
+    accuracy: Fraction = 0.45
+    max_seconds: Seconds = 150.0
+    learning_rate: Rate = 1e-3
+    batch_size: Positive = 256
+    seed: NonNegative = 7
+
+
+class Data(Section):
+    """Prompts and labels. `train` and `eval` are json or jsonl files; `map_keys` names the columns."""
+
+    train: str = ""
+    eval: str = ""
+    handler: str = "plain"
+    prompt_key: str = "question"
+    label_key: str = "answer"
+    system_prompt: str = ""
+    max_prompt_tokens: Positive = 512
+    shuffle: bool = True
+
+
+class Sampling(Section):
+    """How training replies are sampled. Training uses temperature alone, so that both engines compute one distribution."""
+
+    group_size: Positive = 8
+    max_new_tokens: Positive = 512
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Evaluation(Section):
+    """Evaluation before, during (every `every` steps; 0 = never) and after training."""
+
+    every: NonNegative = 0
+    problems: NonNegative = 0  # 0 = all
+    samples: Positive = 1
+    temperature: Rate = 0.0  # 0 = greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    min_p: Fraction = 0.0
+    max_new_tokens: NonNegative = 0  # 0 = sampling.max_new_tokens
+    before: bool = True
+    after: bool = True
+
+
+class Rule(Section):
+    """One reward rule by its registered name; the reward is the weighted sum."""
+
+    name: str
+    weight: float = 1.0
+    correct: float = 1.0  # value when the rule holds
+    wrong: float = 0.0  # and when it does not
+
+
+class Rewards(Section):
+    """`on_error`: a sample whose rule failed is masked out of the loss, or the run stops."""
+
+    rules: list[Rule] = []
+    workers: Positive = 1
+    timeout: Seconds = 10.0
+    on_error: Literal["mask", "fail"] = "mask"
+
+
+class Algorithm(Section):
+    """An algorithm is data: advantage + loss + aggregation + KL, each by its registered name."""
+
+    advantage: str = "group_norm"
+    loss: str = "decoupled"
+    aggregation: str = "token_mean"
+    clip_low: Rate = 0.2
+    clip_high: Rate = 0.28
+    dual_clip: Rate = 0.0  # 0 = off
+    behaviour_weight_cap: Rate = 2.0
+    kl: str = "k3"
+    kl_coefficient: Rate = 0.0  # β; 0 = no reference service
+    entropy_coefficient: Rate = 0.0
+
+
+class Optimizer(Section):
+    """AdamW with a linear warm-up, then a schedule."""
+
+    learning_rate: Rate = 1e-6
+    min_learning_rate: Rate = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.0
+    max_grad_norm: Rate = 1.0  # 0 = no clipping
+
+
+class Training(Section):
+    """`groups_per_step` is B; `staleness` is η, the most versions by which a trained token may be old."""
+
+    steps: Positive = 1000
+    groups_per_step: Positive = 8
+    staleness: NonNegative = 2
+    max_tokens_per_microbatch: Positive = 8192
+    optimizer: Optimizer = Optimizer()
+
+
+class Stop(Section):
+    """Besides `training.steps`: stop after `hours`, or when evaluation reaches `accuracy`. 0 = not used."""
+
+    hours: Rate = 0.0
+    accuracy: Fraction = 0.0
+
+
+class Process(Section):
+    """What every role's process can be given."""
+
+    python: str = ""  # its own interpreter; the launcher's when empty
+    env: dict[str, str] = {}
+    threads: NonNegative = 0  # of torch; 0 = the cores shared out among the local processes
+
+
+class Coordinator(Process):
+    """The one process whose port may be configured; 0 = any free port."""
+
+    port: Port = 0
+
+
+class Rollout(Process):
+    """`replicas` engines with `slots` sequences each."""
+
+    replicas: Positive = 1
+    engine: Literal["torch"] = "torch"
+    slots: Positive = 64
+    dtype: DType = "auto"
+    in_flight: Literal["keep"] = "keep"
+
+
+class Reward(Process):
+    replicas: Positive = 1
+
+
+class Reference(Process):
+    replicas: Positive = 1
+    max_tokens_per_microbatch: Positive = 16384
+    dtype: DType = "auto"
+
+
+class Trainer(Process):
+    """`processes` > 1 is an SPMD group under torchrun with FSDP2."""
+
+    processes: Positive = 1
+    engine: Literal["torch"] = "torch"
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+
+
+class Services(Section):
+    coordinator: Coordinator = Coordinator()
+    rollout: Rollout = Rollout()
+    reward: Reward = Reward()
+    reference: Reference = Reference()
+    trainer: Trainer = Trainer()
+
+
+class Publication(Section):
+    """Weights go to the rollouts in flat buckets. Every phase has a deadline."""
+
+    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
+    bucket_bytes: Positive = 64 << 20
+    dtype: DType = "auto"  # on the wire; the policy's own when auto
+    join_timeout: Seconds = 60.0
+    transfer_timeout: Seconds = 60.0
+    commit_timeout: Seconds = 30.0
+
+
+class Checkpoint(Section):
+    """Atomic checkpoints every `every` steps (0 = only at the end); the newest `keep` and the best stay."""
+
+    every: NonNegative = 0
+    keep: Positive = 2
+    keep_best: bool = True
+
+
+class Ledger(Section):
+    tick: Seconds = 0.05  # one transaction at most this often
+    segment_bytes: Positive = 64 << 20
+    retain_bytes: Positive = 1 << 30  # retired payloads kept for `sluice samples`
+
+
+class Network(Section):
+    """`interface` is the address or device that services bind to."""
+
+    interface: str = "127.0.0.1"
+
+
+class Deadlines(Section):
+    start: Seconds = 120.0  # a process from its start to its registration
+    generate: Seconds = 600.0
+    score: Seconds = 120.0
+    train: Seconds = 600.0
+    save: Seconds = 300.0
+    stop: Seconds = 8.0
+
+
+class Tracker(Section):
+    """One tracker. `mode` and `project` are for wandb and swanlab."""
+
+    name: Literal["jsonl", "tensorboard", "wandb", "swanlab"]
+    project: str = "sluice"
+    mode: Literal["online", "offline", "disabled"] = "offline"
+
+
+class Config(Section):
+    run: Run
+    model: Model = Model()
+    warmup: Warmup | None = None
+    data: Data = Data()
+    sampling: Sampling = Sampling()
+    evaluation: Evaluation = Evaluation()
+    rewards: Rewards = Rewards()
+    algorithm: Algorithm = Algorithm()
+    training: Training = Training()
+    stop: Stop = Stop()
+    services: Services = Services()
+    publication: Publication = Publication()
+    checkpoint: Checkpoint = Checkpoint()
+    ledger: Ledger = Ledger()
+    network: Network = Network()
+    deadlines: Deadlines = Deadlines()
+    trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])

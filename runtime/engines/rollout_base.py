@@ -1,0 +1,62 @@
+"""What the rollout service asks of a generation engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineStats(Struct, kw_only=True):
+    """Counters since the start, and gauges of now."""
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_steps: int = 0
+    busy_seconds: float = 0.0
+
+
+class RolloutEngine(ABC):
+    """Token in, token out. Only the rollout actor calls it, one call at a time; `advance` may run long."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue groups. Raises InvalidMessage, queueing nothing, when one cannot fit the engine's context length."""
+
+    @abstractmethod
+    async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
+        """Generate until some groups are finished, and return those; return early, perhaps empty, once `interrupted()`."""
+
+    @abstractmethod
+    def abort(self, group_ids: Sequence[int]) -> list[int]:
+        """Forget groups, waiting or running; returns those that were known."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `advance` would do something."""
+
+    @property
+    @abstractmethod
+    def version(self) -> PolicyVersion: ...
+
+    @abstractmethod
+    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        """Take over new weights (Hugging Face names and shapes). Running sequences go on, per the in-flight policy."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free the engine's threads and memory."""

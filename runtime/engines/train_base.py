@@ -1,0 +1,54 @@
+"""What the trainer service asks of a training engine, on every rank of its group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from runtime.types import StepResult, TrainGroup
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.weights.plan import TensorSpec
+
+
+class TrainEngine(ABC):
+    """Calls come from one thread, in the same order on every rank; each may be a collective over the trainer's group.
+
+    A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are sums, unnormalised, until `apply`
+    divides them by what the aggregation counts over all accumulated groups of all ranks (tokens or rows), so that a
+    step's result depends neither on sharding nor on how its groups were split over calls.
+    """
+
+    @abstractmethod
+    def begin_step(self, step: int) -> None: ...
+
+    @abstractmethod
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives)."""
+
+    @abstractmethod
+    def apply(self) -> StepResult:
+        """One optimizer step."""
+
+    @abstractmethod
+    def tensor_specs(self) -> list[TensorSpec]:
+        """The policy's tensors in Hugging Face names, in the order in which `snapshot` fills them."""
+
+    @abstractmethod
+    def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
+        """Copy the policy into `out` (views shaped and typed by `tensor_specs`); None on ranks that do not send."""
+
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes it atomic."""
+
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, bit for bit. Raises UserError when it does not fit the model."""
+
+    @abstractmethod
+    def export(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""

@@ -1,0 +1,68 @@
+"""The exception tree::
+
+SluiceError
+├── UserError                 the user can mend it: one line, exit code 2
+│   └── ConfigError           one line per fault, each with its YAML path
+├── InvalidMessage            a message of an unknown version, a wrong dtype or shape
+├── Overloaded                a full mailbox; `retry_after` says when to come back
+├── Cancelled                 the caller withdrew the request
+├── ServiceFault              a service failed; names service, phase and deadline
+│   └── DeadlineExceeded      ... by not answering in time
+└── InvariantViolated         Sluice broke one of its own guarantees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SluiceError(Exception):
+    """Root of every error that Sluice raises on purpose."""
+
+
+class UserError(SluiceError):
+    """A mistake the user can mend. `str(error)` is one line that names the key, the value and what is allowed."""
+
+
+class ConfigError(UserError):
+    """One or more faults of a configuration; `faults` holds one line each."""
+
+    def __init__(self, faults: Sequence[str]):
+        super().__init__("\n".join(faults))
+        self.faults = list(faults)
+
+
+class InvalidMessage(SluiceError):
+    """A message that does not meet its schema. Nothing was changed by it."""
+
+
+class Overloaded(SluiceError):
+    """A bounded mailbox is full. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Cancelled(SluiceError):
+    """The caller withdrew the request before it was done."""
+
+
+class ServiceFault(SluiceError):
+    """A service failed in a phase. `service` is its name ("rollout-0"), `deadline` in seconds when one applied."""
+
+    def __init__(self, service: str, phase: str, message: str, deadline: float | None = None):
+        within = f" (deadline {deadline:g} s)" if deadline is not None else ""
+        super().__init__(f"{service}: {phase}: {message}{within}")
+        self.service = service
+        self.phase = phase
+        self.reason = message
+        self.deadline = deadline
+
+
+class DeadlineExceeded(ServiceFault):
+    """A service did not answer within its deadline."""
+
+
+class InvariantViolated(SluiceError):
+    """One of Sluice's own guarantees does not hold; the message says which."""

@@ -1,0 +1,84 @@
+"""What the coordinator asks of each role. `services.client` implements these over gRPC; tests implement them in memory.
+
+Every method has a deadline of its own (the client's configuration), raises DeadlineExceeded when it passes, ServiceFault
+when the service failed or is gone, and may be cancelled.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from runtime.types import (
+    GeneratedGroup,
+    GroupRequest,
+    LogprobRequest,
+    PolicyVersion,
+    ScoreRequest,
+    Scores,
+    StepResult,
+    TrainGroup,
+)
+from runtime.weights.plan import GroupAddress, Manifest
+
+
+class WeightMember(Protocol):
+    """Anything that is a member of the publication group."""
+
+    name: str
+
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        """Join the group of `address.epoch`; returns when the group is connected."""
+
+
+class RolloutPort(WeightMember, Protocol):
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        """All samples of one group."""
+
+    async def cancel(self, group_ids: list[int]) -> None:
+        """Withdraw groups; their `generate` calls raise Cancelled."""
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        """Post the reception of `version` into the staging buffer; returns when it is there whole and its checksums hold."""
+
+    async def commit_weights(self, version: PolicyVersion) -> float:
+        """Swap to the staged version between two decode steps; returns the pause in seconds."""
+
+    async def abort_weights(self, version: PolicyVersion) -> None:
+        """Forget what is staged of `version`, leaving the epoch's group."""
+
+
+class RewardPort(Protocol):
+    name: str
+
+    async def score(self, request: ScoreRequest) -> Scores: ...
+
+
+class ReferencePort(Protocol):
+    name: str
+
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        """The encoded `Logprobs`, forwarded opaque to the trainer."""
+
+
+class TrainerPort(WeightMember, Protocol):
+    """Commands are carried out in the order in which they were sent; each may be sent before the one before it is done."""
+
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        """Open the rendezvous of a new epoch, as its rank 0."""
+
+    async def begin_step(self, step: int) -> None: ...
+
+    async def accumulate(self, step: int, groups: list[TrainGroup]) -> None:
+        """Add the gradient of `groups`; returns when it is computed."""
+
+    async def apply(self, step: int) -> StepResult:
+        """Normalise over everything accumulated, clip, and step the optimizer: the policy becomes version step + 1."""
+
+    async def send_weights(self, version: PolicyVersion, epoch: int) -> None:
+        """Snapshot the weights after the commands sent before, and broadcast them while later commands run."""
+
+    async def save(self, folder: str, position: bytes) -> None:
+        """Write a checkpoint of everything before this command, `position` beside it, atomically."""
+
+    async def export(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""
