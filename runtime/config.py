@@ -23,7 +23,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section: immutable, and unknown keys are errors."""
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """Where a run lives. `resume`: never, auto (the newest checkpoint when there is one), or a checkpoint's folder."""
 
     name: str
@@ -32,7 +32,7 @@ class Run(Section):
     resume: str = "never"
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """The policy: a Hugging Face folder. `reference` is the frozen model; the policy's own start when empty."""
 
     path: str = ""
@@ -41,10 +41,11 @@ class Model(Section):
     chat_template: str = ""  # a jinja file; the tokenizer's own when empty
 
 
-class Warmup(Section):
-    """Make a tiny model and arithmetic problems, and train it by supervision until greedy accuracy reaches `accuracy`.
+class Warmup(Section, frozen=True):
+    """Make a tiny model and sums to work, and train it by supervision to a held-out accuracy in [accuracy, max_accuracy].
 
-    The result is cached under `cache`, keyed by these settings, and becomes `model.path`, `data.train` and `data.eval`.
+    The corpus forgets carries with probability `forgotten_carry`. The result is cached under `cache`, keyed by these
+    settings, and becomes `model.path`, `data.train` and `data.eval`.
     """
 
     cache: str = "runs/.cache"
@@ -53,16 +54,19 @@ class Warmup(Section):
     heads: Positive = 4
     kv_heads: Positive = 2
     intermediate_size: Positive = 384
+    min_operand: NonNegative = 0
     max_operand: Positive = 99
     eval_problems: Positive = 256
     accuracy: Fraction = 0.45
+    max_accuracy: Fraction = 0.58
+    forgotten_carry: Fraction = 0.6
     max_seconds: Seconds = 150.0
     learning_rate: Rate = 1e-3
     batch_size: Positive = 256
     seed: NonNegative = 7
 
 
-class Data(Section):
+class Data(Section, frozen=True):
     """Prompts and labels. `train` and `eval` are json or jsonl files; `map_keys` names the columns."""
 
     train: str = ""
@@ -75,7 +79,7 @@ class Data(Section):
     shuffle: bool = True
 
 
-class Sampling(Section):
+class Sampling(Section, frozen=True):
     """How training replies are sampled. Training uses temperature alone, so that both engines compute one distribution."""
 
     group_size: Positive = 8
@@ -83,7 +87,7 @@ class Sampling(Section):
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True):
     """Evaluation before, during (every `every` steps; 0 = never) and after training."""
 
     every: NonNegative = 0
@@ -98,7 +102,7 @@ class Evaluation(Section):
     after: bool = True
 
 
-class Rule(Section):
+class Rule(Section, frozen=True):
     """One reward rule by its registered name; the reward is the weighted sum."""
 
     name: str
@@ -107,7 +111,7 @@ class Rule(Section):
     wrong: float = 0.0  # and when it does not
 
 
-class Rewards(Section):
+class Rewards(Section, frozen=True):
     """`on_error`: a sample whose rule failed is masked out of the loss, or the run stops."""
 
     rules: list[Rule] = []
@@ -116,7 +120,7 @@ class Rewards(Section):
     on_error: Literal["mask", "fail"] = "mask"
 
 
-class Algorithm(Section):
+class Algorithm(Section, frozen=True):
     """An algorithm is data: advantage + loss + aggregation + KL, each by its registered name."""
 
     advantage: str = "group_norm"
@@ -131,7 +135,7 @@ class Algorithm(Section):
     entropy_coefficient: Rate = 0.0
 
 
-class Optimizer(Section):
+class Optimizer(Section, frozen=True):
     """AdamW with a linear warm-up, then a schedule."""
 
     learning_rate: Rate = 1e-6
@@ -144,7 +148,7 @@ class Optimizer(Section):
     max_grad_norm: Rate = 1.0  # 0 = no clipping
 
 
-class Training(Section):
+class Training(Section, frozen=True):
     """`groups_per_step` is B; `staleness` is η, the most versions by which a trained token may be old."""
 
     steps: Positive = 1000
@@ -154,14 +158,14 @@ class Training(Section):
     optimizer: Optimizer = Optimizer()
 
 
-class Stop(Section):
+class Stop(Section, frozen=True):
     """Besides `training.steps`: stop after `hours`, or when evaluation reaches `accuracy`. 0 = not used."""
 
     hours: Rate = 0.0
     accuracy: Fraction = 0.0
 
 
-class Process(Section):
+class Process(Section, frozen=True):
     """What every role's process can be given."""
 
     python: str = ""  # its own interpreter; the launcher's when empty
@@ -169,13 +173,13 @@ class Process(Section):
     threads: NonNegative = 0  # of torch; 0 = the cores shared out among the local processes
 
 
-class Coordinator(Process):
+class Coordinator(Process, frozen=True):
     """The one process whose port may be configured; 0 = any free port."""
 
     port: Port = 0
 
 
-class Rollout(Process):
+class Rollout(Process, frozen=True):
     """`replicas` engines with `slots` sequences each."""
 
     replicas: Positive = 1
@@ -185,17 +189,17 @@ class Rollout(Process):
     in_flight: Literal["keep"] = "keep"
 
 
-class Reward(Process):
+class Reward(Process, frozen=True):
     replicas: Positive = 1
 
 
-class Reference(Process):
+class Reference(Process, frozen=True):
     replicas: Positive = 1
     max_tokens_per_microbatch: Positive = 16384
     dtype: DType = "auto"
 
 
-class Trainer(Process):
+class Trainer(Process, frozen=True):
     """`processes` > 1 is an SPMD group under torchrun with FSDP2."""
 
     processes: Positive = 1
@@ -204,7 +208,7 @@ class Trainer(Process):
     cpu_offload: bool = False
 
 
-class Services(Section):
+class Services(Section, frozen=True):
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
@@ -212,7 +216,7 @@ class Services(Section):
     trainer: Trainer = Trainer()
 
 
-class Publication(Section):
+class Publication(Section, frozen=True):
     """Weights go to the rollouts in flat buckets. Every phase has a deadline."""
 
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
@@ -223,7 +227,7 @@ class Publication(Section):
     commit_timeout: Seconds = 30.0
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """Atomic checkpoints every `every` steps (0 = only at the end); the newest `keep` and the best stay."""
 
     every: NonNegative = 0
@@ -231,19 +235,19 @@ class Checkpoint(Section):
     keep_best: bool = True
 
 
-class Ledger(Section):
+class Ledger(Section, frozen=True):
     tick: Seconds = 0.05  # one transaction at most this often
     segment_bytes: Positive = 64 << 20
     retain_bytes: Positive = 1 << 30  # retired payloads kept for `sluice samples`
 
 
-class Network(Section):
+class Network(Section, frozen=True):
     """`interface` is the address or device that services bind to."""
 
     interface: str = "127.0.0.1"
 
 
-class Deadlines(Section):
+class Deadlines(Section, frozen=True):
     start: Seconds = 120.0  # a process from its start to its registration
     generate: Seconds = 600.0
     score: Seconds = 120.0
@@ -252,7 +256,7 @@ class Deadlines(Section):
     stop: Seconds = 8.0
 
 
-class Tracker(Section):
+class Tracker(Section, frozen=True):
     """One tracker. `mode` and `project` are for wandb and swanlab."""
 
     name: Literal["jsonl", "tensorboard", "wandb", "swanlab"]
@@ -260,7 +264,7 @@ class Tracker(Section):
     mode: Literal["online", "offline", "disabled"] = "offline"
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     run: Run
     model: Model = Model()
     warmup: Warmup | None = None

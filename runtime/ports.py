@@ -6,8 +6,10 @@ when the service failed or is gone, and may be cancelled.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
+from runtime.commands import WeightsSent
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,
@@ -20,17 +22,23 @@ from runtime.types import (
 )
 from runtime.weights.plan import GroupAddress, Manifest
 
+T = TypeVar("T")
+Answer = Coroutine[Any, Any, T]
+
 
 class WeightMember(Protocol):
     """Anything that is a member of the publication group."""
 
     name: str
 
-    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
-        """Join the group of `address.epoch`; returns when the group is connected."""
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        """Forget what is staged of `version`, leaving the epoch's group."""
 
 
 class RolloutPort(WeightMember, Protocol):
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        """Join the group of `address.epoch`; returns when the group is connected."""
+
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         """All samples of one group."""
 
@@ -40,11 +48,8 @@ class RolloutPort(WeightMember, Protocol):
     async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
         """Post the reception of `version` into the staging buffer; returns when it is there whole and its checksums hold."""
 
-    async def commit_weights(self, version: PolicyVersion) -> float:
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
         """Swap to the staged version between two decode steps; returns the pause in seconds."""
-
-    async def abort_weights(self, version: PolicyVersion) -> None:
-        """Forget what is staged of `version`, leaving the epoch's group."""
 
 
 class RewardPort(Protocol):
@@ -61,24 +66,26 @@ class ReferencePort(Protocol):
 
 
 class TrainerPort(WeightMember, Protocol):
-    """Commands are carried out in the order in which they were sent; each may be sent before the one before it is done."""
+    """Commands are carried out in the order of these calls, each of which puts its command on its way before it returns; what
+    it returns waits for the answer.
+    """
 
     async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
         """Open the rendezvous of a new epoch, as its rank 0."""
 
-    async def begin_step(self, step: int) -> None: ...
+    def begin_step(self, step: int) -> Answer[None]: ...
 
-    async def accumulate(self, step: int, groups: list[TrainGroup]) -> None:
-        """Add the gradient of `groups`; returns when it is computed."""
+    def accumulate(self, step: int, groups: list[TrainGroup]) -> Answer[None]:
+        """Add the gradient of `groups`."""
 
-    async def apply(self, step: int) -> StepResult:
+    def apply(self, step: int) -> Answer[StepResult]:
         """Normalise over everything accumulated, clip, and step the optimizer: the policy becomes version step + 1."""
 
-    async def send_weights(self, version: PolicyVersion, epoch: int) -> None:
-        """Snapshot the weights after the commands sent before, and broadcast them while later commands run."""
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
+        """Snapshot the weights after the commands before, and broadcast them while later commands run."""
 
-    async def save(self, folder: str, position: bytes) -> None:
+    def save(self, folder: str, position: bytes) -> Answer[None]:
         """Write a checkpoint of everything before this command, `position` beside it, atomically."""
 
-    async def export(self, folder: str) -> None:
+    def export(self, folder: str) -> Answer[None]:
         """Write the policy as a Hugging Face folder."""

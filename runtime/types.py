@@ -134,6 +134,7 @@ class TrainGroup(msgspec.Struct, kw_only=True):
     """One group with everything the trainer needs. `payload` and `reference` are still encoded."""
 
     group_id: int
+    tokens: int  # of all its samples, prompts included: what balances the load over ranks
     payload: bytes
     rewards: np.ndarray  # float32 [n]
     valid: np.ndarray  # uint8 [n]

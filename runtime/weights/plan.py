@@ -1,17 +1,35 @@
 """The publication plan: which tensor lies where in which flat bucket. Pure; sender and receiver derive the same plan.
 
-A bucket is one flat uint8 buffer: the tensors back to back, each aligned to 64 bytes, then a trailer of 16 bytes:
-xxh3-64 of everything before the trailer, and the packed policy version, both little-endian.
+A bucket is one flat uint8 buffer: the tensors one after the other, each aligned to 64 bytes, then, aligned likewise, a trailer
+of 16 bytes: xxh3-64 of everything before the trailer, and the packed policy version, both little-endian.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 
 from msgspec import Struct
 
+from runtime.errors import InvalidMessage
+
 ALIGNMENT = 64
 TRAILER = struct.Struct("<Qq")
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -21,6 +39,13 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     dtype: str  # torch's name: "float32", "bfloat16"
     shape: tuple[int, ...]
     start: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Raises InvalidMessage for a dtype that is not in `ITEM_BYTES`."""
+        if self.dtype not in ITEM_BYTES:
+            raise InvalidMessage(f"tensor {self.name}: dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 class Manifest(Struct, frozen=True):
@@ -39,4 +64,55 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     rank: int
     world_size: int
     backend: str
-    timeout: float  # of the rendezvous and of every collective, in seconds
+    timeout: float  # of the rendezvous, in seconds
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """`tensor` indexes `Manifest.tensors`; `offset` and `nbytes` lie within the bucket."""
+
+    tensor: int
+    offset: int
+    nbytes: int
+
+
+class Bucket(Struct, frozen=True):
+    """`data_bytes` counts up to the trailer, a multiple of `ALIGNMENT`."""
+
+    entries: tuple[Entry, ...]
+    data_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.data_bytes + TRAILER.size
+
+
+def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
+    """Fill buckets of at most `bucket_bytes` of data, in the manifest's order.
+
+    First fit in order: a bucket is closed once the next tensor does not fit, so that tensors leave in the order in which
+    the engine gathers them. A tensor larger than `bucket_bytes` has a bucket of its own.
+    Raises InvalidMessage for an unknown dtype, a name that occurs twice, or a bucket size below 1.
+    """
+    if manifest.bucket_bytes < 1:
+        raise InvalidMessage(f"bucket_bytes is {manifest.bucket_bytes}, must be at least 1")
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    names: set[str] = set()
+    filled = 0
+    for index, spec in enumerate(manifest.tensors):
+        if spec.name in names:
+            raise InvalidMessage(f"tensor {spec.name} occurs twice in the manifest")
+        names.add(spec.name)
+        nbytes = spec.nbytes
+        if entries and filled + nbytes > manifest.bucket_bytes:
+            buckets.append(Bucket(tuple(entries), filled))
+            entries, filled = [], 0
+        entries.append(Entry(index, filled, nbytes))
+        filled = _aligned(filled + nbytes)
+    if entries:
+        buckets.append(Bucket(tuple(entries), filled))
+    return tuple(buckets)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

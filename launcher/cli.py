@@ -1,0 +1,141 @@
+"""The console command `sluice`. Nothing heavy is imported before a command is known."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.errors import SluiceError, UserError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sluice", description="Post-train language models by asynchronous RL, without Ray.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run a whole topology on this machine")
+    validate = commands.add_parser("validate", help="check a configuration; start nothing")
+    for command in (train, validate):
+        command.add_argument("config", type=Path, help="a YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key.path=value")
+
+    commands.add_parser("schema", help="print the configuration's JSON Schema")
+
+    status = commands.add_parser("status", help="how each process of a run is doing")
+    status.add_argument("run", help="a run's folder, or the coordinator's host:port")
+    status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+
+    samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
+    samples.add_argument("run", type=Path, help="a run's folder")
+    samples.add_argument("--step", help="a step, or a range of steps a:b")
+    samples.add_argument("--state", action="append", default=[], help="a group's state; may be repeated")
+    samples.add_argument("--reward", help="a range of the group's mean reward a:b")
+    samples.add_argument("--group", type=int, help="one group's id")
+    samples.add_argument("--eval", action="store_true", help="evaluation samples instead of training ones")
+    samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
+    samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
+
+    bench = commands.add_parser("bench", help="measure this machine: engine, or train")
+    bench.add_argument("name", choices=("engine", "train"))
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit codes: 0 done, 1 a fault of the system, 2 the user's mistake."""
+    options = _parser().parse_args(arguments)
+    try:
+        code = _COMMANDS[options.command](options)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        code = 2
+    except SluiceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from launcher.train import Interrupted, train
+    from launcher.view import View
+    from runtime import config_loading, summary
+
+    console = Console()
+    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    try:
+        with View(console) as view:
+            result = asyncio.run(train(config, view))
+    except Interrupted:
+        console.print("stopped at once; the newest checkpoint stays")
+        return 130
+    console.print(summary.render(result))
+    console.print(f"run folder: {config.run.dir}", highlight=False)
+    return 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from launcher.known import known_names
+    from runtime import config_checks, config_loading
+    from runtime.errors import ConfigError
+    from runtime.topology import members
+
+    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    if faults := config_checks.semantic_faults(config, known_names()):
+        raise ConfigError(faults)
+    print(f"{options.config}: valid")
+    print("processes: coordinator, " + ", ".join(member.name for member in members(config)))
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    import json
+
+    from runtime import config_loading
+
+    print(json.dumps(config_loading.schema(), indent=2))
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from launcher import status
+
+    asyncio.run(status.show(options.run, options.watch))
+    return 0
+
+
+def _samples(options: argparse.Namespace) -> int:
+    from launcher import samples
+
+    samples.show(options)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from launcher import bench
+
+    bench.run(options.name, options.json)
+    return 0
+
+
+_COMMANDS = {
+    "train": _train,
+    "validate": _validate,
+    "schema": _schema,
+    "status": _status,
+    "samples": _samples,
+    "bench": _bench,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Work that is done once, beside the services, in a process of its own: the warm-up before, the figure after."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from launcher.supervisor import Child, Supervisor
+from launcher.topology import ProcessSpec
+from launcher.view import View
+from runtime.config import Config
+from runtime.engines.warmup import cache_folder
+from runtime.errors import DeadlineExceeded, UserError
+
+STARTUP = 60.0  # seconds that a job may need beside its own work
+
+
+async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
+    """Make the tiny model and its problems, unless they are cached; returns the configuration that names them."""
+    settings = config.warmup
+    assert settings is not None
+    folder = cache_folder(settings)
+    if not folder.exists():
+        view.phase("warm-up", detail="a tiny model, by supervised training")
+        command = (sys.executable, "-m", "runtime.engines.warmup", msgspec.json.encode(settings).decode())
+        child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
+        await _wait(child, _follow(child, view), settings.max_seconds + STARTUP)
+    return replace(
+        config,
+        model=replace(config.model, path=str(folder / "model")),
+        data=replace(config.data, train=str(folder / "train.jsonl"), eval=str(folder / "eval.jsonl")),
+    )
+
+
+async def _follow(child: Child, view: View) -> None:
+    """Show the warm-up's progress. Raises UserError with its own words when it gives up."""
+    assert child.process.stdout is not None
+    async for line in child.process.stdout:
+        told = json.loads(line)
+        if told["event"] == "progress":
+            target = round(100 * told["target"])
+            detail = f"step {told['step']}  loss {told['loss']:.2f}  held-out accuracy {told['accuracy']:.1%}"
+            view.phase("warm-up", min(target, round(100 * told["accuracy"])), target, detail)
+        elif told["event"] == "error":
+            raise UserError(told["message"])
+
+
+async def plot(supervisor: Supervisor, folder: Path) -> None:
+    """Draw the run's PNG from its metrics."""
+    command = (sys.executable, "-m", "runtime.figures", str(folder))
+    child = await supervisor.start(ProcessSpec(name="figure", role="figure", command=command, env={}))
+    await _wait(child, asyncio.sleep(0), STARTUP)
+
+
+async def _wait(child: Child, following: object, timeout: float) -> None:
+    async def both() -> None:
+        await following  # type: ignore[misc]
+        await child.process.wait()
+
+    try:
+        await asyncio.wait_for(both(), timeout)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(child.spec.name, "run", "did not end", timeout) from None
+    if child.process.returncode:
+        raise child.fault()

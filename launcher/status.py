@@ -1,0 +1,91 @@
+"""`sluice status`: every process of a run in one table."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from runtime.errors import SluiceError, UserError
+from runtime.status import Registration, Status, Topology
+from services import session, wire
+
+REFRESH = 1.0  # seconds
+ADDRESS_FILE = "coordinator.address"
+
+
+async def show(run: str, watch: bool) -> None:
+    """Print the table once, or keep it up to date. Raises UserError when no coordinator answers."""
+    address = _address(run)
+    console = Console()
+    table = await _table(address)
+    if not watch:
+        console.print(table)
+        return
+    with Live(table, console=console, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(REFRESH)
+            live.update(await _table(address), refresh=True)
+
+
+def _address(run: str) -> str:
+    folder = Path(run)
+    if not folder.is_dir():
+        if ":" in run:
+            return run
+        raise UserError(f"status: {run!r} is neither a run's folder nor host:port")
+    try:
+        return (folder / ADDRESS_FILE).read_text().strip()
+    except FileNotFoundError:
+        raise UserError(f"status: no run is under way in {folder}") from None
+
+
+async def _table(address: str) -> Table:
+    try:
+        async with session.open_channel(address) as channel:
+            coordinator: Status = await session.call(channel, "coordinator", wire.METHODS["Process", "Status"])
+            topology: Topology = await session.call(channel, "coordinator", wire.METHODS["Coordinator", "Processes"])
+    except SluiceError as error:
+        raise UserError(f"status: no coordinator at {address}: {error}") from None
+    table = Table(title=coordinator.detail, title_justify="left")
+    for column in ("process", "state", "version", "mailbox", "wait", "handled", "rates", "pid", "address"):
+        table.add_column(column)
+    _row(table, coordinator)
+    for status in await asyncio.gather(*map(_status, topology.processes)):
+        _row(table, status)
+    return table
+
+
+async def _status(process: Registration) -> Status:
+    try:
+        async with session.open_channel(process.address) as channel:
+            return await session.call(channel, process.name, wire.METHODS["Process", "Status"])
+    except SluiceError as error:
+        return Status(
+            role=process.role,
+            name=process.name,
+            state="unreachable",
+            detail=str(error),
+            pid=process.pid,
+            address=process.address,
+        )
+
+
+def _row(table: Table, status: Status) -> None:
+    mailbox = status.mailbox
+    rates = ", ".join(f"{name} {value:,.0f}/s" for name, value in status.rates.items() if not name.endswith("_seconds"))
+    busy = status.rates.get("busy_seconds")
+    table.add_row(
+        status.name,
+        status.state,
+        str(status.version),
+        f"{mailbox.depth}/{mailbox.capacity}",
+        f"{mailbox.wait_seconds * 1000:.1f} ms",
+        str(mailbox.handled),
+        (f"busy {busy:.0%}, " if busy is not None else "") + rates,
+        str(status.pid),
+        status.address,
+    )

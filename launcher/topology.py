@@ -1,0 +1,71 @@
+"""Which processes a run has, and how each is started. Pure: from the configuration to command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from runtime.config import Config, Process
+from runtime.topology import members
+
+
+class ProcessSpec(Struct, frozen=True, kw_only=True):
+    """One operating-system process that the launcher starts (a torchrun that starts several, for an SPMD role)."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+
+
+def coordinator_spec(config: Config, config_path: Path, python: str, ready_fd: int) -> ProcessSpec:
+    """The coordinator, which says its address on the file descriptor `ready_fd`."""
+    settings = config.services.coordinator
+    command = (
+        settings.python or python,
+        "-m",
+        "services.coordinator",
+        "--config",
+        str(config_path),
+        "--ready-fd",
+        str(ready_fd),
+    )
+    return ProcessSpec(name="coordinator", role="coordinator", command=command, env=_environment(settings, 1))
+
+
+def service_specs(config: Config, config_path: Path, python: str, coordinator: str, cores: int) -> list[ProcessSpec]:
+    """Every process but the coordinator. `cores` are shared out among those that compute, unless `threads` is set."""
+    return list(_specs(config, ("--config", str(config_path), "--coordinator", coordinator), python, cores))
+
+
+def _specs(config: Config, arguments: tuple[str, ...], python: str, cores: int) -> Iterator[ProcessSpec]:
+    computing = sum(member.role != "reward" for member in members(config))
+    threads = max(1, cores // computing)
+    settings: dict[str, Process] = {
+        "rollout": config.services.rollout,
+        "reward": config.services.reward,
+        "reference": config.services.reference,
+        "trainer": config.services.trainer,
+    }
+    for member in members(config):
+        if member.rank:
+            continue
+        role = settings[member.role]
+        start: tuple[str, ...] = (role.python or python, "-m")
+        ranks = config.services.trainer.processes if member.role == "trainer" else 1
+        if ranks > 1:
+            start += ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m")
+        yield ProcessSpec(
+            name=member.name,
+            role=member.role,
+            command=(*start, f"services.{member.role}", "--name", member.name, *arguments),
+            env=_environment(role, 1 if member.role == "reward" else threads),
+        )
+
+
+def _environment(role: Process, threads: int) -> dict[str, str]:
+    """The role's own variables over Sluice's. Several pools of threads on the same cores slow each other down severely."""
+    count = str(role.threads or threads)
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1", **role.env}

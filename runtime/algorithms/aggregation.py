@@ -1,0 +1,37 @@
+"""From token values to one number: what a step's mean is taken over.
+
+Each gives a sum and a count that add up over micro-batches and ranks; the step divides once, at its end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.algorithms.interfaces import AGGREGATIONS, Aggregate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@AGGREGATIONS.register("token_mean")
+def token_mean(values: Tensor, mask: Tensor) -> Aggregate:
+    """Every trained token weighs the same (DAPO, arXiv:2503.14476, equation 12)."""
+    return Aggregate((values * mask).sum(), mask.sum())
+
+
+@AGGREGATIONS.register("seq_mean_token_mean")
+def seq_mean_token_mean(values: Tensor, mask: Tensor) -> Aggregate:
+    """Every sample weighs the same, whatever its length (GRPO, arXiv:2402.03300, equation 3)."""
+    tokens = mask.sum(-1)
+    return Aggregate(((values * mask).sum(-1) / tokens.clamp(min=1)).sum(), _trained_rows(tokens))
+
+
+@AGGREGATIONS.register("seq_mean_token_sum")
+def seq_mean_token_sum(values: Tensor, mask: Tensor) -> Aggregate:
+    """The mean over samples of their tokens' sum."""
+    return Aggregate((values * mask).sum(), _trained_rows(mask.sum(-1)))
+
+
+def _trained_rows(tokens: Tensor) -> Tensor:
+    """Fully masked rows are not counted."""
+    return (tokens > 0).to(tokens.dtype).sum()

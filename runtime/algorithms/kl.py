@@ -1,0 +1,42 @@
+"""Estimates of KL(policy || reference) per token from x = logp - ref_logp (http://joschu.net/blog/kl-approx.html)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.algorithms.interfaces import KL_ESTIMATORS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(x: Tensor) -> Tensor:
+    """x. Unbiased, of high variance, may be negative."""
+    return x
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(x: Tensor) -> Tensor:
+    """x² / 2. Biased; its gradient is that of the KL."""
+    return x.square() / 2
+
+
+def k3(x: Tensor, *, clamp: bool = False) -> Tensor:
+    """exp(-x) - 1 + x. Unbiased, never negative. `clamp` holds x within ±20 and the result within ±10."""
+    if not clamp:
+        return (-x).expm1() + x
+    x = x.clamp(-20.0, 20.0)
+    return ((-x).expm1() + x).clamp(-10.0, 10.0)
+
+
+@KL_ESTIMATORS.register("k3")
+def k3_clamped(x: Tensor) -> Tensor:
+    """k3 as losses use it: one far token must not overflow the step."""
+    return k3(x, clamp=True)
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(x: Tensor) -> Tensor:
+    """|x|."""
+    return x.abs()

@@ -1,0 +1,71 @@
+"""Clipped policy-gradient losses, one value a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.algorithms.interfaces import LossInputs, LossOptions, LossOutputs, policy_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def clipped_surrogate(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`max(-rA, -clip(r, 1 - low, 1 + high) A)` with `r = exp(logp - old_logp)` (PPO, arXiv:1707.06347, equation 7).
+
+    With `dual_clip` c, `min(L, -cA)` where A < 0 (arXiv:1912.09729, equation 5). Returns the loss and a bool tensor that
+    tells which tokens a clip decided.
+    """
+    ratio = (logp - old_logp).exp()
+    plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = plain.maximum(clipped)
+    decided = clipped > plain
+    if dual_clip:
+        bound = -dual_clip * advantages
+        beyond = (advantages < 0) & (loss > bound)
+        loss, decided = loss.where(~beyond, bound), decided | beyond
+    return loss, decided
+
+
+@policy_loss("ppo", zero_without_advantage=True)
+def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """The clipped surrogate against the policy that sampled."""
+    loss, clipped = clipped_surrogate(
+        inputs.logp,
+        inputs.behaviour_logp,
+        inputs.advantages,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        dual_clip=options.dual_clip,
+    )
+    return LossOutputs(loss, {"actor/pg_clipfrac": clipped.to(loss.dtype), "actor/ppo_kl": _behaviour_kl(inputs)})
+
+
+@policy_loss("decoupled", zero_without_advantage=True)
+def decoupled(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
+
+    AReaL, arXiv:2505.24298, equation 5. w is clamped to `behaviour_weight_cap`; a capped token still counts as one.
+    """
+    weight = (inputs.proximal_logp - inputs.behaviour_logp).detach().exp()
+    loss, clipped = clipped_surrogate(
+        inputs.logp,
+        inputs.proximal_logp,
+        inputs.advantages,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        dual_clip=options.dual_clip,
+    )
+    metrics = {
+        "actor/pg_clipfrac": clipped.to(loss.dtype),
+        "actor/ppo_kl": _behaviour_kl(inputs),
+        "actor/behaviour_capfrac": (weight > options.behaviour_weight_cap).to(loss.dtype),
+    }
+    return LossOutputs(weight.clamp(max=options.behaviour_weight_cap) * loss, metrics)
+
+
+def _behaviour_kl(inputs: LossInputs) -> Tensor:
+    """k1 of KL(behaviour || policy): its tokens were drawn from the behaviour policy."""
+    return (inputs.behaviour_logp - inputs.logp).detach()

@@ -1,0 +1,59 @@
+"""Which samples run together. Pure.
+
+Lengths are tokens of a whole sequence; results are indices into `lengths`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut the samples, sorted by length, into runs whose `samples x longest` is at most `budget` tokens.
+
+    Sorting keeps padding small; ties stay in their order. A sample longer than the budget runs alone.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
+    """Cut ascending `lengths` into runs whose longest is at most `ratio` times the shortest; returns the runs' sizes."""
+    sizes: list[int] = []
+    shortest = 0
+    for length in lengths:
+        if sizes and length <= ratio * shortest:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            shortest = length
+    return sizes
+
+
+def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Share items out over `parts` so that the largest sum of costs is small.
+
+    Karmarkar and Karp's largest differencing method (1982, UCB/CSD-82-113). Deterministic;
+    every index occurs once, in ascending order within its part. Parts may be empty when there are few items.
+    """
+    if parts < 1:
+        raise ValueError(f"parts is at least 1, not {parts}")
+    # A partial solution is its parts in descending order of their sums. The two with the largest spread are merged, the
+    # heaviest parts of one with the lightest of the other.
+    heap = []
+    for index, cost in enumerate(costs):
+        heap.append((-cost, index, [(cost, [index])] + [(0, [])] * (parts - 1)))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, order, heavy = heapq.heappop(heap)
+        _, _, light = heapq.heappop(heap)
+        merged = [(a + b, left + right) for (a, left), (b, right) in zip(heavy, reversed(light), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]

@@ -1,0 +1,85 @@
+"""Commands to a role that are more than one value. The same Structs are the actors' messages and what rank 0 relays."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from runtime.types import PolicyVersion, TrainGroup
+from runtime.weights.plan import GroupAddress, Manifest
+
+
+class Command(Struct, frozen=True, tag=True):
+    """Base of all: tagged by its name, so that a union of commands decodes without ambiguity."""
+
+
+class Cancel(Command, frozen=True):
+    group_ids: list[int]
+
+
+class HostWeights(Command, frozen=True):
+    epoch: int
+    world_size: int
+
+
+class WeightsHosted(Command, frozen=True):
+    address: GroupAddress
+    manifest: Manifest
+
+
+class JoinWeights(Command, frozen=True):
+    address: GroupAddress
+    manifest: Manifest
+
+
+class ReceiveWeights(Command, frozen=True):
+    version: PolicyVersion
+    epoch: int
+
+
+class CommitWeights(Command, frozen=True):
+    version: PolicyVersion
+    epoch: int
+
+
+class WeightsCommitted(Command, frozen=True):
+    pause_seconds: float
+
+
+class AbortWeights(Command, frozen=True):
+    version: PolicyVersion
+    epoch: int
+
+
+class SendWeights(Command, frozen=True):
+    version: PolicyVersion
+    epoch: int
+
+
+class WeightsSent(Command, frozen=True):
+    bytes: int
+    seconds: float
+
+
+class BeginStep(Command, frozen=True):
+    step: int
+
+
+class Accumulate(Command, frozen=True):
+    """`part` numbers the calls of a step: every data-parallel leader gets each part, perhaps without groups."""
+
+    step: int
+    part: int
+    groups: list[TrainGroup]
+
+
+class Apply(Command, frozen=True):
+    step: int
+
+
+class Save(Command, frozen=True):
+    folder: str
+    position: bytes
+
+
+class Export(Command, frozen=True):
+    folder: str

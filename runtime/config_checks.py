@@ -1,0 +1,228 @@
+"""Cross-checks of a well-typed configuration: values against each other, against model folders, and against memory.
+
+Nothing here imports torch, so that a bad configuration is refused in well under a second. Each fault is one line that begins
+with the YAML path of the value to change.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from runtime.config import Config, Warmup
+from runtime.trackers import missing_package
+
+ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def semantic_faults(
+    config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None
+) -> list[str]:
+    """One line per fault, [] when there is none.
+
+    `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.aggregation",
+    "algorithm.kl", "data.handler" and "rewards.rules"; what it leaves out is not checked. `available_bytes` is the memory
+    for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will name may be empty.
+    """
+    policy = _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
+    if available_bytes is None:
+        available_bytes = psutil.virtual_memory().available
+    return [
+        *_run(config),
+        *_names(config, known or {}),
+        *_values(config),
+        *_data(config),
+        *_models(config, policy),
+        *_lengths(config, policy),
+        *_kv_memory(config, policy, available_bytes),
+        *_processes(config),
+    ]
+
+
+def kv_cache_bytes(model: ModelConfig, slots: int, max_len: int, dtype_bytes: int) -> int:
+    """Bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length.
+
+    `model` is a config.json of the Llama family; `num_key_value_heads` and `head_dim` have the family's defaults.
+    """
+    heads = model["num_attention_heads"]
+    kv_heads = model.get("num_key_value_heads") or heads
+    head_dim = model.get("head_dim") or model["hidden_size"] // heads
+    return 2 * model["num_hidden_layers"] * kv_heads * head_dim * dtype_bytes * slots * max_len
+
+
+def _run(config: Config) -> Iterator[str]:
+    name, resume = config.run.name, config.run.resume
+    if name in ("", ".", "..") or "/" in name:
+        yield f"run.name: '{name}' is not the name of a folder; runs/NAME is where a run lives"
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        yield f"run.resume: '{resume}' is not a checkpoint's folder; never and auto are allowed besides"
+    for index, tracker in enumerate(config.trackers):
+        package = missing_package(tracker)
+        if package:
+            yield f"trackers.{index}.name: {tracker.name} needs a package: pip install '{package}'"
+
+
+def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    algorithm = config.algorithm
+    chosen = {
+        "algorithm.advantage": algorithm.advantage,
+        "algorithm.loss": algorithm.loss,
+        "algorithm.aggregation": algorithm.aggregation,
+        "algorithm.kl": algorithm.kl,
+        "data.handler": config.data.handler,
+    }
+    for path, name in chosen.items():
+        if path in known and name not in known[path]:
+            yield f"{path}: '{name}' is not one of {', '.join(sorted(known[path]))}"
+    rules = known.get("rewards.rules")
+    for index, rule in enumerate(config.rewards.rules):
+        file, own, _ = rule.name.rpartition(".py:")
+        if own and not Path(f"{file}.py").is_file():
+            yield f"rewards.rules.{index}.name: '{file}.py' is not a file"
+        elif not own and rules is not None and rule.name not in rules:
+            yield f"rewards.rules.{index}.name: '{rule.name}' is not one of {', '.join(sorted(rules))}, nor FILE.py:NAME"
+
+
+def _values(config: Config) -> Iterator[str]:
+    algorithm, optimizer = config.algorithm, config.training.optimizer
+    if algorithm.advantage == "group_norm" and config.sampling.group_size < 2:
+        yield f"sampling.group_size: {config.sampling.group_size} is too few; algorithm.advantage group_norm needs at least 2"
+    if 0 < algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        yield (
+            f"training.optimizer.min_learning_rate: {optimizer.min_learning_rate:g} is above "
+            f"learning_rate {optimizer.learning_rate:g}"
+        )
+    if not config.rewards.rules:
+        yield "rewards.rules: empty; at least one rule is needed"
+    if config.stop.accuracy > 0 and config.evaluation.every == 0:
+        yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
+
+
+def _data(config: Config) -> Iterator[str]:
+    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if path and not Path(path).is_file():
+            yield f"{key}: '{path}' is not a file"
+        elif path and Path(path).stat().st_size == 0:
+            yield f"{key}: '{path}' is empty"
+    if config.warmup is None:
+        if not config.data.train:
+            yield "data.train: missing; name a json or jsonl file, or give a warmup section"
+        if config.evaluation.every and not config.data.eval:
+            yield f"data.eval: missing; evaluation.every is {config.evaluation.every}"
+    template = config.model.chat_template
+    if template and not Path(template).is_file():
+        yield f"model.chat_template: '{template}' is not a file"
+
+
+def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
+    path, reference = config.model.path, config.model.reference
+    if path:
+        yield from _folder_faults("model.path", path, needs_tokenizer=True)
+    elif config.warmup is None:
+        yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
+    else:
+        yield from _warmup_faults(config.warmup)
+    if reference and reference != path:
+        yield from _folder_faults("model.reference", reference, needs_tokenizer=False)
+        wanted, found = (policy or {}).get("vocab_size"), (_model_config(reference) or {}).get("vocab_size")
+        if None not in (wanted, found) and wanted != found:
+            yield f"model.reference: '{reference}' has a vocabulary of {found} tokens, the policy one of {wanted}"
+
+
+def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
+    path = Path(folder)
+    if not path.is_dir():
+        yield f"{key}: '{folder}' is not a folder"
+        return
+    if _model_config(folder) is None:
+        yield f"{key}: '{folder}' has no config.json of a Llama-like model"
+    if needs_tokenizer and not (path / "tokenizer.json").is_file():
+        yield f"{key}: '{folder}' has no tokenizer.json"
+    index = path / "model.safetensors.index.json"
+    shards = sorted(set(((_json(index) or {}).get("weight_map") or {}).values()))
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names" + f", and {len(missing) - 1} more" * (
+            len(missing) > 1
+        )
+    elif not shards and not any(path.glob("*.safetensors")):
+        yield f"{key}: '{folder}' has no weights (*.safetensors)"
+
+
+def _warmup_faults(warmup: Warmup) -> Iterator[str]:
+    if warmup.hidden_size % (2 * warmup.heads):
+        yield f"warmup.hidden_size: {warmup.hidden_size} is not a multiple of 2 · heads = {2 * warmup.heads}"
+    if warmup.heads % warmup.kv_heads:
+        yield f"warmup.kv_heads: {warmup.kv_heads} does not divide heads = {warmup.heads}"
+
+
+def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
+    limit = (policy or {}).get("max_position_embeddings")
+    if limit is None:
+        return
+    prompt = config.data.max_prompt_tokens
+    for key, reply in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
+    ):
+        if prompt + reply > limit:
+            yield f"{key}: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
+
+
+def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> Iterator[str]:
+    if policy is None:
+        return
+    rollout = config.services.rollout
+    dtype = policy.get("dtype") or policy.get("torch_dtype") if rollout.dtype == "auto" else rollout.dtype
+    length = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
+    needed = rollout.replicas * kv_cache_bytes(policy, rollout.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
+    if needed > available:
+        yield (
+            f"services.rollout.slots: {rollout.slots} slots of {length} tokens in {rollout.replicas} replica(s) need "
+            f"{needed / 2**30:.1f} GiB of KV cache; {available / 2**30:.1f} GiB are available"
+        )
+
+
+def _processes(config: Config) -> Iterator[str]:
+    processes, groups = config.services.trainer.processes, config.training.groups_per_step
+    if groups % processes:
+        yield f"services.trainer.processes: {processes} does not divide training.groups_per_step = {groups}"
+    for role in config.services.__struct_fields__:
+        python = getattr(config.services, role).python
+        if python and shutil.which(python) is None:
+            yield f"services.{role}.python: '{python}' is not an executable"
+
+
+def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
+    """What of the warm-up's model is known before it exists."""
+    if warmup is None:
+        return None
+    return {
+        "num_hidden_layers": warmup.layers,
+        "num_attention_heads": warmup.heads,
+        "num_key_value_heads": warmup.kv_heads,
+        "hidden_size": warmup.hidden_size,
+    }
+
+
+def _model_config(folder: str) -> ModelConfig | None:
+    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read."""
+    found = _json(Path(folder) / "config.json")
+    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    return found if found and all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        return None

@@ -1,0 +1,77 @@
+"""Addition problems in GSM8K's format, small enough that a model of a million parameters learns them in minutes.
+
+A line is `{"question": "34+48=", "answer": "12 8 #### 82"}`: the answer reasons aloud (the sum of the units, then of the
+tens with the carry) and ends, as in GSM8K, in `#### N`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.errors import ConfigError
+
+
+class Problem(NamedTuple):
+    """The sum of two numbers."""
+
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.a}+{self.b}="
+
+    @property
+    def carry(self) -> int:
+        """1 when the units add up to ten or more, else 0."""
+        return (self.a % 10 + self.b % 10) // 10
+
+    @property
+    def answer(self) -> str:
+        return self._worked(self.carry)
+
+    @property
+    def careless_answer(self) -> str:
+        """The answer of one who forgets to carry: wrong exactly where `carry` is 1."""
+        return self._worked(0)
+
+    def _worked(self, carry: int) -> str:
+        units = self.a % 10 + self.b % 10
+        tens = self.a // 10 + self.b // 10 + carry
+        return f"{units} {tens} #### {10 * tens + units % 10}"
+
+
+def split(min_operand: int, max_operand: int, held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """All ordered pairs of operands in [min_operand, max_operand], shuffled, as (training, held-out) problems.
+
+    `a+b` and `b+a` fall on the same side, so no held-out problem is a training problem turned round; the one that is
+    left over when `held_out` cuts a pair in two is in neither. Raises ConfigError when nothing is left to train on.
+    """
+    pairs = [(a, b) for a in range(min_operand, max_operand + 1) for b in range(a, max_operand + 1)]
+    rng = random.Random(seed)
+    rng.shuffle(pairs)
+    train: list[Problem] = []
+    held: list[Problem] = []
+    for a, b in pairs:
+        side = held if len(held) < held_out else train
+        side.extend({Problem(a, b), Problem(b, a)})
+    if not train:
+        count = (max_operand - min_operand + 1) ** 2 if max_operand >= min_operand else 0
+        raise ConfigError(
+            [
+                f"warmup.eval_problems: {held_out} leaves nothing to train on; operands of {min_operand} to {max_operand} "
+                f"make {count} problems"
+            ]
+        )
+    rng.shuffle(train)
+    return train, held[:held_out]
+
+
+def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
+    """One JSON object a line, with `question` and `answer`."""
+    lines = (json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems)
+    path.write_text("".join(lines), encoding="utf-8")

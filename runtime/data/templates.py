@@ -1,0 +1,88 @@
+"""Chat templates: jinja2 in a sandbox, with the settings, filters and globals that Hugging Face templates are written for.
+
+The environment is the one documented for `apply_chat_template`: blocks trimmed, `tojson` without HTML escapes,
+`raise_exception`, `strftime_now`, loop controls, and the `generation` tag, which has no effect on the text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from runtime.errors import UserError
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A compiled template with the model's special tokens (`bos_token`, `eos_token` ...) as its variables."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str):
+        """`origin` names the template in errors. Raises UserError when `source` is not a template."""
+        self.origin = origin
+        self._variables = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{origin}: not a chat template: line {error.lineno}: {error.message}") from error
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The conversation as text, special tokens included. Raises UserError when the template refuses the messages."""
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise UserError(f"{self.origin}: the chat template cannot render the messages: {error}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's tokens for supervised training; here its body is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

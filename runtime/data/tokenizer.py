@@ -1,0 +1,118 @@
+"""A Hugging Face tokenizer folder without transformers: `tokenizer.json` by the tokenizers library, chat template by jinja2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from runtime.data.templates import ChatTemplate, Message
+from runtime.errors import UserError
+
+
+class Tokenizer:
+    """Encodes conversations as prompts and decodes replies, token for token as transformers does."""
+
+    def __init__(self, folder: str, chat_template: str = ""):
+        """`chat_template` is a jinja file, used instead of the folder's own. Raises UserError without a tokenizer.json.
+
+        The template is read at its first use: a service that only decodes needs none.
+        """
+        self.folder = Path(folder)
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"model.path: {folder} has no tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust library raises bare Exception for a file it cannot parse
+            raise UserError(f"model.path: {file} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template_file = chat_template
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows, added ones included; the model's embedding may have more rows."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a reply, ascending: of generation_config.json, config.json and the tokenizer's eos_token."""
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            value = self._json(name).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+        token = self.special_tokens.get("eos_token")
+        own = None if token is None else self._tokenizer.token_to_id(token)
+        if own is not None:
+            found.add(own)
+        if not found:
+            raise UserError(f"model.path: {self.folder} names no end-of-sequence token (eos_token_id in config.json)")
+        return tuple(sorted(found))
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The named special tokens ("bos_token": "<s>"), which templates use as variables."""
+        named: dict[str, str] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            for key, value in self._json(name).items():
+                text = value.get("content") if isinstance(value, dict) else value
+                if key.endswith("_token") and isinstance(text, str):
+                    named[key] = text
+        return named
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template: the given file, else chat_template.jinja, else the one in tokenizer_config.json."""
+        if self._template_file:
+            return self._compile(Path(self._template_file), "model.chat_template")
+        beside = self.folder / "chat_template.jinja"
+        if beside.is_file():
+            return self._compile(beside, "model.path")
+        source = self._json("tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if not isinstance(source, str):
+            raise UserError(f"model.chat_template: {self.folder} has no chat template; name a jinja file")
+        return ChatTemplate(source, self.special_tokens, f"model.path: {self.folder / 'tokenizer_config.json'}")
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> np.ndarray:
+        """int32 [P]: the rendered conversation. Special tokens come from the template alone, never twice."""
+        return self.encode_chats([messages], add_generation_prompt)[0]
+
+    def encode_chats(self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True) -> list[np.ndarray]:
+        """`encode_chat` of many at once; the library spreads them over its threads."""
+        texts = [self.template.render(messages, add_generation_prompt) for messages in conversations]
+        return [np.array(item.ids, np.int32) for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        """The text of `ids`; ids that the tokenizer does not know are left out."""
+        return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=skip_special)
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        lists = [np.asarray(ids, np.int64).tolist() for ids in batch]
+        return self._tokenizer.decode_batch(lists, skip_special_tokens=skip_special)
+
+    def _compile(self, file: Path, key: str) -> ChatTemplate:
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{key}: cannot read {file}: {error}") from error
+        return ChatTemplate(source, self.special_tokens, f"{key}: {file}")
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        if not file.is_file():
+            return {}
+        try:
+            value = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"model.path: {file} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"model.path: {file} is not a JSON object")
+        return value

@@ -1,0 +1,304 @@
+"""The embedded rollout engine: continuous batching over slots, in one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from runtime import codec
+from runtime.engines.decoder import Decoder
+from runtime.engines.kv_cache import KVCache
+from runtime.engines.rollout_base import EngineStats, RolloutEngine
+from runtime.engines.rollout_slots import Slots, make_sample
+from runtime.engines.sampling import RowSampling, as_row, sample, uniforms
+from runtime.errors import InvalidMessage, UserError
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+
+T = TypeVar("T")
+
+_INITIAL = PolicyVersion()
+_COALESCE_SECONDS = 0.002  # steps go on this long after a group is done, so that groups leave together
+_PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: a prefill of one costs nearly that of a few
+_PREFILL_TOKENS = 8192  # of one prefill, padding included
+
+
+@dataclass
+class _Prefilled:
+    """A prompt ready to be continued, under the weights of `version`."""
+
+    keys_values: torch.Tensor  # [layers, 2, kv_heads, P, head_dim]
+    tokens: np.ndarray  # int64 [n], the first token of each sample
+    logprobs: np.ndarray  # float32 [n]
+    version: int
+
+
+@dataclass
+class _Group:
+    request: GroupRequest
+    uniforms: np.ndarray  # float32 [n, max_new_tokens]
+    samples: list[Sample | None]
+    admitted: int = 0  # samples that were given a slot, or needed none
+    unfinished: int = field(init=False)
+    prefilled: _Prefilled | None = None
+
+    def __post_init__(self) -> None:
+        self.unfinished = self.request.n
+
+
+class TorchRolloutEngine(RolloutEngine):
+    """A group's prompt is prefilled once; its samples take slots one by one as they fall free, at any step."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int,
+        max_model_len: int,
+        version: PolicyVersion = _INITIAL,
+    ):
+        """Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit."""
+        self._decoder = Decoder.from_pretrained(model_path, device, dtype)
+        config = self._decoder.config
+        if max_model_len > config.max_positions:
+            raise UserError(
+                f"data.max_prompt_tokens + sampling.max_new_tokens: {max_model_len} is more than the "
+                f"{config.max_positions} positions of {model_path}"
+            )
+        self._decoder.reserve_positions(max_model_len)
+        self._cache = KVCache(config, slots, max_model_len, device, dtype)
+        self._slots = Slots(self._cache, slots)
+        self._device = device
+        self._version = version
+        self._groups: dict[int, _Group] = {}
+        self._waiting: deque[_Group] = deque()  # groups with samples not admitted yet
+        self._finished: list[GeneratedGroup] = []
+        self._sampling = RowSampling(np.zeros((0, 4), np.float32), device)
+        self._sampling_key = b""
+        self._stats = EngineStats(slots=slots)
+        self._halt = False
+        self._thread = ThreadPoolExecutor(1, "rollout-engine")
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        known = set(self._groups)
+        for request in requests:
+            self._check(request, known)
+            known.add(request.group_id)
+        for request in requests:
+            limit = request.sampling.max_new_tokens
+            streams = np.stack([uniforms(request.seed, index, limit) for index in range(request.n)])
+            group = _Group(request, streams, [None] * request.n)
+            self._groups[request.group_id] = group
+            self._waiting.append(group)
+
+    def _check(self, request: GroupRequest, known: set[int]) -> None:
+        prompt, sampling, vocabulary = request.prompt, request.sampling, self._decoder.config.vocab_size
+        total, context = len(prompt) + sampling.max_new_tokens, self._cache.max_length
+        faults = {
+            "group_id is already here": request.group_id in known,
+            f"n is {request.n}, must be at least 1": request.n < 1,
+            f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
+            "the prompt is empty": len(prompt) == 0,
+            f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
+            f"the prompt has token ids outside of 0..{vocabulary - 1}": len(prompt) > 0
+            and (prompt.min() < 0 or prompt.max() >= vocabulary),
+            f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
+            f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
+            f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,
+            f"top_k is {sampling.top_k}, must be at least 0": sampling.top_k < 0,
+        }
+        for fault, present in faults.items():
+            if present:
+                raise InvalidMessage(f"group {request.group_id}: {fault}")
+
+    async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
+        await self._in_thread(lambda: self._generate(interrupted))
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in the engine's thread. A cancelled caller still waits for it, at most one step: nothing overlaps."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._halt = True
+            await asyncio.wait([future])
+            raise
+        finally:
+            self._halt = False
+
+    def _generate(self, interrupted: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        deadline: float | None = None
+        with torch.inference_mode():
+            while self._groups and not self._halt and not interrupted():
+                self._step()
+                if self._finished:
+                    now = time.perf_counter()
+                    deadline = deadline or now + _COALESCE_SECONDS
+                    if now >= deadline:
+                        break
+        self._stats.busy_seconds += time.perf_counter() - started
+
+    def _step(self) -> None:
+        """Fill the free slots, then decode one token for every active one."""
+        slots = self._slots
+        while self._waiting and slots.free:
+            self._admit(self._waiting[0])
+        slots.close_holes()
+        n = slots.count
+        if not n:
+            return
+        spans = slots.spans()
+        inputs, u, params = slots.inputs()
+        key = params.tobytes()
+        if key != self._sampling_key:
+            self._sampling, self._sampling_key = RowSampling(params, self._device), key
+        tokens_positions = self._to_device(inputs)
+        logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans)
+        tokens, logprobs = _to_host(*sample(logits, self._to_device(u), self._sampling))
+        done, stopped = slots.record(tokens, logprobs, self._version.pack())
+        self._stats.decode_steps += 1
+        self._stats.decode_tokens += n
+        for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
+            group, index = slots.owner_of(slot)
+            self._finish(group, index, slots.take(slot, met_stop))
+
+    def _admit(self, group: _Group) -> None:
+        """Give the next sample of the first waiting group a slot, unless its first token is its last."""
+        if group.prefilled is None:
+            self._prefill()
+        prefilled, request, index = group.prefilled, group.request, group.admitted
+        assert prefilled is not None
+        group.admitted += 1
+        if group.admitted == request.n:
+            self._waiting.popleft()
+            group.prefilled = None
+        token, logprob = int(prefilled.tokens[index]), prefilled.logprobs[index]
+        stopped = token in request.sampling.stop_token_ids
+        if stopped or request.sampling.max_new_tokens == 1:
+            only = np.array([token], np.int32), np.array([logprob], np.float32), np.array([prefilled.version], np.int64)
+            self._finish(group, index, make_sample(*only, "stop" if stopped else "length"))
+            return
+        first = (token, logprob, prefilled.version)
+        slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, group.uniforms[index])
+        self._cache.fill(slot, prefilled.keys_values)
+
+    def _prefill(self) -> None:
+        """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
+        groups = self._next_prompts()
+        config, lengths = self._decoder.config, [len(group.request.prompt) for group in groups]
+        padded = np.zeros((len(groups), max(lengths)), np.int64)
+        for row, group in enumerate(groups):
+            padded[row, : lengths[row]] = group.request.prompt
+        shape = (config.layers, 2, len(groups), config.kv_heads, padded.shape[1], config.head_dim)
+        kept = torch.empty(shape, device=self._device, dtype=self._decoder.dtype)
+        positions = torch.arange(padded.shape[1], device=self._device).expand(padded.shape)
+        hidden = self._decoder.forward(self._to_device(padded), positions, kept=kept)
+        last = self._to_device(np.arange(len(groups)) * padded.shape[1] + np.array(lengths) - 1)
+        logits = self._decoder.logits(hidden.flatten(0, 1).index_select(0, last))
+
+        counts = [group.request.n for group in groups]
+        owner = np.repeat(np.arange(len(groups)), counts)
+        params = np.array([as_row(group.request.sampling) for group in groups], np.float32)[owner]
+        u = self._to_device(np.concatenate([group.uniforms[:, 0] for group in groups]))
+        drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
+        tokens, logprobs = _to_host(*drawn)
+        ends = np.cumsum(counts)[:-1]
+        for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
+            keys_values = kept[:, :, row, :, : lengths[row]]
+            group.prefilled = _Prefilled(keys_values, own, values, self._version.pack())
+        self._stats.prefill_tokens += sum(lengths)
+
+    def _next_prompts(self) -> list[_Group]:
+        """The first waiting groups without a prefilled prompt, within the token budget but at least one."""
+        chosen: list[_Group] = []
+        room, ahead, longest = self._slots.free, _PREFILL_AHEAD, 0
+        for group in self._waiting:
+            if room <= 0:
+                ahead -= 1
+            room -= group.request.n - group.admitted
+            longest = max(longest, len(group.request.prompt))
+            if ahead < 0 or group.prefilled is not None or (chosen and longest * (len(chosen) + 1) > _PREFILL_TOKENS):
+                break
+            chosen.append(group)
+        return chosen
+
+    def _finish(self, group: _Group, index: int, done: Sample) -> None:
+        group.samples[index] = done
+        group.unfinished -= 1
+        if group.unfinished:
+            return
+        request = group.request
+        del self._groups[request.group_id]
+        samples = [each for each in group.samples if each is not None]
+        payload = GroupPayload(group_id=request.group_id, prompt=request.prompt, samples=samples)
+        self._finished.append(
+            GeneratedGroup(
+                group_id=request.group_id,
+                prompt_tokens=len(request.prompt),
+                response_tokens=[len(each.tokens) for each in samples],
+                truncated=sum(each.finish_reason == "length" for each in samples),
+                oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
+                newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
+                payload=codec.encode(payload),
+            )
+        )
+
+    def abort(self, group_ids: Sequence[int]) -> list[int]:
+        known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
+        if known:
+            self._waiting = deque(group for group in self._waiting if group.request.group_id in self._groups)
+            for slot in self._slots.active():
+                if self._slots.owner_of(slot)[0].request.group_id not in self._groups:
+                    self._slots.release(slot)
+        return known
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups or self._finished)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        """Running sequences keep their keys and values; prompts not continued yet are prefilled again."""
+
+        def apply() -> None:
+            self._decoder.load_weights(tensors)
+            self._version = version
+            for group in self._waiting:
+                group.prefilled = None
+
+        await self._in_thread(apply)
+
+    def stats(self) -> EngineStats:
+        """`running` and `waiting` count samples."""
+        self._stats.running = self._slots.count
+        self._stats.waiting = sum(group.request.n - group.admitted for group in self._waiting)
+        return self._stats
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both in one transfer, as each would wait for the device."""
+    if tokens.device.type == "cpu":
+        return tokens.numpy(), logprobs.numpy()
+    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
+    return both[0].astype(np.int64), both[1].view(np.float32)

@@ -1,0 +1,77 @@
+"""A policy spread over the ranks of the trainer's group: FSDP2, or nothing at all when there is one rank.
+
+Parameters are sharded by rows; every helper is a collective that all ranks call in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def shard(model: torch.nn.Module, device: torch.device, world_size: int, compute: torch.dtype, cpu_offload: bool) -> None:
+    """Apply FSDP2 in place over the default process group: one unit a decoder layer, and one for the rest.
+
+    float32 master shards, gathered and computed in `compute`, gradients summed (not averaged) in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (world_size,))
+    precision = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    units = [module for module in model.modules() if type(module).__name__ in layers]
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        assert isinstance(unit, FSDPModule)
+        # A sum over ranks is what the step's one division at its end expects, and gloo has no other reduction.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free gathered parameters, which a forward pass without a backward one leaves behind; they would be stale after a step."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter or moment, on every rank."""
+    detached: Any = tensor.detach()
+    return detached.full_tensor() if _is_sharded(tensor) else detached
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows."""
+    detached: Any = tensor.detach()
+    return detached.to_local() if _is_sharded(tensor) else detached
+
+
+def rows(tensor: torch.Tensor) -> slice:
+    """Which rows of the whole `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last ones fewer."""
+    if not _is_sharded(tensor):
+        return slice(0, tensor.shape[0])
+    mesh: Any = tensor.device_mesh
+    share = -(-tensor.shape[0] // mesh.size())
+    begin = min(tensor.shape[0], mesh.get_local_rank() * share)
+    return slice(begin, begin + local(tensor).shape[0])
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, whose class takes half a second to import."""
+    return hasattr(tensor, "device_mesh")
+
+
+def largest(counts: list[int], device: torch.device, world_size: int) -> list[int]:
+    """The elementwise maximum over ranks."""
+    if world_size == 1:
+        return counts
+    tensor = torch.tensor(counts, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()

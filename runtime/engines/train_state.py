@@ -1,0 +1,173 @@
+"""A training engine's state on disk: safetensors and JSON, whole tensors, so that any number of ranks reads it back.
+
+model/              a Hugging Face folder, float32
+optimizer*.safetensors   Adam's moments: `exp_avg.NAME`, `exp_avg_sq.NAME`
+rng.safetensors     the generators' states: `RANK.DEVICE`
+trainer.json        format, step, Adam's step count
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from runtime import platform
+from runtime.engines import hf_policy, train_sharding
+from runtime.errors import UserError
+
+FORMAT = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What is saved, and where it is restored to."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.AdamW
+    step: int
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def save(folder: Path, state: TrainingState, source: str) -> None:
+    """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer are `source`'s."""
+    if state.rank == 0:
+        (folder / "model").mkdir()
+    write_model(folder / "model", state.parameters, state.rank, torch.float32, source)
+    updates = _updates(state)
+    if updates:
+        moments = {
+            f"{kind}.{name}": state.optimizer.state[parameter][kind]
+            for kind in MOMENTS
+            for name, parameter in state.parameters.items()
+        }
+        _write_tensors(folder, "optimizer", moments, state.rank, torch.float32)
+    generators = _gather_generators(state)
+    if state.rank == 0:
+        save_file(generators, folder / "rng.safetensors")
+        description = {"format": FORMAT, "step": state.step, "optimizer_updates": updates}
+        (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+
+
+def write_model(folder: Path, parameters: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, source: str) -> None:
+    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes."""
+    _write_tensors(folder, "model", parameters, rank, dtype)
+    if rank == 0:
+        hf_policy.write_description(source, folder, dtype)
+
+
+def _write_tensors(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype) -> None:
+    whole = ((name, train_sharding.full(tensor)) for name, tensor in tensors.items())
+    if rank == 0:
+        sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+        hf_policy.ShardWriter(folder, stem, sizes).write((name, tensor.to("cpu", dtype)) for name, tensor in whole)
+    else:
+        for _ in whole:  # take part in the gathering
+            pass
+
+
+def _updates(state: TrainingState) -> int:
+    """How often Adam has stepped; its moments exist from the first step on."""
+    first = next(iter(state.parameters.values()))
+    return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
+
+
+def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
+    own = platform.rng_state(state.device)
+    if state.world_size == 1:
+        return {f"0.{kind}": value for kind, value in own.items()}
+    gathered = {}
+    for kind, value in sorted(own.items()):
+        parts = [torch.empty_like(value, device=state.device) for _ in range(state.world_size)]
+        dist.all_gather(parts, value.to(state.device))
+        gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
+    return gathered
+
+
+@torch.no_grad()
+def load(folder: Path, state: TrainingState) -> int:
+    """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows; returns the step that comes next.
+
+    Raises UserError, changing nothing, when the checkpoint does not fit the model.
+    """
+    description = _description(folder)
+    moments = {f"{kind}.{name}": parameter for kind in MOMENTS for name, parameter in state.parameters.items()}
+    with contextlib.ExitStack() as stack:
+        weights = _open(folder / "model", "model", state.parameters, stack)
+        history = _open(folder, "optimizer", moments, stack) if description["optimizer_updates"] else None
+        for name, parameter in state.parameters.items():
+            train_sharding.local(parameter).copy_(weights(name, parameter))
+            state.optimizer.state.pop(parameter, None)
+            if history is not None:
+                state.optimizer.state[parameter] = _adam_state(name, parameter, history, description, state.optimizer)
+    _restore_generators(folder, state)
+    return int(description["step"])
+
+
+def _description(folder: Path) -> dict[str, int]:
+    try:
+        description = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"checkpoint {folder}: trainer.json cannot be read: {error}") from error
+    if description.get("format") != FORMAT:
+        raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
+    return description
+
+
+def _open(
+    folder: Path, stem: str, expected: Mapping[str, torch.Tensor], stack: contextlib.ExitStack
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Open the files of `stem`; gives a reader of a tensor's local rows. Raises UserError when names or shapes differ."""
+    files = {}
+    try:
+        for path in sorted(folder.glob(f"{stem}*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            files.update(dict.fromkeys(file.keys(), file))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"checkpoint {folder}: {stem} cannot be read: {error}") from error
+    if files.keys() != expected.keys():
+        names = sorted(files.keys() ^ expected.keys())
+        raise UserError(f"checkpoint {folder}: is of another model; {len(names)} tensors differ, such as {names[0]}")
+    for name, tensor in expected.items():
+        shape = tuple(files[name].get_slice(name).get_shape())
+        if shape != tuple(tensor.shape):
+            raise UserError(f"checkpoint {folder}: {name} has shape {shape}, the model's is {tuple(tensor.shape)}")
+
+    def read(name: str, like: torch.Tensor) -> torch.Tensor:
+        return files[name].get_slice(name)[train_sharding.rows(like)]
+
+    return read
+
+
+def _adam_state(
+    name: str,
+    parameter: torch.nn.Parameter,
+    history: Callable[[str, torch.Tensor], torch.Tensor],
+    description: dict[str, int],
+    optimizer: torch.optim.AdamW,
+) -> dict[str, torch.Tensor]:
+    """The state that AdamW would hold. Its fused kernel keeps the step count on the parameter's device."""
+    device = parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
+    adam = {"step": torch.tensor(float(description["optimizer_updates"]), device=device)}
+    for kind in MOMENTS:
+        adam[kind] = torch.zeros_like(parameter, requires_grad=False)
+        train_sharding.local(adam[kind]).copy_(history(f"{kind}.{name}", parameter))
+    return adam
+
+
+def _restore_generators(folder: Path, state: TrainingState) -> None:
+    """Ranks beyond those that saved keep the generators they have."""
+    saved: Iterator[tuple[str, torch.Tensor]] = iter(load_file(folder / "rng.safetensors").items())
+    own = {name.split(".")[1]: value for name, value in saved if name.split(".")[0] == str(state.rank)}
+    if own:
+        platform.set_rng_state(state.device, own)

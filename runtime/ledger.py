@@ -1,0 +1,331 @@
+"""The ledger: the journal of every group, in SQLite (WAL), with the payloads in segment files beside it.
+
+`record` only appends to a list. A flush hands the list to the ledger's one thread, which writes the payloads first and
+then everything else in one transaction, so that a row never points at nothing. A record whose write failed stays in the
+list for the next flush: nothing is lost, nothing is written twice.
+
+Durability: what a flush wrote survives the death of the process. A power cut may undo the last transactions (synchronous =
+NORMAL) or tear their payloads; `trained`, called for every checkpoint, makes everything before it durable (fsync).
+
+The schema and the reading side are in `runtime.ledger_reader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from runtime.errors import InvariantViolated, ServiceFault, UserError
+from runtime.ledger_reader import DATABASE, PARTS, SCHEMA, GroupRow, group_row
+from runtime.ledger_records import (
+    Change,
+    CheckpointSaved,
+    Evaluated,
+    Note,
+    Record,
+    change_columns,
+    evaluation_columns,
+    forgotten,
+    parts,
+    state_columns,
+    ticket_columns,
+)
+from runtime.payloads import Handle, PayloadLost, PayloadStore, StorageFull, is_full, segments
+from runtime.pipeline import states
+from runtime.pipeline.states import GroupState, Mark
+
+T = TypeVar("T")
+
+Ranges = list[tuple[int, int]]
+"""Group ids, as disjoint ranges in order, both ends included."""
+
+BUSY_TIMEOUT = 5.0  # seconds that a write waits for another process's lock
+
+
+class Restored(Struct, kw_only=True):
+    """What goes on after going back to a checkpoint. `incarnation` is new, and durable before it is returned."""
+
+    groups: list[GroupRow]
+    incarnation: int
+
+
+class Ledger:
+    """The writing side; one per folder at a time. Used from one event loop."""
+
+    def __init__(self, folder: Path, thread: ThreadPoolExecutor, writer: _Writer):
+        self.folder = folder
+        self._thread = thread
+        self._writer = writer
+        self._pending: list[Record] = []
+        self._recorded = 0
+        self._written = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._dirty = asyncio.Event()
+
+    @classmethod
+    async def open(cls, folder: Path | str, segment_bytes: int) -> Ledger:
+        """Open or create. Raises UserError when another process has it open, StorageFull, ServiceFault."""
+        thread = ThreadPoolExecutor(1, "ledger")
+        try:
+            writer = await asyncio.get_running_loop().run_in_executor(
+                thread, _guarded, "open", Path(folder), lambda: _Writer(Path(folder), segment_bytes)
+            )
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return cls(Path(folder), thread, writer)
+
+    def record(self, record: Record) -> None:
+        """Write at the next flush. Never blocks."""
+        self._pending.append(record)
+        self._recorded += 1
+        self._dirty.set()
+
+    async def flush(self) -> None:
+        """Returns when everything recorded before the call is written.
+
+        Raises StorageFull or ServiceFault; what was not written stays recorded, and a later flush writes it.
+        """
+        target = self._recorded
+        while self._written < target:
+            if self._writing is None:
+                self._writing = asyncio.create_task(self._write_pending())
+                self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())  # every caller may be gone
+            await asyncio.shield(self._writing)  # a cancelled caller must not leave the batch in doubt
+
+    async def run(self, tick: float) -> None:
+        """Flush what is recorded, at most every `tick` seconds, until cancelled. Raises what `flush` raises."""
+        while True:
+            await self._dirty.wait()
+            await asyncio.sleep(tick)
+            self._dirty.clear()
+            try:
+                await self.flush()
+            except BaseException:
+                self._dirty.set()
+                raise
+
+    async def read(self, handle: Handle) -> bytes:
+        """A payload. Raises PayloadLost."""
+        return await self._call("read", lambda writer: writer.store.read(handle))
+
+    async def trained(self, step: int) -> Ranges:
+        """What the checkpoint of `step` names as trained: the batches of all steps before it, whether their `consumed` is
+        recorded yet or not. Everything recorded before the call is durable when this returns."""
+        await self.flush()
+        return await self._call("trained", lambda writer: writer.trained(step))
+
+    async def restore(self, step: int, trained: Ranges, needs: Mark) -> Restored:
+        """Go back to the checkpoint of `step`, which names `trained`: the truth over what is recorded.
+
+        Returns every group that is live again: `ready` or `generated` where what was made is still there, also what the
+        dead branch consumed; `admitted` otherwise, with its ordinal and seed. A checkpoint that names groups of another
+        ledger is no fault: those are none of this ledger's, and stay unknown to it.
+        """
+        await self.flush()
+        return await self._call("restore", lambda writer: writer.restore(step, trained, needs))
+
+    async def trim(self, step: int, retain_bytes: int) -> list[int]:
+        """Delete the oldest segments, beyond `retain_bytes`, that no restart can need; returns their numbers.
+
+        `step`: the oldest step that a restart may go back to (its oldest checkpoint's).
+        """
+        await self.flush()
+        return await self._call("trim", lambda writer: writer.trim(step, retain_bytes))
+
+    async def note(self, key: str) -> bytes | None:
+        """The newest value recorded under `key`."""
+        await self.flush()
+        return await self._call("read", lambda writer: writer.note(key))
+
+    async def close(self) -> None:
+        """Write what is recorded and let go of the folder, also when the writing fails."""
+        try:
+            await self.flush()
+        finally:
+            try:
+                await self._call("close", lambda writer: writer.close())
+            finally:
+                self._thread.shutdown(wait=False)
+
+    async def _write_pending(self) -> None:
+        batch, self._pending = self._pending, []
+        try:
+            await self._call("write", lambda writer: writer.write(batch))
+            self._written += len(batch)
+        except BaseException:
+            self._pending[:0] = batch
+            raise
+        finally:
+            self._writing = None
+
+    async def _call(self, phase: str, function: Callable[[_Writer], T]) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, _guarded, phase, self.folder, lambda: function(self._writer))
+
+
+def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
+    """Call `function`; its operating-system and database errors become StorageFull or ServiceFault."""
+    try:
+        return function()
+    except OSError as error:
+        if is_full(error):
+            raise StorageFull(folder) from error
+        raise ServiceFault("ledger", phase, str(error)) from error
+    except sqlite3.Error as error:
+        if "is full" in str(error):
+            raise StorageFull(folder) from error
+        raise ServiceFault("ledger", phase, f"{folder / DATABASE}: {error}") from error
+
+
+_PART_OF = {Mark.REFERENCED: "reference", Mark.VALUED: "value"}
+
+
+class _Writer:
+    """What the ledger's thread owns: the folder's lock, the database, the segment files."""
+
+    def __init__(self, folder: Path, segment_bytes: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            lock = undo.enter_context((folder / "ledger.lock").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"run.dir: {folder} is in use by another coordinator") from None
+            self._database = undo.enter_context(closing(sqlite3.connect(folder / DATABASE, BUSY_TIMEOUT, isolation_level=None)))
+            self._database.row_factory = sqlite3.Row
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.executescript(SCHEMA)
+            self.store = undo.enter_context(closing(PayloadStore(folder, segment_bytes)))
+            self._open = undo.pop_all()
+
+    def close(self) -> None:
+        self._open.close()
+
+    def write(self, batch: list[Record]) -> None:
+        for record in batch:
+            for part, data in parts(record).items():
+                if part not in record.handles:
+                    record.handles[part] = self.store.append(data)
+        with self._transaction():
+            self._write_groups([record for record in batch if isinstance(record, Change)])
+            for record in batch:
+                match record:
+                    case Evaluated():
+                        self._replace("evaluations", evaluation_columns(record))
+                    case CheckpointSaved():
+                        columns = {"step": record.step, "incarnation": record.incarnation, "path": record.path, "at": record.at}
+                        self._replace("checkpoints", columns)
+                    case Note():
+                        self._replace("meta", {"key": record.key, "value": record.value})
+
+    def note(self, key: str) -> bytes | None:
+        row = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row["value"])
+
+    def trained(self, step: int) -> Ranges:
+        self.store.sync()
+        with self._transaction(durable=True):
+            self._replace("meta", {"key": "checkpointing", "value": b"%d" % step})
+        rows = self._database.execute(
+            "WITH islands AS (SELECT id, id - row_number() OVER (ORDER BY id) AS island FROM groups WHERE taken < ?)"
+            " SELECT min(id), max(id) FROM islands GROUP BY island ORDER BY 1",
+            (step,),
+        )
+        return [(low, high) for low, high in rows]
+
+    def restore(self, step: int, trained: Ranges, needs: Mark) -> Restored:
+        changed: dict[int, dict[str, Any]] = {}
+        for covered, row in self._not_settled(trained):
+            before = GroupState(needs, row.phase, row.marks, row.step, row.why)
+            last = step - 1 if row.taken is None else row.taken
+            after = states.restore(before, last, covered, not covered and self._intact(row))
+            if after != before:
+                changed[row.group_id] = state_columns(after) | forgotten(after.phase)
+        incarnation = int(self.note("incarnation") or 0) + 1
+        with self._transaction(durable=True):
+            self._update(changed)
+            self._replace("meta", {"key": "incarnation", "value": b"%d" % incarnation})
+        live = self._database.execute("SELECT * FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id")
+        return Restored(groups=[group_row(row) for row in live], incarnation=incarnation)
+
+    def trim(self, step: int, retain_bytes: int) -> list[int]:
+        held = set()
+        for part in PARTS:
+            for where in ("state NOT IN ('retired', 'dropped')", f"state = 'retired' AND step >= {int(step)}"):
+                held |= {row[0] for row in self._database.execute(f"SELECT DISTINCT {part}_segment FROM groups WHERE {where}")}
+        return self.store.retain(segments(self.store.folder).keys() - held, retain_bytes)
+
+    def _not_settled(self, trained: Ranges) -> list[tuple[bool, GroupRow]]:
+        """Every group that is neither dropped nor both trained and retired; whether it is trained."""
+        self._database.execute("CREATE TEMP TABLE IF NOT EXISTS trained (low INTEGER PRIMARY KEY, high INTEGER NOT NULL)")
+        with self._transaction():
+            self._database.execute("DELETE FROM trained")
+            self._database.executemany("INSERT INTO trained VALUES (?, ?)", trained)
+        rows = self._database.execute(
+            "SELECT *, id <= coalesce((SELECT high FROM trained WHERE low <= id ORDER BY low DESC LIMIT 1), -1) AS covered"
+            " FROM groups WHERE state != 'retired' AND (state != 'dropped' OR covered) OR state = 'retired' AND NOT covered"
+        )
+        return [(bool(row["covered"]), group_row(row)) for row in rows]
+
+    def _intact(self, row: GroupRow) -> bool:
+        """Whether the payload, and what the group's marks stand for, can be read."""
+        wanted = {"payload", *(part for mark, part in _PART_OF.items() if mark & row.marks)}
+        if row.handles.keys() < wanted or (Mark.SCORED & row.marks and row.scores is None):
+            return False
+        try:
+            for part in wanted:
+                self.store.read(row.handles[part])
+        except PayloadLost:
+            return False
+        return True
+
+    def _write_groups(self, changes: list[Change]) -> None:
+        merged: dict[int, dict[str, Any]] = {}
+        admitted: dict[int, dict[str, Any]] = {}
+        for change in changes:
+            if change.ticket is not None:
+                admitted[change.group_id] = ticket_columns(change.ticket)
+            merged.setdefault(change.group_id, {}).update(change_columns(change))
+        for group_id, columns in admitted.items():
+            self._insert("INSERT", "groups", columns | merged.pop(group_id))
+        self._update(merged)
+
+    def _update(self, columns_of: dict[int, dict[str, Any]]) -> None:
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for group_id, columns in columns_of.items():
+            alike.setdefault(tuple(columns), []).append(group_id)
+        for names, ids in alike.items():
+            query = f"UPDATE groups SET {', '.join(f'{name} = ?' for name in names)} WHERE id = ?"
+            cursor = self._database.executemany(query, [(*columns_of[i].values(), i) for i in ids])
+            if cursor.rowcount != len(ids):
+                raise InvariantViolated(f"the journal changes groups that were never admitted, among {ids[:20]}")
+
+    def _replace(self, table: str, columns: dict[str, Any]) -> None:
+        self._insert("INSERT OR REPLACE", table, columns)
+
+    def _insert(self, verb: str, table: str, columns: dict[str, Any]) -> None:
+        query = f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+        self._database.execute(query, tuple(columns.values()))
+
+    @contextmanager
+    def _transaction(self, durable: bool = False) -> Iterator[None]:
+        """One transaction; `durable`: it and all before it are on the device when it ends."""
+        self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:  # SQLite has rolled back by itself when the device is full
+                self._database.execute("ROLLBACK")
+            raise

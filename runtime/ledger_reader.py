@@ -1,0 +1,284 @@
+"""What the ledger's database looks like, and reading it: while a run goes on, and after it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from runtime import codec, payloads
+from runtime.errors import InvariantViolated, UserError
+from runtime.payloads import Handle
+from runtime.pipeline.states import Mark, Phase
+from runtime.types import PolicyVersion, Scores
+
+DATABASE = "ledger.sqlite"
+PARTS = ("payload", "reference", "value")  # what a group keeps in the segment files
+MARKS = ("scored", "referenced", "valued")
+
+_HANDLES = {part: f"{part}_segment INTEGER, {part}_offset INTEGER, {part}_length INTEGER" for part in PARTS}
+
+SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS groups (
+    id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, epoch REAL NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
+    seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
+    replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
+    response_tokens BLOB, truncated INTEGER, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
+    {", ".join(f"{name}_at REAL" for name in (*(phase.value for phase in Phase), *MARKS, "lost"))}
+);
+CREATE INDEX IF NOT EXISTS groups_by_step ON groups(step);
+CREATE INDEX IF NOT EXISTS groups_live ON groups(state) WHERE state NOT IN ('retired', 'dropped');
+CREATE TABLE IF NOT EXISTS evaluations (
+    step INTEGER, problem TEXT, label TEXT NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL, response_tokens BLOB NOT NULL, truncated INTEGER NOT NULL, reward REAL, scores BLOB,
+    {_HANDLES["payload"]}, at REAL NOT NULL, PRIMARY KEY (step, problem)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS checkpoints (
+    step INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, path TEXT NOT NULL, at REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
+"""
+
+
+class GroupRow(Struct, kw_only=True):
+    """One group as the ledger knows it. `group_id` is its ordinal, `problem` the index of its prompt in the data."""
+
+    group_id: int
+    problem: int
+    epoch: float
+    source: str
+    label: str
+    seed: int
+    phase: Phase
+    marks: Mark
+    why: str | None
+    step: int | None
+    taken: int | None  # the step whose batch it is in, from before it is consumed
+    place: int | None  # in that batch
+    replica: str | None
+    attempt: int  # how often it was dispatched
+    oldest: PolicyVersion | None
+    newest: PolicyVersion | None
+    prompt_tokens: int | None
+    response_tokens: list[int] | None  # [n]
+    truncated: int | None
+    reward: float | None  # mean of the valid samples
+    scores: Scores | None
+    handles: dict[str, Handle]  # by PARTS
+    times: dict[str, float]  # seconds since the epoch, by phase or mark
+
+
+class EvaluationRow(Struct, kw_only=True):
+    """One evaluated problem after `step` optimizer steps."""
+
+    step: int
+    problem: str
+    label: str
+    oldest: PolicyVersion
+    newest: PolicyVersion
+    prompt_tokens: int
+    response_tokens: list[int]  # [n]
+    truncated: int
+    reward: float | None
+    scores: Scores | None
+    handle: Handle
+    at: float
+
+
+class CheckpointRow(Struct, kw_only=True):
+    step: int
+    incarnation: int
+    path: str
+    at: float
+
+
+def _version(packed: int | None) -> PolicyVersion | None:
+    return None if packed is None else PolicyVersion.unpack(packed)
+
+
+def _lengths(blob: bytes | None) -> list[int] | None:
+    return None if blob is None else codec.decode(list[int], blob)
+
+
+def _scores(blob: bytes | None) -> Scores | None:
+    return None if blob is None else codec.decode(Scores, blob)
+
+
+def group_row(row: sqlite3.Row) -> GroupRow:
+    """Decode a row of `SELECT * FROM groups`."""
+    plain = {name: row[name] for name in GroupRow.__struct_fields__ if name in row.keys()}  # noqa: SIM118
+    handles = {
+        part: Handle(row[f"{part}_segment"], row[f"{part}_offset"], row[f"{part}_length"])
+        for part in PARTS
+        if row[f"{part}_segment"] is not None
+    }
+    times = {name[:-3]: row[name] for name in row.keys() if name.endswith("_at") and row[name] is not None}  # noqa: SIM118
+    decoded: dict[str, Any] = {
+        "group_id": row["id"],
+        "phase": Phase(row["state"]),
+        "marks": Mark(row["marks"]),
+        "oldest": _version(row["oldest"]),
+        "newest": _version(row["newest"]),
+        "response_tokens": _lengths(row["response_tokens"]),
+        "scores": _scores(row["scores"]),
+        "handles": handles,
+        "times": times,
+    }
+    return GroupRow(**{**plain, **decoded})
+
+
+def _evaluation_row(row: sqlite3.Row) -> EvaluationRow:
+    plain = {name: row[name] for name in EvaluationRow.__struct_fields__ if name != "handle"}
+    decoded: dict[str, Any] = {
+        "oldest": PolicyVersion.unpack(row["oldest"]),
+        "newest": PolicyVersion.unpack(row["newest"]),
+        "response_tokens": _lengths(row["response_tokens"]),
+        "scores": _scores(row["scores"]),
+        "handle": Handle(row["payload_segment"], row["payload_offset"], row["payload_length"]),
+    }
+    return EvaluationRow(**{**plain, **decoded})
+
+
+class LedgerReader:
+    """Read-only view of the ledger in `folder`. Raises UserError when there is none."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        path = self.folder / DATABASE
+        if not path.exists():
+            raise UserError(f"{self.folder}: no ledger here; a run's ledger is {DATABASE}")
+        # SQLite wants to write beside a database in WAL mode even to read it; a closed one has no WAL and needs no such files.
+        frozen = not os.access(self.folder, os.W_OK) and not path.with_name(f"{DATABASE}-wal").exists()
+        uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"
+        self._connection = sqlite3.connect(uri, uri=True)
+        self._connection.row_factory = sqlite3.Row
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> LedgerReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def groups(
+        self,
+        *,
+        group_id: int | None = None,
+        steps: tuple[int, int] | None = None,
+        states: Sequence[Phase] = (),
+        reward: tuple[float, float] | None = None,
+        source: str | None = None,
+        limit: int | None = None,
+    ) -> Iterator[GroupRow]:
+        """Groups that meet every filter, by id. Ranges include both ends; `reward` is the group's mean."""
+        where = _Where()
+        where.equal("id", group_id)
+        where.between("step", steps)
+        where.among("state", [state.value for state in states])
+        where.between("reward", reward)
+        where.equal("source", source)
+        return map(group_row, self._select("groups", where, "id", limit))
+
+    def evaluations(
+        self,
+        *,
+        problem: str | None = None,
+        steps: tuple[int, int] | None = None,
+        reward: tuple[float, float] | None = None,
+        limit: int | None = None,
+    ) -> Iterator[EvaluationRow]:
+        """Evaluated problems that meet every filter, by step."""
+        where = _Where()
+        where.equal("problem", problem)
+        where.between("step", steps)
+        where.between("reward", reward)
+        return map(_evaluation_row, self._select("evaluations", where, "step, problem", limit))
+
+    def checkpoints(self) -> list[CheckpointRow]:
+        rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")
+        return [CheckpointRow(**dict(row)) for row in rows]
+
+    def counts(self) -> dict[str, int]:
+        """The number of groups in each phase, 0 included."""
+        found = dict(self._connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
+        return {phase.value: found.get(phase.value, 0) for phase in Phase}
+
+    def dropped(self) -> dict[str, int]:
+        """The number of dropped groups by reason."""
+        query = "SELECT why, count(*) FROM groups WHERE state = 'dropped' GROUP BY why ORDER BY why"
+        return dict(self._connection.execute(query).fetchall())
+
+    def note(self, key: str) -> bytes | None:
+        """The newest value recorded under `key`."""
+        row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row["value"])
+
+    def read(self, handle: Handle) -> bytes:
+        """A payload. Raises PayloadLost when it is no longer kept."""
+        return payloads.read(self.folder, handle)
+
+    def check_final(self, groups_per_step: int | None = None) -> dict[str, int]:
+        """The counts of a finished run. Raises InvariantViolated, naming groups, unless every admitted group ended in exactly
+        one final state and, given `groups_per_step`, every step trained that many, on steps without a gap."""
+        self._refuse(
+            "SELECT id FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id",
+            "groups that did not end in a final state",
+        )
+        self._refuse(
+            "SELECT id FROM groups WHERE (state = 'retired') != (step IS NOT NULL) OR (state = 'dropped') != (why IS NOT NULL)"
+            " OR (retired_at IS NOT NULL AND dropped_at IS NOT NULL) ORDER BY id",
+            "groups that have more than one final state, or none",
+        )
+        if groups_per_step is not None:
+            self._refuse(
+                "SELECT step FROM groups WHERE state = 'retired' GROUP BY step"
+                f" HAVING count(*) != {int(groups_per_step)} OR count(DISTINCT place) != count(*) ORDER BY step",
+                f"steps that did not train on {groups_per_step} groups",
+            )
+            self._refuse(
+                "SELECT step FROM (SELECT step, lag(step, 1, -1) OVER (ORDER BY step) AS previous FROM"
+                " (SELECT DISTINCT step FROM groups WHERE state = 'retired')) WHERE step != previous + 1",
+                "steps whose predecessor trained on nothing",
+            )
+        return self.counts()
+
+    def _refuse(self, query: str, complaint: str) -> None:
+        found = [str(row[0]) for row in self._connection.execute(query)]
+        if found:
+            more = f" and {len(found) - 20} more" if len(found) > 20 else ""
+            raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
+
+    def _select(self, table: str, where: _Where, order: str, limit: int | None) -> Iterator[sqlite3.Row]:
+        query = f"SELECT * FROM {table}{where} ORDER BY {order} LIMIT ?"
+        return self._connection.execute(query, (*where.values, -1 if limit is None else limit))
+
+
+class _Where:
+    """A WHERE clause and its parameters; a filter that is None or empty admits everything."""
+
+    def __init__(self) -> None:
+        self._terms: list[str] = []
+        self.values: list[Any] = []
+
+    def equal(self, column: str, value: Any) -> None:
+        self._add(f"{column} = ?", [] if value is None else [value])
+
+    def between(self, column: str, bounds: tuple[float, float] | None) -> None:
+        self._add(f"{column} BETWEEN ? AND ?", bounds or ())
+
+    def among(self, column: str, values: Sequence[Any]) -> None:
+        self._add(f"{column} IN ({', '.join('?' * len(values))})", values)
+
+    def _add(self, term: str, values: Sequence[Any]) -> None:
+        if values:
+            self._terms.append(term)
+            self.values.extend(values)
+
+    def __str__(self) -> str:
+        return f" WHERE {' AND '.join(self._terms)}" if self._terms else ""

@@ -1,0 +1,157 @@
+"""What is recorded in the ledger, and the columns that it becomes. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, field, structs
+
+from runtime import codec
+from runtime.ledger_reader import MARKS, PARTS
+from runtime.payloads import Handle
+from runtime.pipeline.states import GroupState, Phase
+from runtime.types import GeneratedGroup, Scores
+
+
+class Ticket(Struct, frozen=True, kw_only=True):
+    """What a group is from its admission on, whatever happens to it. `group_id` is its ordinal in the prompt stream."""
+
+    group_id: int
+    problem: int  # index of its prompt in the data
+    epoch: float
+    source: str
+    label: str
+    seed: int  # in [0, 2^63)
+
+
+class Record(Struct, kw_only=True):
+    """Something to write. `handles`: where the ledger's thread has put its parts, by name."""
+
+    handles: dict[str, Handle] = field(default_factory=dict)
+
+
+class Change(Record, kw_only=True):
+    """A group entered `state` at `at` (seconds since the epoch), and what came with it. `stamp`: which time `at` is,
+    or nothing."""
+
+    group_id: int
+    state: GroupState
+    stamp: str
+    at: float
+    ticket: Ticket | None = None
+    replica: str | None = None
+    attempt: int | None = None
+    taken: int | None = None  # the step whose batch it is in
+    place: int | None = None  # in that batch
+    generated: GeneratedGroup | None = None
+    scores: Scores | None = None
+    reference: bytes | None = None
+    value: bytes | None = None
+
+
+class Evaluated(Record, kw_only=True):
+    """One problem of the evaluation after `step` optimizer steps. Evaluating a step again replaces it."""
+
+    step: int
+    problem: str
+    label: str
+    generated: GeneratedGroup
+    scores: Scores
+    at: float
+
+
+class CheckpointSaved(Record, kw_only=True):
+    step: int
+    incarnation: int
+    path: str
+    at: float
+
+
+class Note(Record, kw_only=True):
+    """The newest value of a key. Written in one transaction with what was recorded beside it."""
+
+    key: str
+    value: bytes
+
+
+_TIMES = [phase.value for phase in Phase]
+_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "reward", "scores", "replica")
+
+
+def parts(record: Record) -> dict[str, bytes]:
+    """What of a record goes into the segment files."""
+    match record:
+        case Evaluated():
+            return {"payload": record.generated.payload}
+        case Change():
+            payload = None if record.generated is None else record.generated.payload
+            parts = {"payload": payload, "reference": record.reference, "value": record.value}
+            return {part: data for part, data in parts.items() if data is not None}
+    return {}
+
+
+def _handle_columns(part: str, handle: Handle) -> dict[str, Any]:
+    return {f"{part}_segment": handle.segment, f"{part}_offset": handle.offset, f"{part}_length": handle.length}
+
+
+def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
+    return {
+        "oldest": generated.oldest.pack(),
+        "newest": generated.newest.pack(),
+        "prompt_tokens": generated.prompt_tokens,
+        "response_tokens": codec.encode(generated.response_tokens),
+        "truncated": generated.truncated,
+    }
+
+
+def _scores_columns(scores: Scores) -> dict[str, Any]:
+    valid = scores.rewards[scores.valid.astype(bool)]
+    return {"reward": float(np.mean(valid)) if valid.size else None, "scores": codec.encode(scores)}
+
+
+def ticket_columns(ticket: Ticket) -> dict[str, Any]:
+    columns = structs.asdict(ticket)
+    return {"id": columns.pop("group_id"), **columns}
+
+
+def state_columns(state: GroupState) -> dict[str, Any]:
+    return {"state": state.phase.value, "marks": int(state.marks), "step": state.step, "why": state.why}
+
+
+def forgotten(phase: Phase) -> dict[str, Any]:
+    """What a group that went back to `phase` has no longer."""
+    names = ["taken", "place"] if phase != Phase.RETIRED else []
+    names += [f"{later}_at" for later in _TIMES[_TIMES.index(phase.value) + 1 :]]
+    if phase == Phase.ADMITTED:
+        names += [*_GENERATED, *(f"{mark}_at" for mark in MARKS)]
+        names += [f"{part}_{column}" for part in PARTS for column in ("segment", "offset", "length")]
+    return dict.fromkeys(names)
+
+
+def change_columns(change: Change) -> dict[str, Any]:
+    columns = state_columns(change.state)
+    if change.stamp == "lost":
+        columns |= forgotten(change.state.phase)
+    if change.state.phase == Phase.DROPPED:
+        columns |= dict.fromkeys(("taken", "place"))
+    if change.state.phase == Phase.READY:
+        columns["ready_at"] = change.at
+    if change.stamp:
+        columns[f"{change.stamp}_at"] = change.at
+    columns |= {
+        name: value for name in ("replica", "attempt", "taken", "place") if (value := getattr(change, name)) is not None
+    }
+    if change.generated is not None:
+        columns |= _generated_columns(change.generated)
+    if change.scores is not None:
+        columns |= _scores_columns(change.scores)
+    for part, handle in change.handles.items():
+        columns |= _handle_columns(part, handle)
+    return columns
+
+
+def evaluation_columns(record: Evaluated) -> dict[str, Any]:
+    plain = {"step": record.step, "problem": record.problem, "label": record.label, "at": record.at}
+    handle = _handle_columns("payload", record.handles["payload"])
+    return plain | _generated_columns(record.generated) | _scores_columns(record.scores) | handle

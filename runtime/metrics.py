@@ -1,0 +1,252 @@
+"""The figures of a training step, under MindSpeed-RL's names where it has one. Pure, but for the clocks handed in.
+
+Phases of one step overlap: while the trainer updates, rollouts generate for later steps. So `timing/all`, the wall time between
+two updates, is less than the sum of the phases; and `timing/non_overlap_X` is the part of phase X in which no update ran.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from runtime.types import GeneratedGroup, Scores, StepResult
+
+Histogram = dict[int, int]  # how often each value occurred
+Metrics = dict[str, float | Histogram]
+Span = tuple[float, float]  # start, end in seconds
+
+UPDATE = "update"
+NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model", "adv")
+
+
+class PublicationFigures(msgspec.Struct, frozen=True):
+    """One weight publication: from its start to COMMIT, the longest pause of a rollout, and the bytes sent once."""
+
+    seconds: float
+    pause_seconds: float
+    bytes: int
+
+
+class StepFigures(msgspec.Struct, kw_only=True):
+    """What the metrics of one step are made from. `generated` and `scores` are the groups it consumed, in the same order."""
+
+    generated: Sequence[GeneratedGroup]
+    scores: Sequence[Scores]
+    staleness: Sequence[int]  # one value a sample: the consuming version minus that of its oldest token
+    timing: Mapping[str, float]  # of SpanClock.close_step
+    trained: StepResult
+    world_size: int  # all accelerators of the run
+    queues: Mapping[str, int] = {}  # groups waiting, by stage
+    idle: Mapping[str, float] = {}  # by role, of `idle_fraction`
+    publication: PublicationFigures | None = None
+
+
+def step_metrics(figures: StepFigures) -> Metrics:
+    """Everything that is logged for one step; what does not apply is left out."""
+    lengths = length_metrics(figures.generated)
+    samples = sum(len(group.response_tokens) for group in figures.generated)
+    publication = figures.publication
+    return {
+        **figures.timing,
+        **lengths,
+        **score_metrics(figures.scores),
+        **staleness_metrics(figures.staleness),
+        **throughput_metrics(
+            prompt_mean=lengths.get("prompt_length/mean", 0.0),
+            response_mean=lengths.get("response_length/mean", 0.0),
+            samples=samples,
+            world_size=figures.world_size,
+            timing=figures.timing,
+        ),
+        **figures.trained.metrics,
+        **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
+        **{f"idle/{role}": fraction for role, fraction in figures.idle.items()},
+        **(
+            {f"publication/{key}": float(value) for key, value in msgspec.structs.asdict(publication).items()}
+            if publication
+            else {}
+        ),
+        "samples": float(samples),
+        "tokens": float(sum(sum(group.response_tokens) for group in figures.generated)),
+    }
+
+
+def throughput_metrics(
+    *, prompt_mean: float, response_mean: float, samples: int, world_size: int, timing: Mapping[str, float]
+) -> dict[str, float]:
+    """Tokens per second and accelerator: (response_mean + prompt_mean) · samples / world_size / time, with samples =
+    global_batch_size · n, and time that of the whole step (e2e), the update, or generation (vllm: whichever engine it is).
+    """
+    tokens = (response_mean + prompt_mean) * samples / world_size
+    phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "vllm_tps": "timing/rollout"}
+    return {name: tokens / timing[phase] for name, phase in phases.items() if timing.get(phase)}
+
+
+def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
+    """Lengths in tokens over all samples; `response_length/clip_ratio` is the fraction that ended by length."""
+    if not groups:
+        return {}
+    responses = [length for group in groups for length in group.response_tokens]
+    prompts = [group.prompt_tokens for group in groups for _ in group.response_tokens]
+    return {
+        **_distribution("prompt_length", prompts),
+        **_distribution("response_length", responses),
+        "response_length/clip_ratio": sum(group.truncated for group in groups) / len(responses),
+    }
+
+
+def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
+    """`grpo/score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the others."""
+    if not scores:
+        return {}
+    masks = [group.valid.astype(bool) for group in scores]
+    figures = {"grpo/masked": float(sum((~mask).sum() for mask in masks))}
+    valid = np.concatenate([group.rewards[mask] for group, mask in zip(scores, masks, strict=True)])
+    if valid.size:
+        figures |= _distribution("grpo/score", valid)
+    for rule in sorted({rule for group in scores for rule in group.rules}):
+        held = np.concatenate(
+            [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]
+        )
+        if held.size:
+            figures[f"{rule}_rewards/mean"] = float(held.mean(dtype=np.float64))
+    return figures
+
+
+def staleness_metrics(staleness: Sequence[int]) -> Metrics:
+    if not staleness:
+        return {}
+    return {
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": float(max(staleness)),
+        "staleness/histogram": dict(sorted(Counter(staleness).items())),
+    }
+
+
+def idle_fraction(busy_seconds: float, wall_seconds: float, processes: int = 1) -> float:
+    """The fraction of `wall_seconds` in which `processes`, busy for `busy_seconds` together, did nothing."""
+    if wall_seconds <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - busy_seconds / (wall_seconds * processes)))
+
+
+def _distribution(prefix: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    array = np.asarray(values, np.float64)
+    return {f"{prefix}/mean": float(array.mean()), f"{prefix}/max": float(array.max()), f"{prefix}/min": float(array.min())}
+
+
+def union(spans: Sequence[Span]) -> list[Span]:
+    """The same points as disjoint spans in order; empty ones vanish."""
+    merged: list[Span] = []
+    for start, end in sorted(span for span in spans if span[1] > span[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
+    """The points in both. Either side may overlap itself."""
+    left, right = union(left), union(right)
+    common: list[Span] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if start < end:
+            common.append((start, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def covered(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one span runs."""
+    return sum(end - start for start, end in union(spans))
+
+
+class SpanClock:
+    """Accounts wall time to phases, step by step. A phase counts while at least one of its spans runs.
+
+    A step is the time from one `close_step` to the next. A span that runs across the boundary is split there.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._step_start = clock()
+        self._ended: dict[str, list[Span]] = {}
+        self._running: dict[int, tuple[str, float]] = {}
+        self._ids = count()
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        """Account the time inside the block, however it is left."""
+        key, start = next(self._ids), self._clock()
+        self._running[key] = (phase, start)
+        try:
+            yield
+        finally:
+            del self._running[key]
+            self._ended.setdefault(phase, []).append((start, self._clock()))
+
+    def add(self, phase: str, start: float, end: float) -> None:
+        """A span measured elsewhere, on the same clock. What lies before the current step is not counted any more."""
+        self._ended.setdefault(phase, []).append((start, end))
+
+    def close_step(self) -> dict[str, float]:
+        """End the step now. Returns its `timing/all`, `timing/PHASE` and `timing/non_overlap_PHASE` in seconds."""
+        now = self._clock()
+        step = [(self._step_start, now)]
+        spans = {phase: list(ended) for phase, ended in self._ended.items()}
+        for phase, start in self._running.values():
+            spans.setdefault(phase, []).append((start, now))
+        inside = {phase: intersection(found, step) for phase, found in spans.items()}
+        timing = {"timing/all": now - self._step_start}
+        timing |= {f"timing/{phase}": covered(found) for phase, found in inside.items()}
+        update = inside.get(UPDATE, [])
+        for phase in NON_OVERLAP_PHASES:
+            if phase in inside:
+                timing[f"timing/non_overlap_{phase}"] = covered(inside[phase]) - covered(intersection(inside[phase], update))
+        self._step_start = now
+        self._ended = {}
+        return timing
+
+
+class Rates:
+    """Events per second over the last `window` seconds, by name. Memory is bounded by `buckets` a name."""
+
+    def __init__(self, window: float = 10.0, buckets: int = 20, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._width = window / buckets
+        self._buckets = buckets
+        self._start = clock()
+        self._counts: dict[str, deque[list[float]]] = {}  # [bucket number, amount], oldest first
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        number = self._number()
+        counts = self._counts.setdefault(name, deque(maxlen=self._buckets + 1))
+        if counts and counts[-1][0] == number:
+            counts[-1][1] += amount
+        else:
+            counts.append([number, amount])
+
+    def per_second(self) -> dict[str, float]:
+        """Every name counted so far; 0 for one that has been quiet for a window. Exact to one bucket."""
+        oldest = self._number() - self._buckets + 1
+        since = max(self._start, self._start + oldest * self._width)
+        seconds = max(self._clock() - since, self._width)
+        return {
+            name: sum(amount for number, amount in counts if number >= oldest) / seconds
+            for name, counts in self._counts.items()
+        }
+
+    def _number(self) -> int:
+        return int((self._clock() - self._start) / self._width)

@@ -1,0 +1,153 @@
+"""Payloads on disk: append-only segment files, each record with its length and checksum.
+
+A segment `segment-00000.bin` is a row of records: length (uint64) and xxh3-64 of the bytes (uint64), little-endian, then the
+bytes. A record is never changed; whole segments are deleted once nothing in them is needed. A new store starts a segment of
+its own, so that nothing is ever written behind a tail that a crash may have torn.
+
+Durability: a write is in the operating system's cache when `append` returns, so killing the process loses nothing. `sync`,
+rotation and `close` call fsync. A power cut may tear what came after the last of these; the checksum finds it, and `read`
+raises PayloadLost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+from msgspec import Struct
+
+from runtime.errors import SluiceError, UserError
+
+_HEADER = struct.Struct("<QQ")
+_NAME = re.compile(r"segment-(\d{5,})\.bin")
+
+
+class PayloadLost(SluiceError):
+    """A record is missing, torn or altered: what it held has to be made again."""
+
+
+class StorageFull(UserError):
+    """No room on the device. Nothing half written is ever read, and the write can be repeated once there is room."""
+
+    def __init__(self, path: Path | str):
+        super().__init__(f"{path}: no space left on device; free some, the run goes on by itself")
+
+
+class Handle(Struct, frozen=True, array_like=True):
+    """Where a record is: `offset` of its header, `length` of its bytes."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def segment_path(folder: Path, segment: int) -> Path:
+    return folder / f"segment-{segment:05d}.bin"
+
+
+def segments(folder: Path) -> dict[int, int]:
+    """The segments in `folder` and their sizes in bytes, oldest first."""
+    found = ((match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+    return dict(sorted((int(match[1]), path.stat().st_size) for match, path in found))
+
+
+def read(folder: Path, handle: Handle) -> bytes:
+    """The bytes of one record. Raises PayloadLost. Any thread or process may read while a store appends."""
+    path = segment_path(folder, handle.segment)
+    try:
+        with path.open("rb", buffering=0) as file:
+            record = os.pread(file.fileno(), _HEADER.size + handle.length, handle.offset)
+    except FileNotFoundError:
+        raise PayloadLost(f"{path.name} is gone") from None
+    if len(record) == _HEADER.size + handle.length:
+        length, checksum = _HEADER.unpack_from(record)
+        data = record[_HEADER.size :]
+        if length == handle.length and xxhash.xxh3_64_intdigest(data) == checksum:
+            return data
+    raise PayloadLost(f"{path.name}: the record at {handle.offset} of {handle.length} bytes is torn")
+
+
+class PayloadStore:
+    """The writing side; one per folder, used from one thread."""
+
+    def __init__(self, folder: Path, segment_bytes: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.segment_bytes = segment_bytes
+        self._open(max(segments(folder), default=-1) + 1)
+
+    def append(self, data: bytes) -> Handle:
+        """Write one record. Raises StorageFull, leaving the store as it was."""
+        record = _HEADER.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
+        if self._size and self._size + len(record) > self.segment_bytes:
+            self._rotate()
+        handle = Handle(self.segment, self._size, len(data))
+        try:
+            self._write(record)
+        except OSError as error:
+            os.ftruncate(self._fd, self._size)
+            if is_full(error):
+                raise StorageFull(self.folder) from error
+            raise
+        self._size += len(record)
+        return handle
+
+    def read(self, handle: Handle) -> bytes:
+        return read(self.folder, handle)
+
+    def sync(self) -> None:
+        """Everything appended so far survives a power cut."""
+        os.fsync(self._fd)
+
+    def retain(self, retired: Iterable[int], retain_bytes: int) -> list[int]:
+        """Delete the oldest of the `retired` segments until the others are within `retain_bytes`; returns the deleted.
+
+        The current segment stays, so that no number is used twice.
+        """
+        sizes = segments(self.folder)
+        candidates = sorted(set(retired) & (sizes.keys() - {self.segment}))
+        excess = sum(sizes[segment] for segment in candidates) - retain_bytes
+        deleted = []
+        for segment in candidates:
+            if excess <= 0:
+                break
+            segment_path(self.folder, segment).unlink()
+            excess -= sizes[segment]
+            deleted.append(segment)
+        return deleted
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def _write(self, record: bytes) -> None:
+        view, offset = memoryview(record), self._size
+        while view:
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def _rotate(self) -> None:
+        full = self._fd
+        os.fsync(full)
+        self._open(self.segment + 1)
+        os.close(full)
+
+    def _open(self, segment: int) -> None:
+        try:
+            self._fd = os.open(segment_path(self.folder, segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if is_full(error):
+                raise StorageFull(self.folder) from error
+            raise
+        self.segment, self._size = segment, 0

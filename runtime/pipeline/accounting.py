@@ -1,0 +1,95 @@
+"""The run's books: each step's metrics to the trackers and the totals, and how busy the rollouts are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
+from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.training import TrainedStep
+from runtime.status import Status
+from runtime.summary import Totals
+from runtime.trackers import Trackers
+
+POLL = 0.5  # seconds between two looks at the rollouts
+
+
+class Watched(Protocol):
+    name: str
+
+    async def status(self) -> Status: ...
+
+
+class BusyMeter:
+    """The rollouts' idle fraction, from the busy seconds that their status tells."""
+
+    def __init__(self, rollouts: Sequence[Watched]):
+        self._rollouts = rollouts
+        self.idle = 0.0
+
+    async def run(self) -> None:
+        """Measure until cancelled; `idle` is that of the newest interval."""
+        then, before = time.monotonic(), await self._busy_seconds()
+        while True:
+            await asyncio.sleep(POLL)
+            now, busy = time.monotonic(), await self._busy_seconds()
+            self.idle = idle_fraction(busy - before, now - then, len(self._rollouts))
+            then, before = now, busy
+
+    async def _busy_seconds(self) -> float:
+        statuses = await asyncio.gather(*(rollout.status() for rollout in self._rollouts))
+        return sum(status.gauges["busy_seconds_total"] for status in statuses)
+
+
+class Books:
+    """What is known of the steps so far."""
+
+    def __init__(self, trackers: Trackers, spans: SpanClock, buffer: Buffer, meter: BusyMeter, world_size: int):
+        self._trackers = trackers
+        self._spans = spans
+        self._buffer = buffer
+        self._meter = meter
+        self._world_size = world_size
+        self.totals = Totals()
+        self.newest: Metrics = {}
+
+    async def step(self, trained: TrainedStep) -> Metrics:
+        """Enter one step."""
+        timing = self._spans.close_step()
+        groups = trained.groups
+        ages = [
+            trained.step - group.generated.oldest.step
+            for group in groups
+            if group.generated is not None
+            for _ in group.generated.response_tokens
+        ]
+        metrics = step_metrics(
+            StepFigures(
+                generated=[group.generated for group in groups if group.generated is not None],
+                scores=[group.scores for group in groups if group.scores is not None],
+                staleness=ages,
+                timing=timing,
+                trained=trained.result,
+                world_size=self._world_size,
+                queues=self._queues(),
+                idle={
+                    "trainer": idle_fraction(trained.result.seconds, timing["timing/all"]),
+                    "rollout": self._meter.idle,
+                },
+                publication=trained.publication,
+            )
+        )
+        self.totals.add(metrics)
+        self.newest = metrics
+        await self._trackers.log(trained.step + 1, metrics)
+        return metrics
+
+    async def evaluation(self, step: int, metrics: Metrics) -> None:
+        await self._trackers.log(step, metrics)
+
+    def _queues(self) -> dict[str, int]:
+        counts = self._buffer.counts()
+        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}

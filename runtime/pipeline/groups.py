@@ -1,0 +1,146 @@
+"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores and reference.
+
+One coroutine sees one group through its life, up to `ready`. What bounds the number of them, and so every queue behind them, is
+admission: a group is dispatched only while it may still be trained on in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from runtime.aio import TaskGroup
+from runtime.config import Config
+from runtime.data.prompts import Prompts, PromptStream
+from runtime.ledger import Ledger
+from runtime.ledger_records import Ticket
+from runtime.metrics import SpanClock
+from runtime.pipeline.buffer import Buffer, Group
+from runtime.pipeline.roles import Roles, RolloutPool
+from runtime.pipeline.states import Mark, Phase
+from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, SamplingParams, ScoreRequest
+
+
+class GroupStage:
+    """Keeps the rollouts busy, and brings every group from its prompt to `ready`."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        pool: RolloutPool,
+        buffer: Buffer,
+        ledger: Ledger,
+        stream: PromptStream,
+        prompts: Prompts,
+        stop_token_ids: tuple[int, ...],
+        spans: SpanClock,
+    ):
+        self._config = config
+        self._roles = roles
+        self._pool = pool
+        self._buffer = buffer
+        self._ledger = ledger
+        self._stream = stream
+        self._prompts = prompts
+        self._spans = spans
+        self._turn = count()
+        self._sampling = SamplingParams(
+            max_new_tokens=config.sampling.max_new_tokens,
+            temperature=config.sampling.temperature,
+            stop_token_ids=stop_token_ids,
+        )
+        self._max_in_flight = max_in_flight(config)
+        self._lives: set[asyncio.Task[None]] = set()
+
+    async def run(self, tasks: TaskGroup, last_step: Callable[[], int]) -> None:
+        """Admit until cancelled. `last_step()` is where the run ends, as far as is known: no group is made for later steps."""
+        buffer = self._buffer
+        for group in list(buffer):
+            if group.state.phase == Phase.GENERATED:
+                self._spawn(tasks, self._resume(group))
+        while True:
+            buffer.room_changed.clear()
+            waiting = buffer.waiting()
+            for index in range(buffer.capacity(self._max_in_flight, last_step())):
+                group = waiting[index] if index < len(waiting) else self._admit()
+                rollout = self._pool.least_loaded()
+                buffer.dispatch(group.group_id, rollout.name)
+                self._spawn(tasks, self._live(group, rollout))
+                await asyncio.sleep(0)  # lets the life begin: its load counts for the next choice
+            await buffer.room_changed.wait()
+
+    async def close(self) -> None:
+        """Withdraw every group that is on its way."""
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    def _admit(self) -> Group:
+        draw = self._stream.draw()
+        problem = self._prompts.problems[draw.index]
+        ticket = Ticket(
+            group_id=draw.ordinal,
+            problem=draw.index,
+            epoch=self._stream.epoch,
+            source=problem.source,
+            label=problem.label,
+            seed=draw.seed,
+        )
+        return self._buffer.admit(ticket)
+
+    def _spawn(self, tasks: TaskGroup, life: object) -> None:
+        task: asyncio.Task[None] = tasks.create_task(life)  # type: ignore[arg-type]
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+    async def _live(self, group: Group, rollout: object) -> None:
+        ticket = group.ticket
+        request = GroupRequest(
+            group_id=ticket.group_id,
+            prompt=self._prompts.tokens[ticket.problem],
+            n=self._config.sampling.group_size,
+            seed=ticket.seed,
+            sampling=self._sampling,
+        )
+        with self._spans.span("rollout"):
+            result: GeneratedGroup = await self._pool.generate(rollout, request)  # type: ignore[arg-type]
+        self._buffer.generated(result)
+        await self._annotate(group, result.payload)
+
+    async def _resume(self, group: Group) -> None:
+        """Go on with a group that a former life of the coordinator left generated but not ready."""
+        assert group.payload is not None
+        payload = group.payload if isinstance(group.payload, bytes) else await self._ledger.read(group.payload)
+        await self._annotate(group, payload)
+
+    async def _annotate(self, group: Group, payload: bytes) -> None:
+        missing = group.state.needs & ~group.state.marks
+        turn = next(self._turn)
+        jobs = []
+        if missing & Mark.SCORED:
+            jobs.append(self._score(group, payload, turn))
+        if missing & Mark.REFERENCED:
+            jobs.append(self._reference(group, payload, turn))
+        await asyncio.gather(*jobs)
+
+    async def _score(self, group: Group, payload: bytes, turn: int) -> None:
+        reward = self._roles.rewards[turn % len(self._roles.rewards)]
+        request = ScoreRequest(group_id=group.group_id, label=group.ticket.label, payload=payload, source=group.ticket.source)
+        with self._spans.span("rule_reward"):
+            scores = await reward.score(request)
+        self._buffer.scored(scores)
+
+    async def _reference(self, group: Group, payload: bytes, turn: int) -> None:
+        reference = self._roles.references[turn % len(self._roles.references)]
+        request = LogprobRequest(group_id=group.group_id, payload=payload, temperature=self._sampling.temperature)
+        with self._spans.span("reference_model"):
+            logprobs = await reference.logprobs(request)
+        self._buffer.referenced(group.group_id, logprobs)
+
+
+def max_in_flight(config: Config) -> int:
+    """Groups that the rollouts may hold together: what their slots take, and one more each so that no slot waits."""
+    rollout = config.services.rollout
+    return rollout.replicas * (rollout.slots // config.sampling.group_size + 1)

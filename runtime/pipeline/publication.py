@@ -1,0 +1,211 @@
+"""One weight publication as a state machine: PREPARE → TRANSFER → VERIFY → COMMIT → done, or ABORT → aborted. Pure.
+
+The caller feeds events, each with the time, and carries out the actions that come back. Members are those that receive.
+
+- prepare: every member posts its reception; only then is the sender told to start.
+- transfer: the sender broadcasts. Members may verify meanwhile.
+- verify: the sender is done, and the members' checksums are awaited.
+- commit: everyone verified, so the version counts, and cannot be undone: a member that fails now is lost to the epoch, and
+  the others go on.
+- abort: members and sender leave the epoch's group. Whoever does not confirm is lost. A failed collective fails for all of
+  its members, so it is this silence, and not the first failure, that tells the culprit.
+
+Every phase has a deadline: `next_deadline` says when to send the next `Tick`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+from runtime.errors import InvariantViolated
+from runtime.types import PolicyVersion
+
+Phase = Literal["prepare", "transfer", "verify", "commit", "abort", "done", "aborted"]
+
+
+class PhaseSeconds(Struct, frozen=True, kw_only=True):
+    """The deadline of each phase, from its own start."""
+
+    prepare: float
+    transfer: float
+    verify: float
+    commit: float
+    abort: float
+
+
+class Prepared(Struct, frozen=True):
+    member: str
+
+
+class Sent(Struct, frozen=True):
+    """The sender's last bucket is on its way."""
+
+
+class Verified(Struct, frozen=True):
+    member: str
+
+
+class Committed(Struct, frozen=True):
+    member: str
+
+
+class Aborted(Struct, frozen=True):
+    """`member`, or the sender, has left the epoch's group."""
+
+    member: str
+
+
+class Failed(Struct, frozen=True):
+    """`member`, or the sender, is alive and reports a failure."""
+
+    member: str
+    reason: str
+
+
+class Lost(Struct, frozen=True):
+    """`member`, or the sender, cannot be reached any more."""
+
+    member: str
+    reason: str
+
+
+class Tick(Struct, frozen=True):
+    """Time has passed."""
+
+
+Event = Prepared | Sent | Verified | Committed | Aborted | Failed | Lost | Tick
+
+
+class Send(Struct, frozen=True):
+    """Tell the sender to start."""
+
+    version: PolicyVersion
+
+
+class Commit(Struct, frozen=True):
+    """Tell `members` to swap to `version`."""
+
+    version: PolicyVersion
+    members: tuple[str, ...]
+
+
+class Abort(Struct, frozen=True):
+    """Tell `members`, the sender among them, to forget `version` and leave the epoch's group."""
+
+    version: PolicyVersion
+    members: tuple[str, ...]
+
+
+Action = Send | Commit | Abort
+
+# In which phases an answer counts. Anything else is late, or a repetition, and changes nothing.
+_EXPECTED: dict[type, tuple[Phase, ...]] = {
+    Prepared: ("prepare",),
+    Sent: ("transfer",),
+    Verified: ("transfer", "verify"),
+    Committed: ("commit",),
+    Aborted: ("abort",),
+}
+
+
+class Publication:
+    """One version over one epoch's members.
+
+    `phase` and `next_deadline` (None once done or aborted) are the state. `lost` names who must not be in the next epoch;
+    `reason` is one line for the user naming phase and members, "" while all is well.
+    """
+
+    def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: PhaseSeconds, now: float):
+        """Begins in PREPARE at time `now`; the caller tells the members to prepare."""
+        self.version = version
+        self.members = tuple(members)
+        self.sender = sender
+        self.lost: set[str] = set()
+        self.reason = ""
+        self._seconds = seconds
+        self._answered: dict[type, set[str]] = {kind: set() for kind in _EXPECTED}
+        if not self.members or len({*self.members, sender}) != len(self.members) + 1:
+            raise InvariantViolated(f"a publication from {sender} to the members {self.members}")
+        self._enter("prepare", now)
+
+    @property
+    def final(self) -> bool:
+        return self.phase in ("done", "aborted")
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        """Whose answers the phase still needs."""
+        awaited: dict[Phase, tuple[type, tuple[str, ...]]] = {
+            "prepare": (Prepared, self.members),
+            "transfer": (Sent, (self.sender,)),
+            "verify": (Verified, self.members),
+            "commit": (Committed, self.members),
+            "abort": (Aborted, (*self.members, self.sender)),
+        }
+        if self.final:
+            return ()
+        kind, who = awaited[self.phase]
+        return tuple(name for name in who if name not in self._answered[kind] and name not in self.lost)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Apply `event` at time `now`; returns what is to be done, in order."""
+        if self.final:
+            return []
+        actions: list[Action] = []
+        if isinstance(event, Failed | Lost):
+            actions += self._fail(event, now)
+        elif not isinstance(event, Tick) and self.phase in _EXPECTED[type(event)]:
+            self._answered[type(event)].add(self.sender if isinstance(event, Sent) else event.member)
+        actions += self._advance(now)
+        if self.next_deadline is not None and now >= self.next_deadline:
+            actions += self._expire(now)
+        return actions
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        self.phase: Phase = phase
+        self.next_deadline: float | None = None if self.final else now + getattr(self._seconds, phase)
+
+    def _advance(self, now: float) -> list[Action]:
+        """Leave every phase that waits for nobody."""
+        actions: list[Action] = []
+        while not self.final and not self.waiting_for:
+            if self.phase == "prepare":
+                self._enter("transfer", now)
+                actions.append(Send(self.version))
+            elif self.phase == "transfer":
+                self._enter("verify", now)
+            elif self.phase == "verify":
+                self._enter("commit", now)
+                actions.append(Commit(self.version, self.members))
+            else:
+                self._enter("done" if self.phase == "commit" else "aborted", now)
+        return actions
+
+    def _fail(self, event: Failed | Lost, now: float) -> list[Action]:
+        if event.member not in (*self.members, self.sender):
+            return []
+        if self.phase == "commit" and event.member == self.sender:
+            return []  # its part is over
+        if isinstance(event, Lost) or self.phase == "commit":
+            self.lost.add(event.member)
+        if self.phase == "abort":
+            return []
+        return self._give_up(f"{event.member}: {event.reason}", now)
+
+    def _expire(self, now: float) -> list[Action]:
+        silent = self.waiting_for
+        if self.phase in ("commit", "abort"):
+            self.lost.update(silent)
+        missed = f"{', '.join(silent)}: no answer within {getattr(self._seconds, self.phase):g} s"
+        return self._give_up(missed, now) + self._advance(now)
+
+    def _give_up(self, what: str, now: float) -> list[Action]:
+        line = f"{self.phase}: {what}"
+        self.reason = f"{self.reason}; {line}" if self.reason else f"version {self.version}: {line}"
+        if self.phase in ("commit", "abort"):
+            return []
+        self._enter("abort", now)
+        return [Abort(self.version, self.waiting_for)]

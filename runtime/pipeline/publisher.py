@@ -1,0 +1,164 @@
+"""Drives weight publications: the epoch's group, and `publication.Publication` against the clock and the ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from runtime.commands import WeightsSent
+from runtime.config import Publication as Settings
+from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
+from runtime.metrics import PublicationFigures
+from runtime.pipeline.publication import (
+    Abort,
+    Aborted,
+    Action,
+    Commit,
+    Committed,
+    Event,
+    Failed,
+    Lost,
+    PhaseSeconds,
+    Prepared,
+    Publication,
+    Sent,
+    Tick,
+    Verified,
+)
+from runtime.ports import RolloutPort, TrainerPort
+from runtime.types import PolicyVersion
+
+ABORT_SECONDS = 5.0  # a member that does not leave an epoch's group in this time is lost
+
+
+class Publisher:
+    """One publication at a time. `committed` is the version that counts."""
+
+    def __init__(self, trainer: TrainerPort, rollouts: Sequence[RolloutPort], settings: Settings, prepare_seconds: float):
+        self._trainer = trainer
+        self._rollouts = {rollout.name: rollout for rollout in rollouts}
+        self._settings = settings
+        self._seconds = PhaseSeconds(
+            prepare=prepare_seconds,
+            transfer=settings.transfer_timeout,
+            verify=settings.transfer_timeout,
+            commit=settings.commit_timeout,
+            abort=ABORT_SECONDS,
+        )
+        self._epoch = 0
+        self.committed: PolicyVersion | None = None
+
+    async def open_epoch(self) -> None:
+        """A new group of the trainer and every rollout. Raises ServiceFault naming who did not come."""
+        self._epoch += 1
+        address, manifest = await self._trainer.host_weights(self._epoch, 1 + len(self._rollouts))
+        joins = (
+            rollout.join_weights(replace(address, rank=rank), manifest)
+            for rank, rollout in enumerate(self._rollouts.values(), start=1)
+        )
+        await asyncio.gather(*joins)
+
+    def begin(self, version: PolicyVersion) -> Transaction:
+        """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it."""
+        if self.committed is not None and version <= self.committed:
+            raise InvariantViolated(f"version {version} is published after {self.committed}")
+        return Transaction(self, version)
+
+
+class Transaction:
+    """One publication: calls to the ports become events, the machine's actions become calls."""
+
+    def __init__(self, publisher: Publisher, version: PolicyVersion):
+        self._publisher = publisher
+        self._version = version
+        self._epoch = publisher._epoch
+        self._clock = asyncio.get_running_loop().time
+        self._calls: dict[asyncio.Task[Any], tuple[str, Callable[[str], Event]]] = {}
+        self._pause = 0.0
+        self._bytes = 0
+        self._call(publisher._trainer.name, self._sent(publisher._trainer.send_weights(version, self._epoch)), _sent)
+        for name, rollout in publisher._rollouts.items():
+            self._call(name, rollout.receive_weights(version, self._epoch), Verified)
+
+    async def finish(self) -> PublicationFigures:
+        """See the publication through, once the trainer has made the version: the deadlines count from here.
+
+        Raises ServiceFault naming the members on which it failed.
+        """
+        publisher, began = self._publisher, self._clock()
+        machine = Publication(self._version, publisher._rollouts, publisher._trainer.name, publisher._seconds, began)
+        # A reception that is posted late only delays the sender, which announces itself before its first byte.
+        for name in publisher._rollouts:
+            machine.handle(Prepared(name), began)
+        try:
+            while not machine.final:
+                await self._step(machine)
+        finally:
+            self.cancel()
+        if machine.phase != "done" or machine.reason:
+            raise _fault(machine)
+        publisher.committed = self._version
+        return PublicationFigures(seconds=self._clock() - began, pause_seconds=self._pause, bytes=self._bytes)
+
+    def cancel(self) -> None:
+        """Withdraw the calls that are under way."""
+        for task in self._calls:
+            task.cancel()
+
+    async def _step(self, machine: Publication) -> None:
+        """Wait for an answer or the deadline, and let the machine say what follows."""
+        assert machine.next_deadline is not None
+        timeout = max(0.0, machine.next_deadline - self._clock())
+        if self._calls:
+            done, _ = await asyncio.wait(self._calls, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            done = await asyncio.sleep(timeout, set())
+        for task in done:
+            name, answered = self._calls.pop(task)
+            self._act(machine.handle(_event(name, task, answered), self._clock()))
+        if not done:
+            self._act(machine.handle(Tick(), self._clock()))
+
+    def _act(self, actions: list[Action]) -> None:
+        publisher = self._publisher
+        for action in actions:
+            if isinstance(action, Commit):
+                for name in action.members:
+                    self._call(name, self._commit(publisher._rollouts[name]), Committed)
+            elif isinstance(action, Abort):
+                for name in action.members:
+                    member = publisher._rollouts.get(name, publisher._trainer)
+                    self._call(name, member.abort_weights(self._version, self._epoch), Aborted)
+
+    def _call(self, name: str, call: Awaitable[Any], answered: Callable[[str], Event]) -> None:
+        self._calls[asyncio.ensure_future(call)] = (name, answered)
+
+    async def _commit(self, rollout: RolloutPort) -> None:
+        self._pause = max(self._pause, await rollout.commit_weights(self._version, self._epoch))
+
+    async def _sent(self, answer: Awaitable[WeightsSent]) -> None:
+        self._bytes = (await answer).bytes
+
+
+def _sent(_: str) -> Event:
+    return Sent()
+
+
+def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event:
+    error = task.exception()
+    if error is None:
+        return answered(name)
+    if isinstance(error, DeadlineExceeded) and error.service == name:
+        return Lost(name, str(error))
+    if isinstance(error, SluiceError):
+        return Failed(name, str(error))
+    raise error
+
+
+def _fault(machine: Publication) -> ServiceFault:
+    """Names the members that were lost, or else whoever failed first."""
+    who = ", ".join(sorted(machine.lost)) or "publication"
+    return ServiceFault(who, "publish", machine.reason)

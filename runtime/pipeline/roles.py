@@ -1,0 +1,35 @@
+"""Every process that the pipeline talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.ports import ReferencePort, RewardPort, RolloutPort, TrainerPort
+from runtime.types import GeneratedGroup, GroupRequest
+
+
+@dataclass(frozen=True)
+class Roles:
+    trainer: TrainerPort
+    rollouts: Sequence[RolloutPort]
+    rewards: Sequence[RewardPort]
+    references: Sequence[ReferencePort]
+
+
+class RolloutPool:
+    """Spreads groups over the rollout replicas: each goes to whoever has the fewest samples under way."""
+
+    def __init__(self, rollouts: Sequence[RolloutPort]):
+        self._rollouts = rollouts
+        self._load = dict.fromkeys((rollout.name for rollout in rollouts), 0)
+
+    def least_loaded(self) -> RolloutPort:
+        return min(self._rollouts, key=lambda rollout: self._load[rollout.name])
+
+    async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
+        self._load[rollout.name] += request.n
+        try:
+            return await rollout.generate(request)
+        finally:
+            self._load[rollout.name] -= request.n

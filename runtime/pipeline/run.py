@@ -1,0 +1,322 @@
+"""A run from its first evaluation to its last check: the coordinator's logic, above the ports and without a clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from runtime import checkpoint, codec
+from runtime.aio import TaskGroup
+from runtime.config import Config
+from runtime.data.prompts import Prompts, PromptStream
+from runtime.ledger import Ledger
+from runtime.ledger_reader import LedgerReader
+from runtime.ledger_records import CheckpointSaved
+from runtime.metrics import Metrics, SpanClock
+from runtime.pipeline.accounting import Books, BusyMeter
+from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.evaluation import Evaluation, Evaluator
+from runtime.pipeline.groups import GroupStage
+from runtime.pipeline.publisher import Publisher
+from runtime.pipeline.roles import Roles, RolloutPool
+from runtime.pipeline.states import Mark
+from runtime.pipeline.training import TrainedStep, TrainStage
+from runtime.position import Position
+from runtime.status import Progress
+from runtime.summary import Summary
+from runtime.trackers import Trackers
+from runtime.types import PolicyVersion
+
+MODEL = "model"  # folder of the trained model under the run's
+WHY_ENDED = "run ended"
+
+
+@dataclass
+class Material:
+    """What a run is made of, besides its roles."""
+
+    config: Config
+    folder: Path
+    ledger: Ledger
+    trackers: Trackers
+    train: Prompts
+    eval: Prompts | None
+    stop_token_ids: tuple[int, ...]
+    report: Callable[[Progress], None]
+    seconds: dict[str, float] = field(default_factory=dict)  # of the start-up, by phase
+
+
+class Run:
+    """One run. `stop` ends it in order; everything else happens in `execute`."""
+
+    def __init__(self, material: Material, roles: Roles):
+        config = material.config
+        self._material, self._config, self._roles = material, config, roles
+        self._started = time.monotonic()
+        self._stream = PromptStream(material.train.problems, config.run.seed, config.data.shuffle)
+        self._position = self._restored_position()
+        first = self._position.version.step if self._position else 0
+        self._incarnation = self._position.version.incarnation if self._position else 0
+        self._needs = Mark.SCORED | (Mark.REFERENCED if roles.references else Mark.NONE)
+        self._buffer = Buffer(
+            needs=self._needs,
+            groups_per_step=config.training.groups_per_step,
+            staleness=config.training.staleness,
+            journal=material.ledger.record,
+            step=first,
+        )
+        self._spans = SpanClock()
+        self._pool = RolloutPool(roles.rollouts)
+        self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
+        self._meter = BusyMeter(roles.rollouts)  # type: ignore[arg-type]
+        self._books = Books(material.trackers, self._spans, self._buffer, self._meter, accelerators(config))
+        self._groups = GroupStage(
+            config,
+            roles,
+            self._pool,
+            self._buffer,
+            material.ledger,
+            self._stream,
+            material.train,
+            material.stop_token_ids,
+            self._spans,
+        )
+        self._training = TrainStage(
+            roles.trainer,
+            self._publisher,
+            self._buffer,
+            material.ledger,
+            self._spans,
+            incarnation=self._incarnation,
+            streamable=True,
+            checkpoint=self._checkpoint_due,
+            finished=self._finished,
+        )
+        self._evaluator = (
+            Evaluator(config, roles, self._pool, material.ledger, material.eval, material.stop_token_ids)
+            if material.eval is not None
+            else None
+        )
+        self._accuracy: dict[int, float] = {}
+        self._evaluating: asyncio.Task[None] | None = None
+        self._saved: set[int] = set()
+        self._stop_reason = ""
+        self._first_step_seconds = 0.0
+        self._rl_began = 0.0
+
+    # ------------------------------------------------------------------------------------------ from outside
+
+    def stop(self, reason: str) -> None:
+        """End after the step under way, evaluate no more, save and stop."""
+        if not self._stop_reason:
+            self._stop_reason = reason
+            self._training.stop()
+
+    @property
+    def buffer(self) -> Buffer:
+        return self._buffer
+
+    async def execute(self) -> Summary:
+        """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
+        config = self._config
+        async with TaskGroup() as tasks:
+            self._tasks = tasks
+            journal = tasks.create_task(self._material.ledger.run(config.ledger.tick))
+            await self._begin()
+            before = await self._evaluate_alone(config.evaluation.before)
+            meter = tasks.create_task(self._meter.run())
+            seconds = await self._train()
+            meter.cancel()
+            await self._end_groups()
+            after = await self._evaluate_alone(config.evaluation.after and self._stop_reason != "interrupted")
+            await self._save_end()
+            journal.cancel()
+        await self._material.ledger.flush()
+        return self._summary(before, after, seconds)
+
+    # ------------------------------------------------------------------------------------------ the course of the run
+
+    async def _begin(self) -> None:
+        """Restore, connect the publication group, and bring the first version to every rollout."""
+        self._report("starting")
+        if self._position is not None:
+            await self._restore(self._position)
+        before = time.monotonic()
+        await self._publisher.open_epoch()
+        await self._publisher.begin(PolicyVersion(self._incarnation, self._buffer.step)).finish()
+        self._material.seconds["publication"] = time.monotonic() - before
+
+    async def _train(self) -> float:
+        """Admission and training until the last step; returns the seconds."""
+        self._rl_began = time.monotonic()
+        self._spans.close_step()
+        self._report("training")
+        if self._stop_reason:
+            return 0.0
+        self._training.last_step = self._config.training.steps
+        admission = self._tasks.create_task(self._groups.run(self._tasks, lambda: self._training.last_step))
+        await self._training.run(self._tasks, self._config.training.steps)
+        admission.cancel()
+        if self._evaluating is not None:
+            await self._evaluating
+        self._stop_reason = self._stop_reason or "all steps done"
+        return time.monotonic() - self._rl_began
+
+    async def _end_groups(self) -> None:
+        """Give up what is still on its way; its prompts come first when the run is resumed."""
+        await self._groups.close()
+        for group in sorted(self._buffer, key=lambda group: group.group_id):
+            ticket = self._buffer.drop(group.group_id, WHY_ENDED)
+            self._stream.give_back(ticket.problem)
+
+    async def _finished(self, trained: TrainedStep) -> None:
+        """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
+        config, step = self._config, trained.step + 1
+        if not self._first_step_seconds:
+            self._first_step_seconds = time.monotonic() - self._started
+        await self._books.step(trained)
+        if config.stop.hours and time.monotonic() - self._rl_began >= config.stop.hours * 3600:
+            self.stop(f"{config.stop.hours:g} hours are over")
+        every = config.evaluation.every
+        if self._evaluator and every and step % every == 0 and step < self._training.last_step:
+            if self._evaluating is not None:
+                await self._evaluating
+            self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
+        self._report("training")
+
+    async def _evaluate_beside(self, step: int) -> None:
+        assert self._evaluator is not None
+        evaluation = await self._evaluator.run(step, alone=False)
+        await self._note(step, evaluation)
+        goal = self._config.stop.accuracy
+        if goal and evaluation.accuracy >= goal:
+            self.stop(f"accuracy {evaluation.accuracy:.1%} reached {goal:.1%}")
+
+    async def _evaluate_alone(self, wanted: bool) -> float | None:
+        if self._evaluator is None or not wanted:
+            return None
+        step = self._buffer.committed
+        before = time.monotonic()
+        report = lambda done, total: self._report("evaluating", f"{done}/{total} problems")  # noqa: E731
+        evaluation = await self._evaluator.run(step, alone=True, progress=report)
+        self._material.seconds.setdefault("evaluation", time.monotonic() - before)
+        await self._note(step, evaluation)
+        return evaluation.accuracy
+
+    async def _note(self, step: int, evaluation: Evaluation) -> None:
+        self._accuracy[step] = evaluation.accuracy
+        metrics: Metrics = {
+            "eval/accuracy": evaluation.accuracy,
+            "eval/samples": float(evaluation.samples),
+            "eval/errors": float(evaluation.errors),
+            "eval/seconds": evaluation.seconds,
+            "eval/version_oldest": float(evaluation.oldest.step),
+            "eval/version_newest": float(evaluation.newest.step),
+        }
+        await self._books.evaluation(step, metrics)
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    async def _checkpoint_due(self, step: int) -> Callable[[], Any] | None:
+        every = self._config.checkpoint.every
+        if not every or step % every:
+            return None
+        position = await self._current_position(step)
+        return lambda: self._save(step, position)
+
+    async def _save(self, step: int, position: bytes) -> None:
+        """Have the trainer write the checkpoint of version `step`, behind the commands before."""
+        folder = checkpoint.folder_for(self._material.folder, step)
+        await self._roles.trainer.save(str(folder.absolute()), position)
+        self._saved.add(step)
+        self._material.ledger.record(
+            CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=time.time())
+        )
+        settings = self._config.checkpoint
+        best = max(self._accuracy.keys() & self._saved, key=lambda s: self._accuracy[s], default=None)
+        await asyncio.to_thread(checkpoint.prune, self._material.folder, settings.keep, best if settings.keep_best else None)
+        oldest = min(checkpoint.steps(self._material.folder), default=step)
+        await self._material.ledger.trim(oldest, self._config.ledger.retain_bytes)
+
+    async def _save_end(self) -> None:
+        self._report("saving")
+        step = self._buffer.committed
+        await self._save(step, await self._current_position(step))
+        folder = self._material.folder / MODEL
+        await self._roles.trainer.export(str(folder.absolute()))
+
+    async def _current_position(self, step: int) -> bytes:
+        best = max(self._accuracy, key=lambda s: self._accuracy[s], default=None)
+        position = Position(
+            version=PolicyVersion(self._incarnation, step),
+            stream=self._stream.state(),
+            trained=await self._material.ledger.trained(step),
+            accuracy=self._accuracy[max(self._accuracy)] if self._accuracy else None,
+            best_accuracy=None if best is None else self._accuracy[best],
+            best_step=best,
+        )
+        return codec.encode(position)
+
+    def _restored_position(self) -> Position | None:
+        if not self._config.run.resume:
+            return None
+        position = checkpoint.read_position(Path(self._config.run.resume))
+        self._stream.restore(position.stream)
+        version = replace(position.version, incarnation=position.version.incarnation + 1)
+        return replace(position, version=version)
+
+    async def _restore(self, position: Position) -> None:
+        """Take over what the ledger has of the groups that the checkpoint does not name as trained."""
+        restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
+        self._buffer.load(restored.groups)
+
+    # ------------------------------------------------------------------------------------------ what is said of it
+
+    def _report(self, phase: str, detail: str = "") -> None:
+        figures = {name: value for name, value in self._books.newest.items() if isinstance(value, float)}
+        if self._accuracy:
+            figures["eval/accuracy"] = self._accuracy[max(self._accuracy)]
+        last = self._config.training.steps
+        self._material.report(
+            Progress(phase=phase, step=self._buffer.committed, steps=last, detail=detail or _line(figures), metrics=figures)
+        )
+
+    def _summary(self, before: float | None, after: float | None, seconds: float) -> Summary:
+        with LedgerReader(self._material.ledger.folder) as reader:
+            groups = reader.check_final(self._config.training.groups_per_step)
+        final = {name: number for name, number in groups.items() if number or name in ("retired", "dropped")}
+        return self._books.totals.summary(
+            rl_seconds=seconds,
+            stop_reason=self._stop_reason,
+            accuracy_before=before,
+            accuracy_after=after,
+            total_seconds=time.monotonic() - self._started,
+            startup={**self._material.seconds, "first_step": self._first_step_seconds},
+            groups=final,
+            peak_pss_bytes=0,
+        )
+
+
+def _line(figures: dict[str, float]) -> str:
+    """The figures that a progress bar has room for."""
+    shown = (
+        ("eval/accuracy", "accuracy {:.1%}"),
+        ("grpo/score/mean", "reward {:.2f}"),
+        ("staleness/mean", "staleness {:.1f}"),
+        ("timing/all", "{:.0f} ms/step"),
+    )
+    scale = {"timing/all": 1000.0}
+    return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)
+
+
+def accelerators(config: Config) -> int:
+    """All devices of the run: one a process of trainer, rollout and reference."""
+    services = config.services
+    reference = services.reference.replicas if config.algorithm.kl_coefficient > 0 else 0
+    return services.trainer.processes + services.rollout.replicas + reference

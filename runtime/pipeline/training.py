@@ -1,0 +1,141 @@
+"""The last stages: fill a step's batch by deadline, apply it, publish what it made.
+
+Step v trains version v and makes v + 1. While v is applied and v + 1 published, the batch of step v + 1 is already being filled
+and sent: the trainer holds one batch ahead. A step's groups are consumed once it is applied, and retire once its version is
+committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from msgspec import Struct
+
+from runtime.aio import TaskGroup
+from runtime.ledger import Ledger
+from runtime.metrics import UPDATE, PublicationFigures, SpanClock
+from runtime.pipeline.buffer import Buffer, Group, Part
+from runtime.pipeline.publisher import Publisher, Transaction
+from runtime.pipeline.states import Phase
+from runtime.ports import Answer, TrainerPort
+from runtime.types import PolicyVersion, StepResult, TrainGroup
+
+CHUNKS = 4  # an idle trainer is given what is ready once it is a quarter of the step
+
+
+class TrainedStep(Struct, kw_only=True):
+    """One step, applied and published."""
+
+    step: int
+    groups: list[Group]
+    result: StepResult
+    publication: PublicationFigures
+
+
+class TrainStage:
+    """`checkpoint(step)` is asked once a batch is complete, before it is applied: it returns what orders the checkpoint of the
+    version that the batch makes, if one is due. `finished` is awaited after each step."""
+
+    def __init__(
+        self,
+        trainer: TrainerPort,
+        publisher: Publisher,
+        buffer: Buffer,
+        ledger: Ledger,
+        spans: SpanClock,
+        *,
+        incarnation: int,
+        streamable: bool,
+        checkpoint: Callable[[int], Awaitable[Callable[[], Answer[None]] | None]],
+        finished: Callable[[TrainedStep], Awaitable[None]],
+    ):
+        self._trainer = trainer
+        self._publisher = publisher
+        self._buffer = buffer
+        self._ledger = ledger
+        self._spans = spans
+        self._incarnation = incarnation
+        self._streamable = streamable
+        self._checkpoint = checkpoint
+        self._finished = finished
+        self._running: asyncio.Task[None] | None = None
+        self.last_step = 0
+        """The run ends before this step."""
+
+    def stop(self) -> None:
+        """End after the step whose batch was completed last; one that is still being filled is given up."""
+        self.last_step = min(self.last_step, self._buffer.step)
+        self._buffer.ready_changed.set()
+
+    async def run(self, tasks: TaskGroup, last_step: int) -> None:
+        """Train until `last_step`, or until `stop`. A trainer's command that fails fails the task group."""
+        self.last_step = last_step
+        while (step := self._buffer.step) < self.last_step:
+            batch = await self._fill(tasks, step)
+            if batch is None:
+                break
+            saving = await self._checkpoint(step + 1)
+            if self._running is not None:
+                await self._running
+            version = PolicyVersion(self._incarnation, step + 1)
+            apply = tasks.create_task(self._trainer.apply(step))
+            publication = self._publisher.begin(version)
+            if saving is not None:
+                tasks.create_task(saving())
+            self._running = tasks.create_task(self._finish(step, batch, apply, publication))
+        if self._running is not None:
+            await self._running
+
+    async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
+        """Take the groups of `step` as they become ready, and send them on; None when `stop` came first."""
+        buffer, batch = self._buffer, list[Group]()
+        tasks.create_task(self._trainer.begin_step(step))
+        if self._running is not None:
+            self._running.add_done_callback(lambda _: buffer.ready_changed.set())
+        while buffer.step == step:
+            if step >= self.last_step:
+                return None
+            buffer.ready_changed.clear()
+            groups = buffer.take(step, whole=not self._may_stream(len(batch)))
+            if groups:
+                batch += groups
+                data = [await self._train_group(group) for group in groups]
+                tasks.create_task(self._trainer.accumulate(step, data))
+            else:
+                await buffer.ready_changed.wait()
+        return batch
+
+    def _may_stream(self, taken: int) -> bool:
+        """Whether a part of the batch is worth sending: it is, when the trainer has nothing else to do."""
+        if not self._streamable or not (self._running is None or self._running.done()):
+            return False
+        buffer = self._buffer
+        ready = sum(group.state.phase == Phase.READY and group.taken is None for group in buffer)
+        return ready >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
+
+    async def _finish(self, step: int, batch: list[Group], apply: Awaitable[StepResult], publication: Transaction) -> None:
+        result = await apply
+        now = time.monotonic()
+        self._spans.add(UPDATE, now - result.seconds, now)
+        self._buffer.consume(step)
+        with self._spans.span("resharding_to_infer"):
+            figures = await publication.finish()
+        self._buffer.commit(step + 1)
+        await self._finished(TrainedStep(step=step, groups=batch, result=result, publication=figures))
+
+    async def _train_group(self, group: Group) -> TrainGroup:
+        generated, scores = group.generated, group.scores
+        assert generated is not None and scores is not None and group.payload is not None
+        return TrainGroup(
+            group_id=group.group_id,
+            tokens=generated.prompt_tokens * len(generated.response_tokens) + sum(generated.response_tokens),
+            payload=await self._bytes(group.payload),
+            rewards=scores.rewards,
+            valid=scores.valid,
+            reference=None if group.reference is None else await self._bytes(group.reference),
+        )
+
+    async def _bytes(self, part: Part) -> bytes:
+        return part if isinstance(part, bytes) else await self._ledger.read(part)

@@ -1,0 +1,137 @@
+"""Where tensors live: the one place that knows which accelerators there are and what they are called.
+
+The order of preference is npu, cuda, cpu. torch_npu is imported here alone, and only where it is installed or asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any, Literal
+
+import msgspec
+import psutil
+import torch
+
+from runtime.config import DType
+from runtime.errors import UserError
+
+DeviceKind = Literal["npu", "cuda", "cpu"]
+CollectiveBackend = Literal["hccl", "nccl", "gloo"]
+
+_BACKENDS: dict[str, CollectiveBackend] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes of one device (of the machine, for the CPU). `available` counts what the caching allocator could hand out."""
+
+    total: int
+    available: int
+
+
+def _load_npu() -> bool:
+    """Import torch_npu; whether it finds an NPU. Raises UserError when it is not importable."""
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError) as error:
+        raise UserError(f"torch_npu cannot be imported ({error}); source CANN's set_env.sh, or uninstall torch_npu") from error
+    return bool(_accelerator("npu").is_available())
+
+
+def _has_npu() -> bool:
+    return importlib.util.find_spec("torch_npu") is not None and _load_npu()
+
+
+def device_kind() -> DeviceKind:
+    """The best kind of device of this machine."""
+    if _has_npu():
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device(kind: str = "auto", index: int = 0) -> torch.device:
+    """The device `index` of `kind` ("auto", "npu", "cuda", "cpu"), made current. Raises UserError when it is not there."""
+    if kind == "auto":
+        kind = device_kind()
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind not in _BACKENDS:
+        raise UserError(f"device {kind!r}: must be one of auto, npu, cuda, cpu")
+    available = _load_npu() if kind == "npu" else torch.cuda.is_available()
+    count = _accelerator(kind).device_count() if available else 0
+    if index >= count:
+        raise UserError(f"device {kind}:{index}: this machine has {count} {kind} device(s) that this process may use")
+    _accelerator(kind).set_device(index)
+    return torch.device(kind, index)
+
+
+def _accelerator(kind: str) -> Any:
+    """torch.cuda or torch.npu, which offer the same functions."""
+    return getattr(torch, kind)
+
+
+def collective_backend(name: str, where: torch.device) -> CollectiveBackend:
+    """The backend of a process group whose tensors live on `where`; "auto" is the device's own.
+
+    gloo is possible everywhere, as it stages through the host. Raises UserError when backend and device do not match.
+    """
+    own = _BACKENDS[where.type]
+    if name in ("auto", own):
+        return own
+    if name == "gloo":
+        return "gloo"
+    raise UserError(f"publication.backend: {name!r} does not work on {where.type}; must be one of auto, {own}, gloo")
+
+
+def memory(where: torch.device) -> Memory:
+    """Total and available bytes of a device."""
+    if where.type == "cpu":
+        figures = psutil.virtual_memory()
+        return Memory(figures.total, figures.available)
+    accelerator = _accelerator(where.type)
+    free, total = accelerator.mem_get_info(where)
+    cached = accelerator.memory_reserved(where) - accelerator.memory_allocated(where)
+    return Memory(total, free + cached)
+
+
+def rng_state(where: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's generators: the CPU's, and the device's own when it is an accelerator. uint8 tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if where.type != "cpu":
+        state[where.type] = _accelerator(where.type).get_rng_state(where)
+    return state
+
+
+def set_rng_state(where: torch.device, state: dict[str, torch.Tensor]) -> None:
+    """Restore what `rng_state` returned. Raises UserError when it was taken on another kind of device."""
+    expected = {"cpu", where.type}
+    if set(state) != expected:
+        raise UserError(f"the saved random state is of {sorted(state)}, but this process runs on {sorted(expected)}")
+    torch.set_rng_state(state["cpu"])
+    if where.type != "cpu":
+        _accelerator(where.type).set_rng_state(state[where.type], where)
+
+
+def resolve_dtype(dtype: DType, where: torch.device) -> torch.dtype:
+    """The torch dtype of a configured one; "auto" is bfloat16 on accelerators and float32 on the CPU."""
+    if dtype == "auto":
+        return torch.float32 if where.type == "cpu" else torch.bfloat16
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
+
+
+def keeps_master_weights(dtype: torch.dtype) -> bool:
+    """Whether training in `dtype` needs float32 master weights: small updates vanish in a 16-bit mantissa."""
+    return dtype.itemsize < 4
+
+
+def synchronize(where: torch.device) -> None:
+    """Wait for the work queued on an accelerator; nothing on the CPU."""
+    if where.type != "cpu":
+        _accelerator(where.type).synchronize(where)
+
+
+def set_threads(count: int) -> None:
+    """Threads of torch's operators in this process; 0 leaves torch's default."""
+    if count:
+        torch.set_num_threads(count)

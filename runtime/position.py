@@ -1,0 +1,19 @@
+"""The coordinator's part of a checkpoint: where the run is, beside the weights that it has got to."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from runtime.data.prompts import StreamState
+from runtime.types import PolicyVersion
+
+
+class Position(Struct, kw_only=True):
+    """`version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids."""
+
+    version: PolicyVersion
+    stream: StreamState
+    trained: list[tuple[int, int]]
+    accuracy: float | None = None  # the newest evaluation's
+    best_accuracy: float | None = None
+    best_step: int | None = None  # the checkpoint that had it

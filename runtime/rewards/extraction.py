@@ -1,0 +1,76 @@
+"""Where the answer stands in a reply. Every function takes linear time on any input."""
+
+from __future__ import annotations
+
+import re
+
+_BOX_OR_BRACE = re.compile(r"\\boxed\s{0,8}\{|\\[\\{}]|[{}]")
+_HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
+_CLOSING = re.compile(r"\banswer\b[*_` \t]{0,8}(?:is\b|was\b|[:=])[*_:=\s]{0,16}", re.IGNORECASE)
+_STATEMENT_END = re.compile(r"\n|[.!?;](?=\s|$)")
+_STATEMENT_LENGTH = 200  # characters that are looked at
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}`, braces matched, escaped braces skipped; None without one.
+
+    A box inside a complete box is part of it; a box inside one that is never closed stands for itself.
+    """
+    first = text.find("\\boxed")
+    if first < 0:
+        return None
+    opened: list[tuple[int, bool]] = []  # (where the content starts, whether it is a box's) of each open brace
+    start = end = -1
+    for token in _BOX_OR_BRACE.finditer(text, first):
+        mark = token.group()
+        if mark == "{":
+            opened.append((token.end(), False))
+        elif mark == "}":
+            if opened:
+                content, is_box = opened.pop()
+                # An outer box closes after the boxes inside it and starts before them: it takes their place.
+                if is_box:
+                    start, end = content, token.start()
+        elif mark.startswith("\\boxed"):
+            opened.append((token.end(), True))
+    return None if start < 0 else text[start:end]
+
+
+def last_hashes(text: str) -> str | None:
+    """The rest of the line after the last `####` that something follows; None without one. Other headings do not count."""
+    found = None
+    for found in _HASHES.finditer(text):  # noqa: B007 - the last match is wanted
+        pass
+    return None if found is None else found.group(1)
+
+
+def last_answer_tag(text: str) -> str | None:
+    """The content of the last complete `<answer>...</answer>`; None without one."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return None if start < 0 else text[start + len("<answer>") : end]
+
+
+def closing_statement(text: str) -> str | None:
+    """What the last "the answer is x" or "Final answer: x" names, up to the end of its sentence; None without one.
+
+    A statement without a digit ("I hope the answer is clear") counts only where none has one.
+    """
+    named = [
+        _STATEMENT_END.split(text[found.end() : found.end() + _STATEMENT_LENGTH], maxsplit=1)[0]
+        for found in _CLOSING.finditer(text)
+    ]
+    numbers = [statement for statement in named if any(map(str.isdigit, statement))]
+    return (numbers or named or [None])[-1]
+
+
+def final_answer(text: str) -> str | None:
+    """The reply's final answer: the last box, else the last `####`, else the last answer tag, else a closing statement.
+
+    The marked text may itself be a statement ("<answer>The answer is 5</answer>"): then what it names is the answer.
+    """
+    for extract in (last_boxed, last_hashes, last_answer_tag):
+        marked = extract(text)
+        if marked is not None:
+            return closing_statement(marked) or marked
+    return closing_statement(text)

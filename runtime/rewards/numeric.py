@@ -1,0 +1,108 @@
+r"""Numbers as people and models write them: `$1,234.50`, `1{,}234`, `\frac{3}{4}`, `2\frac{1}{2}`, `50\text{ miles}`, `1e6`.
+
+The value is exact (a Fraction). What is not one number plus a unit has no value: "33, 34", "7x", "40^2", "5 hours 30 minutes".
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+
+MAX_LENGTH = 200  # characters of an answer; longer ones are no number, and bound the cost of everything below
+
+_MINUS = str.maketrans("\u2212\u2013\u2012\ufe63\uff0d", "-----")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!])(?=[0-9]{3})")
+_SPACING = re.compile(r"\\(?:[,;: ]|quad\b)|~|\s+")
+_MARKUP = re.compile(r"\\(?:[!()\[\]]|(?:left|right|displaystyle)\b)")
+_ESCAPED = re.compile(r"\\([$%])")
+
+_PLAIN_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?!,?[0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+_FRACTION = r"\\[dt]?frac ?(?:\{ ?(?P<top>[0-9]+) ?\} ?\{ ?(?P<bottom>[0-9]+) ?\}|(?P<top1>[0-9]) ?(?P<bottom1>[0-9]))"
+_LEAD = re.compile(r"(?:[A-Za-z]\w{0,20})? ?=|")  # of "x = 5" and "= 5"
+_SIGN = re.compile(r" ?([-+]?) ?(?:(?:US ?\$|USD|Rs\.?|[$€£¥₹]) ?([-+]?) ?)?")  # "-$5", "$-5"
+_MAGNITUDE = re.compile(
+    rf"(?P<whole>[0-9]*) ?{_FRACTION}"
+    r"|(?P<mixed>[0-9]+) (?P<top2>[0-9]+)/(?P<bottom2>[0-9]+)"
+    rf"|(?P<top3>{_DECIMAL}) ?/ ?(?P<bottom3>{_DECIMAL})"
+    rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9])"
+    r"| ?(?:\\times|\\cdot|×) ?10 ?\^ ?\{?(?P<power>-?[0-9]{1,3})\}?)?"
+)
+_SYMBOL = re.compile(r"(?: ?(?:[%€£¥₹$]|\^ ?\{? ?\\circ ?\}?|°[CF]?|\\degrees?\b))?")
+_WORD_BREAK = re.compile(r"[ /()]+")
+_WORD = re.compile(r"[A-Za-z°][A-Za-z°'’.-]*(?:\^\{?[23]\}?|[²³])?")
+# Units written without a space; other letters behind a number are a variable's, as in "7x".
+_ATTACHED = re.compile(
+    r"[kcm]?g|lbs?|oz|[kcm]?m|mi|ft|in|yd|m?[lL]|h|hrs?|hours?|min(?:ute)?s?|s|secs?|seconds?|days?|years?|"
+    r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?"
+)
+_LETTER_UNITS = frozenset("gmlLhsCF")
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NOT_UNITS = frozenset(("and", "or", "to", "plus", "minus", "times", "half", "pi", "sqrt"))
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of `text` when it is one number, units and currency aside; else None. "2 million" is 2000000."""
+    if _PLAIN_INTEGER.fullmatch(text):
+        return Fraction(int(text))
+    plain = _plain(text)
+    if not plain or len(plain) > MAX_LENGTH:
+        return None
+    sign = _SIGN.match(plain, _LEAD.match(plain).end())  # type: ignore[union-attr]  # both match the empty text
+    magnitude = _MAGNITUDE.match(plain, sign.end())  # type: ignore[union-attr]
+    if magnitude is None:
+        return None
+    scale = _scale(plain[magnitude.end() :])
+    value = _value(magnitude)
+    if scale is None or value is None:
+        return None
+    return value * scale * (-1 if "-" in sign.group(1, 2) else 1)  # type: ignore[union-attr]
+
+
+label_number = lru_cache(maxsize=4096)(number)  # a group's samples share one label
+
+
+def _plain(text: str) -> str:
+    """`text` without math delimiters, emphasis and text commands; single spaces; thousands separated by commas."""
+    if len(text) > 4 * MAX_LENGTH:
+        return text
+    text = _THOUSANDS.sub(",", text.translate(_MINUS))
+    text = _ESCAPED.sub(r"\1", _MARKUP.sub("", text))
+    text = _SPACING.sub(" ", _WRAPPER.sub(r" \1", text)).strip(" *_`")
+    while len(text) > 1 and text[0] == text[-1] == "$":
+        text = text[1:-1].strip(" *_`")
+    if text.startswith("{") and text.endswith("}") and text.count("{") == 1:
+        text = text[1:-1]
+    return text.strip(" ").rstrip(".,;:")
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """What the digits are worth; None for a division by zero."""
+    if match["decimal"]:
+        exponent = int(match["exponent"] or match["power"] or 0)
+        return _exact(match["decimal"]) * Fraction(10) ** exponent
+    top = match["top"] or match["top1"] or match["top2"] or match["top3"]
+    bottom = _exact(match["bottom"] or match["bottom1"] or match["bottom2"] or match["bottom3"])
+    return _exact(match["whole"] or match["mixed"] or "0") + _exact(top) / bottom if bottom else None
+
+
+def _exact(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", "").rstrip("."))
+
+
+def _scale(rest: str) -> int | None:
+    """The factor that the words behind a number stand for, 1 for units; None when they are not words of a unit."""
+    symbol = _SYMBOL.match(rest)
+    tail = rest[symbol.end() :]  # type: ignore[union-attr]  # matches the empty text
+    words = [word for word in _WORD_BREAK.split(tail) if word]
+    if not words:
+        return 1
+    if tail[0] not in " /(" and not _ATTACHED.fullmatch(words[0].rstrip(".")):
+        return None
+    for word in words:
+        if not _WORD.fullmatch(word) or word.lower() in _NOT_UNITS or (len(word) == 1 and word not in _LETTER_UNITS):
+            return None
+    return _SCALES.get(words[0].lower(), 1)

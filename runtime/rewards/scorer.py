@@ -1,0 +1,137 @@
+"""Scores groups of replies: decode, screen in the service, leave the rest to the pool, sum by weight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from runtime import codec, config
+from runtime.errors import ServiceFault, UserError
+from runtime.rewards.catalogue import find_rule
+from runtime.rewards.pool import KillablePool
+from runtime.rewards.rules import Outcome, RewardRule, RuleContext, attempt
+from runtime.rewards.worker import Task
+from runtime.types import GroupPayload, Sample, ScoreRequest, Scores
+
+
+class Decoder(Protocol):
+    """What the scorer needs of a tokenizer."""
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]: ...
+
+
+class _Weighted(msgspec.Struct, frozen=True):
+    """One entry of `rewards.rules` and the rule that it names."""
+
+    settings: config.Rule
+    rule: RewardRule
+
+
+class _Reply(msgspec.Struct):
+    """One sample as the rules see it."""
+
+    text: str
+    label: str
+    context: RuleContext
+
+
+class RewardScorer:
+    """The reward service's engine. `score` may be called concurrently, from one event loop."""
+
+    def __init__(self, settings: config.Rewards, tokenizer: Decoder):
+        """Raises UserError when no rule is configured, one is unknown or one is named twice."""
+        if not settings.rules:
+            raise UserError("rewards.rules: at least one rule is needed")
+        self._rules = [_Weighted(entry, find_rule(entry.name)) for entry in settings.rules]
+        for name, count in Counter(weighted.rule.name for weighted in self._rules).items():
+            if count > 1:
+                raise UserError(f"rewards.rules: {name!r} is named {count} times")
+        self._tokenizer = tokenizer
+        self._fail = settings.on_error == "fail"
+        self.pool = KillablePool([entry.name for entry in settings.rules], settings.workers, settings.timeout)
+
+    def start(self) -> None:
+        """Start the pool in the background when a rule always needs it; otherwise its first use starts it."""
+        if any(weighted.rule.screen is None for weighted in self._rules):
+            self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """Scores of each group, in order.
+
+        A sample on which a rule failed has valid 0, reward 0 and NaN as that rule's value, and is counted in `errors`.
+        Raises InvalidMessage for a payload that does not decode, ServiceFault when the pool cannot start a worker or,
+        with `on_error: fail`, when a rule failed.
+        """
+        payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
+        samples = [sample for payload in payloads for sample in payload.samples]
+        texts = iter(self._tokenizer.decode_batch([sample.tokens for sample in samples], skip_special=True))
+        replies = [
+            _Reply(next(texts), request.label, _context(sample, request.source))
+            for request, payload in zip(requests, payloads, strict=True)
+            for sample in payload.samples
+        ]
+        outcomes = await self._evaluate(replies)
+        scores = []
+        start = 0
+        for payload in payloads:
+            end = start + len(payload.samples)
+            scores.append(self._sum(payload.group_id, [column[start:end] for column in outcomes]))
+            start = end
+        return scores
+
+    async def _evaluate(self, replies: list[_Reply]) -> list[list[Outcome]]:
+        """The outcome of every rule (outer) on every reply (inner)."""
+        outcomes = [[_screen(weighted.rule, reply) for reply in replies] for weighted in self._rules]
+        unresolved = [
+            (column, row) for column, found in enumerate(outcomes) for row, outcome in enumerate(found) if outcome.unresolved
+        ]
+        if unresolved:
+            tasks = [
+                Task(self._rules[column].settings.name, replies[row].text, replies[row].label, replies[row].context)
+                for column, row in unresolved
+            ]
+            for (column, row), outcome in zip(unresolved, await self.pool.run(tasks), strict=True):
+                outcomes[column][row] = outcome
+        return outcomes
+
+    def _sum(self, group_id: int, outcomes: list[list[Outcome]]) -> Scores:
+        size = len(outcomes[0])
+        total = np.zeros(size)
+        valid = np.ones(size, np.uint8)
+        values: dict[str, np.ndarray] = {}
+        errors: Counter[str] = Counter()
+        for weighted, found in zip(self._rules, outcomes, strict=True):
+            name = weighted.rule.name
+            column = np.array([_value(outcome, weighted.settings) for outcome in found])
+            for index, outcome in enumerate(found):
+                if outcome.error:
+                    if self._fail:
+                        raise ServiceFault("reward", f"rule {name}", f"{outcome.error} on sample {index} of group {group_id}")
+                    errors[outcome.error] += 1
+                    valid[index] = 0
+            total += weighted.settings.weight * column
+            values[name] = column.astype(np.float32)
+        rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
+        return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=values, errors=dict(errors))
+
+
+def _context(sample: Sample, source: str) -> RuleContext:
+    return RuleContext(source, len(sample.tokens), sample.finish_reason)
+
+
+def _screen(rule: RewardRule, reply: _Reply) -> Outcome:
+    """What the rule's screen settles; `Outcome()` is left to the pool."""
+    return Outcome() if rule.screen is None else attempt(rule.screen, reply.text, reply.label, reply.context)
+
+
+def _value(outcome: Outcome, settings: config.Rule) -> float:
+    if isinstance(outcome.value, bool):
+        return settings.correct if outcome.value else settings.wrong
+    return float("nan") if outcome.value is None else outcome.value

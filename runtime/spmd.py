@@ -1,0 +1,236 @@
+"""The command relay of an SPMD role: rank 0 takes ordered commands and passes them to the other ranks.
+
+Commands are msgspec Structs over gloo point-to-point messages, in a star around rank 0, so that a failure names its rank.
+A thread per rank does the talking: the engine may compute for minutes while its rank still answers. When rank 0 has nothing
+to relay it sends a beat every `heartbeat` seconds and awaits everyone's answer; who is silent for `deadline` seconds, or
+whose connection closes, is lost, and the relay with it: every rank's next call raises a ServiceFault that names that rank.
+
+A frame is a block of 1 KiB: its kind or the command's length, then the first bytes of the command; the rest follows in a
+second message when there is one.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from runtime import codec
+from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.weights.group import GlooMesh, local_address, reason
+
+Command = TypeVar("Command")
+
+BLOCK = 1024
+_HEADER = struct.Struct("<q")
+_INLINE = BLOCK - _HEADER.size
+_BEAT, _END = -1, -2
+_COMMAND_TAG, _ANSWER_TAG = 1, 2
+_LOST_KEY = "lost"
+
+
+class Relay(Generic[Command]):
+    """Ordered commands from rank 0 to every other rank, and everyone's pulse.
+
+    `commands` is the Struct, or the union of tagged Structs, that may be sent; `name` is the role ("trainer").
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        commands: Any,
+        *,
+        name: str,
+        interface: str,
+        heartbeat: float = 1.0,
+        deadline: float = 20.0,
+        join_timeout: float = 60.0,
+        on_fault: Callable[[ServiceFault], None] | None = None,
+    ):
+        """Connect all ranks through `store` (the default group's, under torchrun).
+
+        `on_fault` is called once, from the relay's thread. Raises ServiceFault, phase "rendezvous", naming the ranks that
+        are not there within `join_timeout` seconds.
+        """
+        if heartbeat > deadline / 4:
+            raise ValueError(f"heartbeat {heartbeat:g} s must be at most a quarter of the deadline {deadline:g} s")
+        self.rank = rank
+        self._name = name
+        self._followers = range(1, world_size)
+        self._commands = commands
+        self._heartbeat = heartbeat
+        self._deadline = deadline
+        self._on_fault = on_fault
+        self._fault: ServiceFault | None = None
+        self._closing = False
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._store = dist.PrefixStore("relay", store)
+        labels = [f"{name} rank {other}" for other in range(world_size)]
+        self._mesh = GlooMesh(self._store, rank, labels, local_address(interface), join_timeout, name=labels[rank])
+        self._thread = threading.Thread(target=self._run, name=f"{name}-relay", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Rank 0: pass `command` to the others, after those sent before; does not wait. Raises the relay's ServiceFault."""
+        if self._fault is not None:
+            raise self._fault
+        self._queue.put(codec.encode(command))
+
+    def receive(self, timeout: float | None = None) -> Command | None:
+        """The others: the next command, or None once rank 0 has closed the relay.
+
+        Without `timeout` only the relay's deadline applies, which is enough: it ends the wait when rank 0 is lost. Raises
+        DeadlineExceeded after `timeout` seconds, and the relay's ServiceFault after every command before it was taken.
+        """
+        try:
+            frame = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            raise DeadlineExceeded(f"{self._name} rank {self.rank}", "command", "none came", timeout) from None
+        if frame is None:
+            self._queue.put(None)  # for the next call
+            if self._fault is not None:
+                raise self._fault
+            return None
+        command: Command = codec.decode(self._commands, frame)
+        return command
+
+    def close(self) -> None:
+        """Rank 0: end the others' `receive`, after the commands sent before. Everyone: leave. Idempotent."""
+        if self.rank == 0 and self._fault is None:
+            self._queue.put(None)
+            self._thread.join(self._deadline)
+        self._closing = True
+        self._mesh.abort()
+        self._thread.join(self._deadline)
+
+    def _run(self) -> None:
+        try:
+            if self.rank == 0:
+                self._lead()
+            else:
+                self._follow()
+        except ServiceFault as fault:
+            if not self._closing:
+                self._fault = fault
+                self._mesh.abort()
+                if self._on_fault is not None:
+                    self._on_fault(fault)
+        if self.rank != 0:
+            self._queue.put(None)
+
+    def _lead(self) -> None:
+        while True:
+            try:
+                command = self._queue.get(timeout=self._heartbeat)
+            except queue.Empty:
+                self._send(_block(_BEAT))
+                self._hear_all()
+                continue
+            if command is None:
+                self._send(_block(_END))
+                return
+            self._send(_block(len(command), command))
+            if len(command) > _INLINE:
+                self._send(_tensor(command[_INLINE:]))
+
+    def _follow(self) -> None:
+        block = torch.empty(BLOCK, dtype=torch.uint8)
+        while True:
+            self._hear(block)
+            frame = block.numpy().tobytes()
+            kind = _HEADER.unpack_from(frame)[0]
+            if kind == _END:
+                return
+            if kind == _BEAT:
+                self._answer()
+                continue
+            command = frame[_HEADER.size : _HEADER.size + min(kind, _INLINE)]
+            if kind > _INLINE:
+                rest = torch.empty(kind - _INLINE, dtype=torch.uint8)
+                self._hear(rest)
+                command += rest.numpy().tobytes()
+            self._queue.put(command)
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        self._with_followers(lambda pg, rank: pg.send([tensor], rank, _COMMAND_TAG))
+
+    def _hear_all(self) -> None:
+        answers = {rank: torch.empty(1, dtype=torch.uint8) for rank in self._followers}
+        self._with_followers(lambda pg, rank: pg.recv([answers[rank]], rank, _ANSWER_TAG))
+
+    def _with_followers(self, post: Callable[[Any, int], Any]) -> None:
+        # Half the deadline: while rank 0 waits for one follower the others hear nothing, and must not take it for lost.
+        seconds = self._deadline / 2
+        give_up = time.monotonic() + seconds
+        works: list[Any] = []
+        done = 0
+        try:
+            pg = self._pg()
+            works.extend(post(pg, rank) for rank in self._followers)
+            for work in works:
+                _wait(work, give_up)
+                done += 1
+        except RuntimeError as error:
+            # Posting fails at the follower after the last one posted, waiting at the one after the last one done.
+            rank = 1 + (done if len(works) == len(self._followers) else len(works))
+            self._tell_store(rank)
+            raise self._lost(rank, error, give_up, seconds) from error
+
+    def _hear(self, tensor: torch.Tensor) -> None:
+        self._with_leader(lambda pg: pg.recv([tensor], 0, _COMMAND_TAG))
+
+    def _answer(self) -> None:
+        self._with_leader(lambda pg: pg.send([torch.zeros(1, dtype=torch.uint8)], 0, _ANSWER_TAG))
+
+    def _with_leader(self, post: Callable[[Any], Any]) -> None:
+        give_up = time.monotonic() + self._deadline
+        try:
+            _wait(post(self._pg()), give_up)
+        except RuntimeError as error:
+            silent = time.monotonic() >= give_up
+            raise self._lost(0 if silent else self._ask_store(), error, give_up, self._deadline) from error
+
+    def _pg(self) -> Any:
+        if self._mesh.pg is None:
+            raise RuntimeError("the relay was closed")
+        return self._mesh.pg
+
+    def _lost(self, rank: int, error: RuntimeError, give_up: float, seconds: float) -> ServiceFault:
+        if time.monotonic() >= give_up:
+            return DeadlineExceeded(f"{self._name} rank {rank}", "relay", "silent", seconds)
+        return ServiceFault(f"{self._name} rank {rank}", "relay", f"lost: {reason(error)}", self._deadline)
+
+    def _tell_store(self, rank: int) -> None:
+        """Rank 0 leaves the culprit's rank: the others will only see that rank 0 closes its connections."""
+        try:
+            self._store.set(_LOST_KEY, str(rank))
+        except RuntimeError:
+            return  # the store died with its host: the others take rank 0 for lost
+
+    def _ask_store(self) -> int:
+        try:
+            return int(self._store.get(_LOST_KEY)) if self._store.check([_LOST_KEY]) else 0
+        except RuntimeError:
+            return 0  # the store lives with rank 0, or with the agent that ended it
+
+
+def _block(kind: int, command: bytes = b"") -> torch.Tensor:
+    return _tensor((_HEADER.pack(kind) + command[:_INLINE]).ljust(BLOCK, b"\0"))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _wait(work: Any, give_up: float) -> None:
+    # torch reads a timeout of 0 as none at all.
+    work.wait(timedelta(seconds=max(give_up - time.monotonic(), 0.001)))

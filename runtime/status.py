@@ -1,0 +1,63 @@
+"""What a process says of itself, and what the coordinator says of the run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from runtime.actor import MailboxStats
+from runtime.types import PolicyVersion
+
+Role = Literal["coordinator", "rollout", "reward", "reference", "trainer"]
+State = Literal["starting", "ready", "draining", "failed"]
+
+
+class Status(Struct, kw_only=True):
+    """One process, now. `rates` are per second over the last seconds."""
+
+    role: str
+    name: str
+    state: str = "starting"
+    detail: str = ""
+    version: PolicyVersion = PolicyVersion()
+    mailbox: MailboxStats = field(default_factory=MailboxStats)
+    rates: dict[str, float] = {}
+    gauges: dict[str, float] = {}
+    pid: int = 0
+    address: str = ""
+    uptime_seconds: float = 0.0
+
+
+class Registration(Struct, kw_only=True):
+    """A process announces itself to the coordinator. `seconds` are its start-up times by phase."""
+
+    role: str
+    name: str
+    rank: int = 0
+    address: str
+    pid: int
+    host: str
+    seconds: dict[str, float] = {}
+
+
+class Progress(Struct, kw_only=True):
+    """Where the run is. `phase`: starting, evaluating, training, saving, finished or failed."""
+
+    phase: str = "starting"
+    step: int = 0
+    steps: int = 0
+    detail: str = ""
+    metrics: dict[str, float] = {}
+
+
+class Topology(Struct, kw_only=True):
+    """Every process that registered."""
+
+    processes: list[Registration] = []
+
+
+class Stop(Struct, kw_only=True):
+    """Ask a process to end, letting it finish for `drain_seconds`."""
+
+    drain_seconds: float = 0.0

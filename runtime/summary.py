@@ -1,0 +1,160 @@
+"""What a run came to: summary.json, the short table that ends it, and the memory of its processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from msgspec import Struct
+from rich.table import Table
+
+from runtime.errors import UserError
+
+SUMMARY_FILE = "summary.json"
+
+
+class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Durations in seconds, rates over `rl_seconds`, idle as fractions; an accuracy is None when it was not measured."""
+
+    stop_reason: str
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    rl_seconds: float  # from the first prompt admitted to the last step
+    total_seconds: float  # from the command to the end
+    startup: dict[str, float]  # seconds by phase, up to the first training step
+    samples_per_second: float  # trained samples
+    tokens_per_second: float  # trained reply tokens
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[int, int]  # samples by staleness
+    idle_trainer: float
+    idle_rollout: float
+    groups: dict[str, int]  # by final state
+    timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
+    peak_pss_bytes: int  # of all processes together
+
+    def write(self, run_dir: str | Path) -> None:
+        """Write summary.json under `run_dir`, whole or not at all."""
+        path = Path(run_dir) / SUMMARY_FILE
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> Summary:
+        """Raises UserError when there is none, or not a whole one."""
+        path = Path(run_dir) / SUMMARY_FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise UserError(f"{path}: not a summary: {error}") from error
+
+
+class Totals:
+    """Adds up the steps' metrics (`metrics.step_metrics`) to what the summary says of the whole run."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0.0
+        self.tokens = 0.0
+        self.timing: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self._idle_seconds: Counter[str] = Counter()
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        self.steps += 1
+        self.samples += metrics.get("samples", 0)
+        self.tokens += metrics.get("tokens", 0)
+        for name, value in metrics.items():
+            group, _, rest = name.partition("/")
+            if group == "timing":
+                self.timing[rest] += value
+            elif group == "idle":
+                self._idle_seconds[rest] += value * metrics["timing/all"]
+        self.staleness.update({int(value): count for value, count in metrics.get("staleness/histogram", {}).items()})
+
+    def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
+        """The summary of the steps added. `rest`: the fields that steps do not tell."""
+        samples = self.staleness.total()
+        wall = self.timing["all"]
+        return Summary(
+            steps=self.steps,
+            rl_seconds=rl_seconds,
+            samples_per_second=self.samples / rl_seconds if rl_seconds else 0.0,
+            tokens_per_second=self.tokens / rl_seconds if rl_seconds else 0.0,
+            staleness_mean=sum(value * count for value, count in self.staleness.items()) / samples if samples else 0.0,
+            staleness_max=max(self.staleness, default=0),
+            staleness_histogram=dict(sorted(self.staleness.items())),
+            idle_trainer=self._idle_seconds["trainer"] / wall if wall else 0.0,
+            idle_rollout=self._idle_seconds["rollout"] / wall if wall else 0.0,
+            timing=dict(self.timing),
+            **rest,
+        )
+
+
+def render(summary: Summary) -> Table:
+    """The table at the end of a run."""
+    table = Table(show_header=False, title=f"Stopped: {summary.stop_reason}", title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    before, after = (_percent(accuracy) for accuracy in (summary.accuracy_before, summary.accuracy_after))
+    table.add_row("held-out accuracy", f"{before} → {after}")
+    table.add_row("steps", f"{summary.steps} in {summary.rl_seconds:.1f} s; {summary.total_seconds:.1f} s in all")
+    table.add_row("throughput", f"{summary.samples_per_second:,.0f} samples/s, {summary.tokens_per_second:,.0f} tokens/s")
+    counts = ", ".join(f"{value}: {count:,}" for value, count in summary.staleness_histogram.items())
+    table.add_row(
+        "staleness", f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
+    )
+    table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
+    table.add_row("groups", ", ".join(f"{count:,} {state}" for state, count in summary.groups.items()) or "–")
+    table.add_row("time by phase", _phases(summary.timing))
+    table.add_row("start-up", _phases(summary.startup))
+    table.add_row("peak memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)")
+    return table
+
+
+def _percent(accuracy: float | None) -> str:
+    return "not measured" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    """The phases from long to short; `all` and the non-overlapping parts are in summary.json."""
+    shown = {name: value for name, value in seconds.items() if name != "all" and not name.startswith("non_overlap_")}
+    return ", ".join(f"{name} {value:.1f} s" for name, value in sorted(shown.items(), key=lambda item: -item[1])) or "–"
+
+
+def pss_of(pids: Iterable[int]) -> int:
+    """Proportional set size in bytes of these processes together: shared pages count once. Those that are gone count 0."""
+    total = 0
+    for pid in pids:
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        total += next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+    return total
+
+
+class PeakMemory:
+    """The largest PSS seen of a process and all that descend from it. One sample costs about a millisecond a process."""
+
+    def __init__(self, root: int | None = None):
+        self.peak_bytes = 0
+        self._root = psutil.Process(root)
+
+    def sample(self) -> int:
+        """Bytes now."""
+        try:
+            pids = [self._root.pid, *(child.pid for child in self._root.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return 0
+        now = pss_of(pids)
+        self.peak_bytes = max(self.peak_bytes, now)
+        return now

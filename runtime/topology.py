@@ -1,0 +1,30 @@
+"""Which processes a run is made of. Pure."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from runtime.config import Config
+
+
+class Member(Struct, frozen=True):
+    """One process that the coordinator waits for."""
+
+    role: str
+    name: str
+    rank: int = 0
+
+
+def members(config: Config) -> list[Member]:
+    """Every process that registers, in a fixed order."""
+    services = config.services
+    out = [Member("rollout", f"rollout-{index}") for index in range(services.rollout.replicas)]
+    out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+    if uses_reference(config):
+        out += [Member("reference", f"reference-{index}") for index in range(services.reference.replicas)]
+    return out + [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether the run needs reference log-probabilities at all."""
+    return config.algorithm.kl_coefficient > 0

@@ -1,0 +1,127 @@
+"""The roles as the coordinator sees them: `runtime.ports` over sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
+
+from runtime import commands
+from runtime.batching import balance
+from runtime.config import Deadlines, Publication
+from runtime.status import Status, Stop
+from runtime.types import (
+    GeneratedGroup,
+    GroupRequest,
+    LogprobRequest,
+    PolicyVersion,
+    ScoreRequest,
+    Scores,
+    StepResult,
+    TrainGroup,
+)
+from runtime.weights.plan import GroupAddress, Manifest
+from services.session import Session
+
+
+class Peer:
+    """A process of some role, behind one session."""
+
+    def __init__(self, session: Session, deadlines: Deadlines, publication: Publication):
+        self.session = session
+        self.name = session.name
+        self._deadlines = deadlines
+        self._publication = publication
+
+    async def status(self) -> Status:
+        return await self.session.unary("Process", "Status")
+
+    async def stop(self, drain_seconds: float) -> None:
+        await self.session.unary("Process", "Stop", Stop(drain_seconds=drain_seconds))
+
+
+class WeightPeer(Peer):
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.commit_timeout)
+
+
+class RolloutClient(WeightPeer):
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        return await self.session.call("Generate", request, self._deadlines.generate)
+
+    async def cancel(self, group_ids: list[int]) -> None:
+        await self.session.call("Cancel", commands.Cancel(group_ids), self._publication.commit_timeout)
+
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        await self.session.call("JoinWeights", commands.JoinWeights(address, manifest), self._publication.join_timeout)
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        # It is posted before the step that makes the weights has ended.
+        timeout = self._deadlines.train + self._publication.transfer_timeout
+        await self.session.call("ReceiveWeights", commands.ReceiveWeights(version, epoch), timeout)
+
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        command = commands.CommitWeights(version, epoch)
+        committed: commands.WeightsCommitted = await self.session.call(
+            "CommitWeights", command, self._publication.commit_timeout
+        )
+        return committed.pause_seconds
+
+
+class RewardClient(Peer):
+    async def score(self, request: ScoreRequest) -> Scores:
+        return await self.session.call("Score", request, self._deadlines.score)
+
+
+class ReferenceClient(Peer):
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        return await self.session.call("Logprobs", request, self._deadlines.score)
+
+
+class TrainerClient(WeightPeer):
+    """The trainer group: commands to rank 0, each data-parallel leader's share of the data to the leader itself."""
+
+    def __init__(self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication):
+        super().__init__(sessions[0], deadlines, publication)
+        self._sessions = sessions
+        self._part = 0
+
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        command = commands.HostWeights(epoch, world_size)
+        hosted: commands.WeightsHosted = await self.session.call("HostWeights", command, self._publication.join_timeout)
+        return hosted.address, hosted.manifest
+
+    def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
+        self._part = 0
+        return self.session.post("BeginStep", commands.BeginStep(step), self._deadlines.train)
+
+    def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
+        part, self._part = self._part, self._part + 1
+        shares = balance([group.tokens for group in groups], len(self._sessions))
+        return _all(
+            session.post("Accumulate", commands.Accumulate(step, part, [groups[i] for i in share]), self._deadlines.train)
+            for session, share in zip(self._sessions, shares, strict=True)
+        )
+
+    def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
+        return self.session.post("Apply", commands.Apply(step), self._deadlines.train)
+
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, commands.WeightsSent]:
+        timeout = self._deadlines.train + self._publication.transfer_timeout
+        return self.session.post("SendWeights", commands.SendWeights(version, epoch), timeout)
+
+    def save(self, folder: str, position: bytes) -> Coroutine[Any, Any, None]:
+        return self.session.post("Save", commands.Save(folder, position), self._deadlines.save)
+
+    def export(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self.session.post("Export", commands.Export(folder), self._deadlines.save)
+
+
+def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
+    """Waits for calls that are on their way already."""
+    posted = list(calls)
+
+    async def wait() -> None:
+        await asyncio.gather(*posted)
+
+    return wait()

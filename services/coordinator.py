@@ -1,0 +1,260 @@
+"""The coordinator's process: it takes registrations, tells the run's progress, and runs the pipeline over the roles.
+
+`python -m services.coordinator --config FILE --ready-fd N`. It says its address on the descriptor N once it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import uvloop
+
+from runtime import config_loading
+from runtime.aio import first_error
+from runtime.config import Config
+from runtime.data.handlers import load_problems
+from runtime.data.prompts import Prompts, tokenise
+from runtime.data.tokenizer import Tokenizer
+from runtime.errors import DeadlineExceeded, SluiceError, UserError
+from runtime.ledger import Ledger
+from runtime.os_process import die_with_parent
+from runtime.pipeline.roles import Roles
+from runtime.pipeline.run import Material, Run
+from runtime.status import Progress, Registration, Status, Stop, Topology
+from runtime.topology import Member, members
+from runtime.trackers import Trackers
+from services.client import Peer, ReferenceClient, RewardClient, RolloutClient, TrainerClient
+from services.server import Handler, Server
+from services.session import Session
+
+log = logging.getLogger("sluice")
+
+ADDRESS_FILE = "coordinator.address"
+LEDGER = "ledger"
+
+T = TypeVar("T")
+
+
+class Coordinator:
+    """One coordinator process, from binding its port to its end."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._folder = Path(config.run.dir)
+        self._started = time.monotonic()
+        self._progress = Progress(steps=config.training.steps)
+        self._changed = asyncio.Event()
+        self._registered: dict[Member, Registration] = {}
+        self._arrived = asyncio.Event()
+        self._sessions: list[Session] = []
+        self._peers: list[Peer] = []
+        self._interrupted = False
+        self._run: Run | None = None
+        self._address = ""
+
+    async def serve(self, ready_fd: int) -> None:
+        """Everything. Raises UserError, ServiceFault."""
+        server = Server(
+            {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
+            {("Coordinator", "Watch"): self._watch},
+        )
+        host = self._config.network.interface
+        self._address = f"{host}:{server.bind(host, self._config.services.coordinator.port)}"
+        await server.start()
+        await server.set_serving(True)
+        (self._folder / ADDRESS_FILE).write_text(self._address)
+        os.write(ready_fd, f"{self._address}\n".encode())
+        os.close(ready_fd)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        try:
+            await self._work()
+        finally:
+            (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
+            await self._stop_all()
+            self._report(msgspec.structs.replace(self._progress, phase="finished"))
+            await server.stop(grace=0.2)
+
+    async def _work(self) -> None:
+        material = await self._material()
+        try:
+            seconds = time.monotonic()
+            roles = await self._connect()
+            material.seconds["services"] = time.monotonic() - seconds
+            self._run = Run(material, roles)
+            if self._interrupted:
+                self._run.stop("interrupted")
+            summary = await self._run.execute()
+        except BaseException as error:
+            await _quietly(material.trackers.close())
+            await _quietly(material.ledger.close())
+            raise first_error(error) from None
+        await material.trackers.close()
+        await material.ledger.close()
+        summary.write(self._folder)
+
+    async def _material(self) -> Material:
+        """Read the data while the services start."""
+        config, before = self._config, time.monotonic()
+        tokenizer = Tokenizer(config.model.path, config.model.chat_template)
+        train = _prompts(config, config.data.train, "data.train", tokenizer)
+        held_out = _prompts(config, config.data.eval, "data.eval", tokenizer) if config.data.eval else None
+        log.info("prompts: %s", train.report())
+        return Material(
+            config=config,
+            folder=self._folder,
+            ledger=await Ledger.open(self._folder / LEDGER, config.ledger.segment_bytes),
+            trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
+            train=train,
+            eval=held_out,
+            stop_token_ids=tokenizer.eos_ids,
+            report=self._report,
+            seconds={"data": time.monotonic() - before},
+        )
+
+    # ------------------------------------------------------------------------------------------ the roles
+
+    async def _connect(self) -> Roles:
+        """Wait until every process of the topology has registered, and open a session to each."""
+        expected, timeout = members(self._config), self._config.deadlines.start
+        deadline = self._started + timeout
+        while missing := [member for member in expected if member not in self._registered]:
+            self._arrived.clear()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                names = ", ".join(member.name for member in missing)
+                raise DeadlineExceeded(names, "start", "did not register", timeout) from None
+        by_role: dict[str, list[Session]] = {"rollout": [], "reward": [], "reference": [], "trainer": []}
+        for member in expected:
+            session = Session(self._registered[member].address, member.name, member.role.capitalize())
+            self._sessions.append(session)
+            by_role[member.role].append(session)
+        await asyncio.gather(*(session.open(timeout) for session in self._sessions))
+        settings = self._config.deadlines, self._config.publication
+        rollouts = [RolloutClient(session, *settings) for session in by_role["rollout"]]
+        rewards = [RewardClient(session, *settings) for session in by_role["reward"]]
+        references = [ReferenceClient(session, *settings) for session in by_role["reference"]]
+        trainer = TrainerClient(by_role["trainer"], *settings)
+        self._peers = [Peer(session, *settings) for session in self._sessions]
+        return Roles(trainer=trainer, rollouts=rollouts, rewards=rewards, references=references)
+
+    async def _stop_all(self) -> None:
+        """Tell every process to stop; one that does not answer is the launcher's to end."""
+        stops = (asyncio.wait_for(peer.stop(0.0), 1.0) for peer in self._peers)
+        for peer, outcome in zip(self._peers, await asyncio.gather(*stops, return_exceptions=True), strict=True):
+            if isinstance(outcome, BaseException):
+                log.warning("%s did not take the order to stop: %s", peer.name, outcome or type(outcome).__name__)
+        for session in self._sessions:
+            await session.close()
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        if self._run is not None:
+            self._run.stop("interrupted")
+
+    # ------------------------------------------------------------------------------------------ what it answers
+
+    def _process_handlers(self) -> dict[str, Handler]:
+        async def status(_: None, timeout: float | None) -> Status:
+            return self.status()
+
+        async def stop(_: Stop, timeout: float | None) -> None:
+            self._interrupt()
+
+        return {"Status": status, "Stop": stop}
+
+    def _coordinator_handlers(self) -> dict[str, Handler]:
+        async def register(registration: Registration, timeout: float | None) -> None:
+            member = Member(registration.role, registration.name, registration.rank)
+            if member not in members(self._config):
+                raise UserError(f"{registration.name} (rank {registration.rank}) is not in this run's topology")
+            self._registered[member] = registration
+            log.info("%s registered: pid %d at %s, %s", *_told(registration))
+            self._arrived.set()
+
+        async def processes(_: None, timeout: float | None) -> Topology:
+            return Topology(processes=list(self._registered.values()))
+
+        return {"Register": register, "Processes": processes}
+
+    def status(self) -> Status:
+        gauges: dict[str, float] = {"step": self._progress.step}
+        detail = f"{self._config.run.name}: {self._progress.phase} {self._progress.step}/{self._progress.steps}"
+        if self._run is not None:
+            gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
+            if (wait := self._run.buffer.oldest_wait()) is not None:
+                detail += f"; waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
+        return Status(
+            role="coordinator",
+            name="coordinator",
+            state="ready",
+            detail=detail,
+            gauges=gauges,
+            pid=os.getpid(),
+            address=self._address,
+            uptime_seconds=time.monotonic() - self._started,
+        )
+
+    def _report(self, progress: Progress) -> None:
+        self._progress = progress
+        self._changed.set()
+
+    async def _watch(self) -> AsyncIterator[Progress]:
+        """Every change, or the newest of several that came together."""
+        while True:
+            self._changed.clear()
+            yield self._progress
+            if self._progress.phase == "finished":
+                return
+            await self._changed.wait()
+
+
+def _told(registration: Registration) -> tuple[str, int, str, str]:
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in registration.seconds.items())
+    return registration.name, registration.pid, registration.address, seconds
+
+
+def _prompts(config: Config, path: str, key: str, tokenizer: Tokenizer) -> Prompts:
+    return tokenise(load_problems(path, config.data, key), tokenizer, config.data.max_prompt_tokens, key)
+
+
+async def _quietly(work: Awaitable[T]) -> None:
+    """Closing after a failure: a second failure is logged, the first is the one that is told."""
+    try:
+        await work
+    except SluiceError as error:
+        log.warning("%s", error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
+    parser.add_argument("--ready-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        config = config_loading.load(arguments.config, ())
+        uvloop.install()
+        asyncio.run(Coordinator(config).serve(arguments.ready_fd))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except SluiceError as error:
+        log.error("%s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

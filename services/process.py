@@ -1,0 +1,215 @@
+"""What every service process does around its actor: arguments, signals, serving, registration, an orderly end.
+
+Exit codes: 0 stopped as asked, 2 the user can mend it (the last line of the log says what), 1 a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import uvloop
+
+from runtime import config_loading
+from runtime.actor import Actor, Letter
+from runtime.config import Config
+from runtime.errors import SluiceError, UserError
+from runtime.os_process import die_with_parent
+from runtime.status import Registration, Status, Stop
+from runtime.types import PolicyVersion
+from services import session, wire
+from services.server import Handler, Server
+
+log = logging.getLogger("sluice")
+
+RATE_WINDOW = 0.5  # seconds
+
+
+class Service(ABC):
+    """A role behind an actor: what the process needs to know of it. `load` may block: it runs in a thread of its own."""
+
+    role: str
+    service: str  # in proto/
+    capacity = 1024  # letters in the mailbox
+    batch = 1  # data letters handed over at once
+
+    def __init__(self, config: Config, name: str, rank: int):
+        self.config = config
+        self.name = name
+        self.rank = rank
+
+    @abstractmethod
+    def load(self) -> None:
+        """Import what is heavy, and build the engine."""
+
+    background: asyncio.Future[None] | None = None  # work whose end is the end of the process
+
+    async def start(self) -> None:  # noqa: B027 - most roles need nothing on the loop
+        """What must happen on the event loop, after `load`."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Free what `load` and `start` made."""
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    @abstractmethod
+    async def receive(self, letters: Sequence[Letter]) -> None: ...
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        raise AssertionError("a role with work of its own says how to advance it")
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion()
+
+    def gauges(self) -> dict[str, float]:
+        """Figures for the status call. Keys ending in `_total` are counters; the status derives their rates."""
+        return {}
+
+
+def main(make: Callable[[Config, str, int], Service]) -> None:
+    """Entry of `python -m services.ROLE`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--coordinator", required=True, help="host:port")
+    arguments = parser.parse_args()
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        config = config_loading.load(arguments.config, ())
+        service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
+        uvloop.install()
+        asyncio.run(Process(service, arguments.coordinator).run())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except SluiceError as error:
+        log.error("%s", error)
+        sys.exit(1)
+
+
+class Process:
+    """One service process, from binding its port to its end."""
+
+    def __init__(self, service: Service, coordinator: str):
+        self._service = service
+        self._coordinator = coordinator
+        self._started = time.monotonic()
+        self._state = "starting"
+        self._address = ""
+        self._stop = asyncio.Event()
+        self._drain_seconds = service.config.deadlines.stop
+        self._previous: tuple[float, dict[str, float]] = (self._started, {})
+
+    async def run(self) -> None:
+        service = self._service
+        self._actor = Actor(service.name, service, capacity=service.capacity, batch=service.batch)
+        server = Server({"Process": self._process_handlers(), service.service: self._role_handlers()}, {})
+        host = service.config.network.interface
+        self._address = f"{host}:{server.bind(host, 0)}"
+        await server.start()
+        await server.set_serving(False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        try:
+            seconds = await self._load()
+            actor = asyncio.create_task(self._actor.run())
+            await self._register(seconds)
+            self._state = "ready"
+            await server.set_serving(True)
+            log.info("%s serves on %s", service.name, self._address)
+            await self._until_stopped(actor)
+        finally:
+            self._state = "draining"
+            await server.set_serving(False)
+            await service.close()
+            await server.stop(grace=0.5)
+
+    async def _load(self) -> dict[str, float]:
+        before = time.monotonic()
+        await asyncio.to_thread(self._service.load)
+        await self._service.start()
+        now = time.monotonic()
+        return {"interpreter": before - self._started, "load": now - before}
+
+    async def _register(self, seconds: dict[str, float]) -> None:
+        registration = Registration(
+            role=self._service.role,
+            name=self._service.name,
+            rank=self._service.rank,
+            address=self._address,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            seconds=seconds,
+        )
+        async with session.open_channel(self._coordinator) as channel:
+            method = wire.METHODS["Coordinator", "Register"]
+            await session.call(channel, "coordinator", method, registration, self._service.config.deadlines.start)
+
+    async def _until_stopped(self, actor: asyncio.Task[None]) -> None:
+        stopped = asyncio.create_task(self._stop.wait())
+        work = {actor, self._service.background} - {None}
+        await asyncio.wait({stopped, *work}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for ended in work:
+            if ended.done():
+                ended.result()
+        self._state = "draining"
+        if not await self._actor.drain(self._drain_seconds):
+            log.warning("%s: %d letters were dropped at the end", self._service.name, self._actor.stats.depth)
+        actor.cancel()
+        await asyncio.gather(actor, return_exceptions=True)
+
+    def _process_handlers(self) -> Mapping[str, Handler]:
+        async def status(_: None, timeout: float | None) -> Status:
+            return self.status()
+
+        async def stop(request: Stop, timeout: float | None) -> None:
+            self._drain_seconds = request.drain_seconds
+            self._stop.set()
+
+        return {"Status": status, "Stop": stop}
+
+    def _role_handlers(self) -> Mapping[str, Handler]:
+        def handler(priority: wire.Priority) -> Handler:
+            return lambda request, timeout: self._actor.send(request, priority=priority, timeout=timeout)
+
+        return {
+            name: handler(method.priority) for (owner, name), method in wire.METHODS.items() if owner == self._service.service
+        }
+
+    def status(self) -> Status:
+        """What the status call answers; rates are means over the time since the call before, of `RATE_WINDOW` at least."""
+        now, gauges = time.monotonic(), self._service.gauges() if self._state != "starting" else {}
+        then, earlier = self._previous
+        if now - then >= RATE_WINDOW:
+            self._previous = (now, gauges)
+        rates = {
+            name.removesuffix("_total"): (value - earlier.get(name, 0.0)) / max(now - then, 1e-3)
+            for name, value in gauges.items()
+            if name.endswith("_total")
+        }
+        return Status(
+            role=self._service.role,
+            name=self._service.name,
+            state=self._state,
+            version=self._service.version if self._state != "starting" else PolicyVersion(),
+            mailbox=self._actor.stats,
+            rates=rates,
+            gauges=gauges,
+            pid=os.getpid(),
+            address=self._address,
+            uptime_seconds=now - self._started,
+        )

@@ -1,0 +1,173 @@
+"""The rollout role: a generation engine behind an actor. `python -m services.rollout`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from runtime.actor import Letter
+from runtime.commands import AbortWeights, Cancel, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
+from runtime.config import Config
+from runtime.errors import Cancelled, InvalidMessage, ServiceFault
+from runtime.types import GroupRequest, PolicyVersion
+from services import process
+
+if TYPE_CHECKING:
+    from runtime.engines.rollout_base import RolloutEngine
+    from runtime.weights.group import WeightGroup
+    from runtime.weights.receiver import Staged, WeightReceiver
+
+
+class RolloutService(process.Service):
+    """Letters of groups stay open until the engine has finished them; weights are staged beside it and swapped in between."""
+
+    role = "rollout"
+    service = "Rollout"
+    batch = 1024
+
+    def __init__(self, config: Config, name: str, rank: int):
+        super().__init__(config, name, rank)
+        self._engine: RolloutEngine
+        self._group: WeightGroup | None = None
+        self._receiver: WeightReceiver | None = None
+        self._staged: Staged | None = None
+        self._open: dict[int, Letter] = {}
+        self._withdrawn: list[int] = []
+        self._swaps = 0
+
+    def load(self) -> None:
+        from runtime import platform
+        from runtime.engines.rollout_torch import TorchRolloutEngine
+
+        config = self.config
+        device = platform.device()
+        longest = config.sampling.max_new_tokens, config.evaluation.max_new_tokens
+        self._engine = TorchRolloutEngine(
+            config.model.path,
+            device=device,
+            dtype=platform.resolve_dtype(config.services.rollout.dtype, device),
+            slots=config.services.rollout.slots,
+            max_model_len=config.data.max_prompt_tokens + max(longest),
+        )
+
+    async def close(self) -> None:
+        self._leave()
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.has_work or bool(self._withdrawn)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._engine.version
+
+    def gauges(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "slots": stats.slots,
+            "tokens_total": stats.decode_tokens,
+            "prefill_tokens_total": stats.prefill_tokens,
+            "busy_seconds_total": stats.busy_seconds,
+            "swaps_total": self._swaps,
+        }
+
+    async def receive(self, letters: Sequence[Letter]) -> None:
+        message = letters[0].message
+        if isinstance(message, GroupRequest):
+            self._submit(letters)
+        else:
+            await self._control(letters[0], message)
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        if self._withdrawn:
+            self._engine.abort(self._withdrawn)
+            self._withdrawn.clear()
+        for group in await self._engine.advance(interrupted):
+            self._open.pop(group.group_id).reply(group)
+
+    def _submit(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            group_id = letter.message.group_id
+            if group_id in self._open:
+                letter.fail(InvalidMessage(f"group {group_id} is being generated already"))
+                continue
+            self._engine.submit([letter.message])
+            self._open[group_id] = letter
+            letter.future.add_done_callback(lambda future, id_=group_id: self._settled(id_, future))
+
+    def _settled(self, group_id: int, future: asyncio.Future[Any]) -> None:
+        if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:
+            self._withdrawn.append(group_id)
+
+    async def _control(self, letter: Letter, message: Any) -> None:
+        if isinstance(message, Cancel):
+            for group_id in message.group_ids:
+                if group_id in self._open:
+                    self._open[group_id].fail(Cancelled(f"group {group_id} was cancelled"))
+            letter.reply()
+        elif isinstance(message, JoinWeights):
+            await self._join(message)
+            letter.reply()
+        elif isinstance(message, ReceiveWeights):
+            self._receive_weights(letter, message)
+        elif isinstance(message, CommitWeights):
+            letter.reply(WeightsCommitted(await self._commit(message)))
+        elif isinstance(message, AbortWeights):
+            self._leave()
+            letter.reply()
+        else:
+            raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
+
+    async def _join(self, message: JoinWeights) -> None:
+        from runtime.weights import group
+        from runtime.weights.receiver import WeightReceiver
+
+        self._leave()
+        self._group = await asyncio.to_thread(group.join, message.address, self.name)
+        self._receiver = WeightReceiver(message.manifest)
+
+    def _leave(self) -> None:
+        self._staged = None
+        if self._group is not None:
+            self._group.abort()
+            self._group = self._receiver = None
+
+    def _receive_weights(self, letter: Letter, message: ReceiveWeights) -> None:
+        if self._receiver is None or self._group is None:
+            raise ServiceFault(self.name, "receive", "is not a member of a publication group")
+        loop = asyncio.get_running_loop()
+
+        def done(future: Future[Staged]) -> None:
+            loop.call_soon_threadsafe(self._received, letter, future)
+
+        receiving = self._receiver.receive(self._group, message.version, self.config.publication.transfer_timeout)
+        receiving.add_done_callback(done)
+
+    def _received(self, letter: Letter, future: Future[Staged]) -> None:
+        error = future.exception()
+        if error is None:
+            self._staged = future.result()
+            letter.reply()
+        else:
+            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "receive", repr(error)))
+
+    async def _commit(self, message: CommitWeights) -> float:
+        if self._staged is None or self._staged.version != message.version:
+            raise ServiceFault(self.name, "commit", f"version {message.version} is not staged")
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        await self._engine.swap(self._staged.tensors(), message.version)
+        self._staged.release()
+        self._staged = None
+        self._swaps += 1
+        return loop.time() - before
+
+
+if __name__ == "__main__":
+    process.main(RolloutService)

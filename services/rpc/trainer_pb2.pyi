@@ -1,0 +1,43 @@
+from services.rpc import common_pb2 as _common_pb2
+from services.rpc import weights_pb2 as _weights_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StepRequest(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class AccumulateRequest(_message.Message):
+    __slots__ = ("step", "part", "groups")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    part: int
+    groups: bytes
+    def __init__(self, step: _Optional[int] = ..., part: _Optional[int] = ..., groups: _Optional[bytes] = ...) -> None: ...
+
+class ApplyReply(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: bytes
+    def __init__(self, result: _Optional[bytes] = ...) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ("folder", "position")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    position: bytes
+    def __init__(self, folder: _Optional[str] = ..., position: _Optional[bytes] = ...) -> None: ...
+
+class ExportRequest(_message.Message):
+    __slots__ = ("folder",)
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,92 @@
+from services.rpc import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GroupAddress(_message.Message):
+    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float
+    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "start")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    start: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., start: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("tensors", "bucket_bytes")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    bucket_bytes: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
+
+class HostWeightsRequest(_message.Message):
+    __slots__ = ("epoch", "world_size")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    world_size: int
+    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class HostWeightsReply(_message.Message):
+    __slots__ = ("address", "manifest")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    address: GroupAddress
+    manifest: Manifest
+    def __init__(self, address: _Optional[_Union[GroupAddress, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class JoinWeightsRequest(_message.Message):
+    __slots__ = ("address", "manifest")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    address: GroupAddress
+    manifest: Manifest
+    def __init__(self, address: _Optional[_Union[GroupAddress, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class WeightsRequest(_message.Message):
+    __slots__ = ("version", "epoch")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.PolicyVersion
+    epoch: int
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class CommitWeightsReply(_message.Message):
+    __slots__ = ("pause_seconds",)
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pause_seconds: float
+    def __init__(self, pause_seconds: _Optional[float] = ...) -> None: ...
+
+class SendWeightsReply(_message.Message):
+    __slots__ = ("bytes", "seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,179 @@
+"""The gRPC harness of every process: typed methods, the session stream, health, reflection.
+
+A handler takes the decoded request and the caller's remaining seconds, and returns an awaitable of the reply; all it does
+is to put a letter in an actor's mailbox. The same handlers serve unary calls and `Session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from runtime import errors
+from runtime.types import SCHEMA_VERSION
+from services import stream, wire
+from services.rpc import common_pb2
+
+Handler = Callable[[Any, float | None], Awaitable[Any]]
+StreamHandler = Callable[[], AsyncIterator[Any]]
+
+REMEMBERED = 256  # calls per service that a repeated id is answered from
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+ERROR_KEY = "sluice-error-bin"
+
+_CODES: dict[type[BaseException], grpc.StatusCode] = {
+    errors.InvalidMessage: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.UserError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ServiceFault: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class Server:
+    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method."""
+
+    def __init__(self, services: Mapping[str, Mapping[str, Handler]], streams: Mapping[tuple[str, str], StreamHandler]):
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._names = [f"{wire.PACKAGE}.{service}" for service in services]
+        for service, handlers in services.items():
+            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, streams),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def bind(self, host: str, port: int) -> int:
+        """Listen on `host:port`, 0 for any; returns the port. Raises UserError when it is taken."""
+        try:
+            return self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise errors.UserError(f"cannot listen on {host}:{port}: the port is in use or the address is not ours") from error
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer, for the process as a whole ("") and for each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace: float) -> None:
+        await self._server.stop(grace)
+
+
+def _service_handlers(
+    service: str, handlers: Mapping[str, Handler], streams: Mapping[tuple[str, str], StreamHandler]
+) -> grpc.GenericRpcHandler:
+    out: dict[str, grpc.RpcMethodHandler] = {}
+    for name, handler in handlers.items():
+        method = wire.METHODS[service, name]
+        out[name] = grpc.unary_unary_rpc_method_handler(_unary(method, handler))
+    for (owner, name), source in streams.items():
+        if owner == service:
+            out[name] = grpc.unary_stream_rpc_method_handler(_streaming(wire.METHODS[owner, name], source))
+    if any(owner == service for owner, _ in wire.METHODS if owner not in ("Process", "Coordinator")):
+        session = _SessionHandler(service, handlers)
+        out["Session"] = grpc.stream_stream_rpc_method_handler(
+            session.serve, common_pb2.CallFrame.FromString, common_pb2.ReplyFrame.SerializeToString
+        )
+    return grpc.method_handlers_generic_handler(f"{wire.PACKAGE}.{service}", out)
+
+
+def _unary(method: wire.Method, handler: Handler) -> Any:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            reply = await handler(method.request.parse(data), context.time_remaining())
+            return method.reply.pack(reply).SerializeToString()
+        except errors.SluiceError as error:
+            code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
+            details = ((ERROR_KEY, wire.error_to_wire(error).SerializeToString()),)
+            await context.abort(code, str(error), details)
+            raise AssertionError from error  # abort has raised
+
+    return call
+
+
+def _streaming(method: wire.Method, source: StreamHandler) -> Any:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async for item in source():
+            yield method.reply.pack(item).SerializeToString()
+
+    return call
+
+
+class _SessionHandler:
+    """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion."""
+
+    def __init__(self, service: str, handlers: Mapping[str, Handler]):
+        self._service = service
+        self._handlers = handlers
+        self._known: OrderedDict[tuple[str, int], asyncio.Future[Any]] = OrderedDict()
+
+    async def serve(self, frames: AsyncIterator[common_pb2.CallFrame], context: grpc.aio.ServicerContext) -> None:
+        outbox = stream.Outbox()
+        answering: dict[int, asyncio.Task[None]] = {}
+        reader = asyncio.create_task(self._read(frames, outbox, answering))
+        try:
+            while replies := await outbox.frame():
+                await context.write(common_pb2.ReplyFrame(schema=SCHEMA_VERSION, replies=replies))
+            await reader
+        except errors.InvalidMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reader.cancel()
+            for task in answering.values():
+                task.cancel()
+
+    async def _read(
+        self, frames: AsyncIterator[common_pb2.CallFrame], outbox: stream.Outbox, answering: dict[int, asyncio.Task[None]]
+    ) -> None:
+        joiner = stream.Joiner()
+        try:
+            async for frame in frames:
+                wire.check_schema(frame.schema)
+                for call in frame.calls:
+                    if call.cancel:
+                        joiner.forget(call.id)
+                        if call.id in answering:
+                            answering[call.id].cancel()
+                    elif (body := joiner.add(call.id, call.body, call.more)) is not None:
+                        task = answering[call.id] = asyncio.create_task(self._answer(frame.peer, call, body, outbox))
+                        task.add_done_callback(lambda _, id_=call.id: answering.pop(id_, None))
+        finally:
+            outbox.close()
+
+    async def _answer(self, peer: str, call: common_pb2.Call, body: bytes, outbox: stream.Outbox) -> None:
+        method = wire.METHODS.get((self._service, call.method))
+        try:
+            if method is None or call.method not in self._handlers:
+                raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
+            value = await self._once((peer, call.id), method, body, call.timeout_ms / 1000 or None)
+            reply = method.reply.pack(value).SerializeToString()
+        except Exception as error:  # noqa: BLE001 - the error goes to the caller
+            outbox.put(common_pb2.Reply(id=call.id, error=wire.error_to_wire(error)), urgent=True)
+            return
+        for chunk, more in stream.split(reply):
+            outbox.put(common_pb2.Reply(id=call.id, body=chunk, more=more), method.priority is wire.Priority.CONTROL)
+
+    async def _once(self, key: tuple[str, int], method: wire.Method, body: bytes, timeout: float | None) -> Any:
+        """Hand the call over, unless this id was seen before: then wait for, or repeat, the answer it got."""
+        future = self._known.get(key)
+        if future is None:
+            future = asyncio.ensure_future(self._handlers[method.name](method.request.parse(body), timeout))
+            self._known[key] = future
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return await future

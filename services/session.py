@@ -1,0 +1,176 @@
+"""The caller's end: one channel and one session stream per peer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import grpc
+
+from runtime import errors
+from runtime.status import Progress
+from runtime.types import SCHEMA_VERSION
+from services import stream, wire
+from services.rpc import common_pb2
+from services.server import ERROR_KEY, OPTIONS
+
+CONTROL_TIMEOUT = 5.0  # seconds, of Status and the like
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=OPTIONS)
+
+
+async def call(
+    channel: grpc.aio.Channel, name: str, method: wire.Method, request: Any = None, timeout: float = CONTROL_TIMEOUT
+) -> Any:
+    """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded, or ServiceFault."""
+    stub = channel.unary_unary(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+    try:
+        return await stub(method.request.pack(request), timeout=timeout, wait_for_ready=True)
+    except grpc.aio.AioRpcError as error:
+        for key, value in error.trailing_metadata() or ():
+            if key == ERROR_KEY:
+                raise wire.error_from_wire(common_pb2.Error.FromString(value), name, method.name) from None
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise errors.DeadlineExceeded(name, method.name, "did not answer", timeout) from None
+        raise errors.ServiceFault(name, method.name, f"{error.code().name}: {error.details()}") from None
+
+
+async def watch(address: str) -> AsyncIterator[Progress]:
+    """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached."""
+    method = wire.METHODS["Coordinator", "Watch"]
+    async with open_channel(address) as channel:
+        try:
+            rpc = channel.unary_stream(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+            async for progress in rpc(method.request.pack(None), wait_for_ready=True):
+                yield progress
+        except grpc.aio.AioRpcError as error:
+            raise errors.ServiceFault("coordinator", "watch", f"{error.code().name}: {error.details()}") from None
+
+
+class Session:
+    """Calls to one peer over one stream, many under way at once, several to a frame.
+
+    When the stream breaks, every call under way and every later one raises ServiceFault.
+    """
+
+    def __init__(self, address: str, name: str, service: str):
+        self.name = name
+        self.address = address
+        self._service = service
+        self._channel = open_channel(address)
+        self._ids = itertools.count(1)
+        self._peer = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._outbox = stream.Outbox()
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._broken = ""  # why, once the stream is broken
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, timeout: float) -> None:
+        """Connect. Raises DeadlineExceeded."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), timeout)
+        except asyncio.TimeoutError:
+            raise errors.DeadlineExceeded(self.name, "connect", f"no connection to {self.address}", timeout) from None
+        method = self._channel.stream_stream(
+            f"/{wire.PACKAGE}.{self._service}/Session",
+            common_pb2.CallFrame.SerializeToString,
+            common_pb2.ReplyFrame.FromString,
+        )
+        rpc = method()
+        self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
+
+    def post(self, method_name: str, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
+        """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
+
+        Awaiting raises what the peer raised, DeadlineExceeded, or ServiceFault when the stream is broken. Cancelling
+        withdraws the call.
+        """
+        method = wire.METHODS[self._service, method_name]
+        id_, urgent = next(self._ids), method.priority is wire.Priority.CONTROL
+        body = method.request.pack(request).SerializeToString()
+        milliseconds = max(1, int(timeout * 1000))
+        future = self._waiting[id_] = asyncio.get_running_loop().create_future()
+        if self._broken:
+            future.set_exception(errors.ServiceFault(self.name, method_name, self._broken))
+        else:
+            for chunk, more in stream.split(body):
+                call = common_pb2.Call(id=id_, method=method_name, timeout_ms=milliseconds, body=chunk, more=more)
+                self._outbox.put(call, urgent)
+        return self._answer(id_, method, future, timeout)
+
+    async def _answer(self, id_: int, method: wire.Method, future: asyncio.Future[bytes], timeout: float) -> Any:
+        try:
+            return method.reply.parse(await asyncio.wait_for(future, timeout))
+        except asyncio.TimeoutError:
+            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            raise errors.DeadlineExceeded(self.name, method.name, "did not answer", timeout) from None
+        except asyncio.CancelledError:
+            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            raise
+        finally:
+            self._waiting.pop(id_, None)
+
+    async def call(self, method_name: str, request: Any, timeout: float) -> Any:
+        """`post`, and again after the delay that a peer with a full mailbox names, until `timeout` is over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            try:
+                return await self.post(method_name, request, deadline - loop.time())
+            except errors.Overloaded as error:
+                if loop.time() + error.retry_after >= deadline:
+                    raise
+                await asyncio.sleep(error.retry_after)
+
+    async def unary(self, service: str, method_name: str, request: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
+        """A unary call on the same channel, beside the stream."""
+        return await call(self._channel, self.name, wire.METHODS[service, method_name], request, timeout)
+
+    async def close(self) -> None:
+        self._break("was closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _write(self, rpc: Any) -> None:
+        try:
+            while calls := await self._outbox.frame():
+                await rpc.write(common_pb2.CallFrame(schema=SCHEMA_VERSION, peer=self._peer, calls=calls))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader sees the same end, and says why
+
+    async def _read(self, rpc: Any) -> None:
+        joiner = stream.Joiner()
+        try:
+            async for frame in rpc:
+                wire.check_schema(frame.schema)
+                for reply in frame.replies:
+                    self._settle(reply, joiner)
+            self._break("closed the connection")
+        except grpc.aio.AioRpcError as error:
+            self._break(f"connection lost ({error.code().name}: {error.details()})")
+        except errors.InvalidMessage as error:
+            self._break(str(error))
+
+    def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
+        future = self._waiting.get(reply.id)
+        body = None if reply.HasField("error") else joiner.add(reply.id, reply.body, reply.more)
+        if future is None or future.done():
+            return
+        if reply.HasField("error"):
+            future.set_exception(wire.error_from_wire(reply.error, self.name, "call"))
+        elif body is not None:
+            future.set_result(body)
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(errors.ServiceFault(self.name, "session", self._broken))

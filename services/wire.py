@@ -1,0 +1,213 @@
+"""The one module that knows both protobuf and Sluice's own types.
+
+A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds
+msgpack (`runtime.codec`). `METHODS` lists every method of every role with both sides' types: client and server share it.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from google.protobuf.message import DecodeError, Message
+
+from runtime import codec, commands, errors, status
+from runtime.actor import Priority
+from runtime.types import SCHEMA_VERSION, GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores, StepResult
+from services.rpc import common_pb2, coordinator_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2
+
+PACKAGE = "sluice.v1"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One direction of a method: its message, and the translation both ways."""
+
+    message: type[Message]
+    pack: Callable[[Any], Message]
+    unpack: Callable[[Any], Any]
+
+    def parse(self, data: bytes) -> Any:
+        """The value in a serialized message. Raises InvalidMessage."""
+        try:
+            return self.unpack(self.message.FromString(data))
+        except DecodeError as error:
+            raise errors.InvalidMessage(f"not a {self.message.DESCRIPTOR.full_name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method. Control goes before data, in the mailbox and on the stream."""
+
+    service: str
+    name: str
+    request: Side
+    reply: Side
+    priority: Priority = Priority.DATA
+
+    @property
+    def path(self) -> str:
+        return f"/{PACKAGE}.{self.service}/{self.name}"
+
+
+def _write(message: Any, value: msgspec.Struct) -> None:
+    for name in value.__struct_fields__:
+        item, target = getattr(value, name), getattr(message, name)
+        if isinstance(item, msgspec.Struct):
+            target.SetInParent()
+            _write(target, item)
+        elif isinstance(target, bytes) and not isinstance(item, bytes):
+            setattr(message, name, codec.encode(item))
+        elif isinstance(item, dict):
+            target.update(item)
+        elif isinstance(item, (list, tuple)):
+            if item and isinstance(item[0], msgspec.Struct):
+                for one in item:
+                    _write(target.add(), one)
+            else:
+                target.extend(item)
+        else:
+            setattr(message, name, item)
+
+
+@cache
+def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.type) for field in msgspec.structs.fields(type_))
+
+
+def _read(item: Any, type_: Any) -> Any:
+    if isinstance(item, Message):
+        return type_(**{name: _read(getattr(item, name), kind) for name, kind in _fields(type_)})
+    if isinstance(item, bytes) and type_ is not bytes:
+        return codec.decode(type_, item)
+    origin = typing.get_origin(type_)
+    if origin in (list, tuple):
+        return origin(_read(one, typing.get_args(type_)[0]) for one in item)
+    return dict(item) if origin is dict else item
+
+
+def _struct(message: Any, type_: Any) -> Side:
+    def pack(value: Any) -> Message:
+        out = message()
+        _write(out, value)
+        return out
+
+    return Side(message, pack, lambda out: _read(out, type_))
+
+
+def _bulk(message: Any, field: str, type_: Any) -> Side:
+    """A message whose one field holds the msgpack of `type_`."""
+    return Side(
+        message, lambda value: message(**{field: codec.encode(value)}), lambda out: codec.decode(type_, getattr(out, field))
+    )
+
+
+def _raw(message: Any, field: str) -> Side:
+    """A message whose one field is handed on without decoding."""
+    return Side(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
+
+
+_empty = Side(common_pb2.Empty, lambda _: common_pb2.Empty(), lambda _: None)
+_status = _struct(common_pb2.StatusReply, status.Status)
+_join = _struct(weights_pb2.JoinWeightsRequest, commands.JoinWeights)
+
+
+def _weights(type_: Any) -> Side:
+    return _struct(weights_pb2.WeightsRequest, type_)
+
+
+METHODS: dict[tuple[str, str], Method] = {
+    (method.service, method.name): method
+    for method in (
+        Method("Process", "Status", _empty, _status, Priority.CONTROL),
+        Method("Process", "Stop", _struct(common_pb2.StopRequest, status.Stop), _empty, Priority.CONTROL),
+        Method("Coordinator", "Register", _struct(coordinator_pb2.Registration, status.Registration), _empty),
+        Method("Coordinator", "Processes", _empty, _struct(coordinator_pb2.Topology, status.Topology)),
+        Method("Coordinator", "Watch", _empty, _struct(coordinator_pb2.Progress, status.Progress)),
+        Method(
+            "Rollout",
+            "Generate",
+            _bulk(rollout_pb2.GenerateRequest, "group", GroupRequest),
+            _bulk(rollout_pb2.GenerateReply, "group", GeneratedGroup),
+        ),
+        Method("Rollout", "Cancel", _struct(rollout_pb2.CancelRequest, commands.Cancel), _empty, Priority.CONTROL),
+        Method("Rollout", "JoinWeights", _join, _empty, Priority.CONTROL),
+        Method("Rollout", "ReceiveWeights", _weights(commands.ReceiveWeights), _empty, Priority.CONTROL),
+        Method(
+            "Rollout",
+            "CommitWeights",
+            _weights(commands.CommitWeights),
+            _struct(weights_pb2.CommitWeightsReply, commands.WeightsCommitted),
+            Priority.CONTROL,
+        ),
+        Method("Rollout", "AbortWeights", _weights(commands.AbortWeights), _empty, Priority.CONTROL),
+        Method(
+            "Reward",
+            "Score",
+            _bulk(reward_pb2.ScoreRequest, "group", ScoreRequest),
+            _bulk(reward_pb2.ScoreReply, "scores", Scores),
+        ),
+        Method(
+            "Reference",
+            "Logprobs",
+            _bulk(reference_pb2.LogprobRequest, "group", LogprobRequest),
+            _raw(reference_pb2.LogprobReply, "logprobs"),
+        ),
+        Method(
+            "Trainer",
+            "HostWeights",
+            _struct(weights_pb2.HostWeightsRequest, commands.HostWeights),
+            _struct(weights_pb2.HostWeightsReply, commands.WeightsHosted),
+        ),
+        Method(
+            "Trainer",
+            "SendWeights",
+            _weights(commands.SendWeights),
+            _struct(weights_pb2.SendWeightsReply, commands.WeightsSent),
+        ),
+        Method("Trainer", "AbortWeights", _weights(commands.AbortWeights), _empty, Priority.CONTROL),
+        Method("Trainer", "BeginStep", _struct(trainer_pb2.StepRequest, commands.BeginStep), _empty),
+        Method("Trainer", "Accumulate", _struct(trainer_pb2.AccumulateRequest, commands.Accumulate), _empty),
+        Method(
+            "Trainer",
+            "Apply",
+            _struct(trainer_pb2.StepRequest, commands.Apply),
+            _bulk(trainer_pb2.ApplyReply, "result", StepResult),
+        ),
+        Method("Trainer", "Save", _struct(trainer_pb2.SaveRequest, commands.Save), _empty),
+        Method("Trainer", "Export", _struct(trainer_pb2.ExportRequest, commands.Export), _empty),
+    )
+}
+
+
+def error_to_wire(error: BaseException) -> common_pb2.Error:
+    """Any exception as a message; what is not Sluice's own becomes a ServiceFault at the other end."""
+    out = common_pb2.Error(kind=type(error).__name__, message=str(error))
+    if isinstance(error, errors.ServiceFault):
+        out.service, out.phase, out.message = error.service, error.phase, error.reason
+        out.deadline = error.deadline or 0.0
+    if isinstance(error, errors.Overloaded):
+        out.retry_after = error.retry_after
+    return out
+
+
+def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Exception:
+    """The exception that `error_to_wire` saw; `service` and `phase` say where, when the message does not."""
+    kind = getattr(errors, error.kind, None)
+    if kind is errors.Overloaded:
+        return errors.Overloaded(error.message, error.retry_after)
+    if kind in (errors.InvalidMessage, errors.Cancelled, errors.UserError, errors.InvariantViolated):
+        return kind(error.message)
+    if kind in (errors.ServiceFault, errors.DeadlineExceeded):
+        return kind(error.service, error.phase, error.message, error.deadline or None)
+    return errors.ServiceFault(service, phase, f"{error.kind}: {error.message}")
+
+
+def check_schema(schema: int) -> None:
+    """Raises InvalidMessage for frames of another schema than ours."""
+    if schema != SCHEMA_VERSION:
+        raise errors.InvalidMessage(f"message schema {schema} is not supported; this process speaks {SCHEMA_VERSION}")

@@ -1,0 +1,160 @@
+"""Two ranks over real gloo do what one rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.types import StepResult, TrainGroup
+from tests.unit.training_cases import make_config, make_groups, make_policy
+
+DEADLINE = 100.0
+STEPS = 3
+SECTIONS = {
+    "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
+    "optimizer": {"eps": 1e-2, "max_grad_norm": 0.5},
+    "training": {"max_tokens_per_microbatch": 24},  # so that ranks have unequal numbers of micro-batches
+}
+
+
+def step_groups(step: int) -> list[TrainGroup]:
+    return make_groups(step, step=step)
+
+
+def run_step(engine: TorchTrainEngine, calls: Sequence[list[TrainGroup]]) -> StepResult:
+    engine.begin_step(engine.step)
+    for groups in calls:
+        engine.accumulate(groups)
+    return engine.apply()
+
+
+def flat_weights(engine: TorchTrainEngine, rank: int) -> torch.Tensor:
+    out = [torch.empty(spec.shape) for spec in engine.tensor_specs()]
+    engine.snapshot(out if rank == 0 else None)
+    return torch.cat([tensor.flatten() for tensor in out])
+
+
+def uniform(groups: list[TrainGroup]) -> list[TrainGroup]:
+    for group in groups:
+        group.rewards[:] = 1.0
+    return groups
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    """What each of the two processes runs; rank 0 writes its results to `folder`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE))
+    policy = str(folder / "policy")
+    engine = TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+    results = []
+    for step in range(STEPS):
+        groups = step_groups(step)
+        calls = [groups[:1], groups[2:]] if rank == 0 else [groups[1:2], []]
+        results.append(run_step(engine, calls).metrics)
+    save = folder / "saved-by-two"
+    engine.save(str(save))
+    weights = flat_weights(engine, rank)
+    engine.export(str(folder / "export"))
+    engine.load(str(folder / "saved-by-one"))
+    loaded = flat_weights(engine, rank)
+    resumed = run_step(engine, [step_groups(STEPS)] if rank == 0 else [[]]).metrics
+
+    # Without a gradient no backward pass follows the forward one; the next step must not see the weights of before.
+    plain = TorchTrainEngine(make_config(policy, optimizer=SECTIONS["optimizer"]), rank=rank, world_size=2, device="cpu")
+    forward_only = [run_step(plain, [make]).metrics for make in (step_groups(0), uniform(step_groups(1)), step_groups(2))]
+    if rank == 0:
+        torch.save({"weights": weights, "loaded": loaded}, folder / "tensors.pt")
+        (folder / "results.json").write_text(json.dumps({"steps": results, "resumed": resumed, "forward_only": forward_only}))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have run, beside a checkpoint of one rank that they loaded."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    for name in ("policy", "saved-by-one", "saved-by-two", "export"):
+        (folder / name).mkdir()
+    make_policy(folder / "policy")
+    one_rank(folder).save(str(folder / "saved-by-one"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.loopback.test_train_fsdp", str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=root, env=environment, stderr=subprocess.PIPE) for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=DEADLINE)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    return folder
+
+
+def one_rank(folder: Path, steps: int = STEPS) -> TorchTrainEngine:
+    engine = TorchTrainEngine(make_config(str(folder / "policy"), **SECTIONS))
+    for step in range(steps):
+        run_step(engine, [step_groups(step)])
+    return engine
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "tensors.pt", weights_only=True)
+
+
+def test_steps_are_those_of_one_rank(folder: Path, results: dict, tensors: dict[str, torch.Tensor]):
+    engine = one_rank(folder, 0)
+    for step in range(STEPS):
+        expected = run_step(engine, [step_groups(step)]).metrics
+        assert results["steps"][step] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(tensors["weights"], flat_weights(engine, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_of_one_rank_is_loaded_by_two(folder: Path, results: dict, tensors: dict[str, torch.Tensor]):
+    engine = one_rank(folder)
+    assert torch.equal(tensors["loaded"], flat_weights(engine, 0))
+    assert results["resumed"] == pytest.approx(run_step(engine, [step_groups(STEPS)]).metrics, rel=1e-5, abs=1e-6)
+
+
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(folder: Path, tensors: dict[str, torch.Tensor]):
+    engine = one_rank(folder, 0)
+    engine.load(str(folder / "saved-by-two"))
+    assert engine.step == STEPS
+    assert torch.equal(flat_weights(engine, 0), tensors["weights"])
+    expected = run_step(one_rank(folder), [step_groups(STEPS)]).metrics
+    assert run_step(engine, [step_groups(STEPS)]).metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_export_of_two_ranks_holds_the_whole_policy(folder: Path, tensors: dict[str, torch.Tensor]):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "export")
+    assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), tensors["weights"])
+
+
+def test_a_step_without_gradient_leaves_nothing_stale(folder: Path, results: dict):
+    engine = TorchTrainEngine(make_config(str(folder / "policy"), optimizer=SECTIONS["optimizer"]))
+    for got, groups in zip(results["forward_only"], (step_groups(0), uniform(step_groups(1)), step_groups(2)), strict=True):
+        # Both ranks trained on the same groups: sums double, means stay.
+        expected = run_step(engine, [groups, groups]).metrics
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+if __name__ == "__main__":
+    two_ranks(int(sys.argv[2]), Path(sys.argv[1]))

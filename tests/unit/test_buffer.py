@@ -1,0 +1,237 @@
+"""The buffer: every transition is journalled, takes and retirements follow the staleness rule, and what waits has a name."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from runtime.errors import InvariantViolated
+from runtime.ledger_records import Change, Ticket
+from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.states import Mark
+from runtime.types import GeneratedGroup, PolicyVersion, Scores
+
+
+class Harness:
+    """A buffer with a list as its journal and a clock that the test moves."""
+
+    def __init__(self, staleness: int = 1, per_step: int = 2, needs: Mark = Mark.SCORED):
+        self.journal: list[Change] = []
+        self.now = 100.0
+        self.buffer = Buffer(
+            needs=needs, groups_per_step=per_step, staleness=staleness, journal=self.journal.append, clock=lambda: self.now
+        )
+
+    def dispatch(self, *ids: int, replica: str = "rollout-0") -> None:
+        for group_id in ids:
+            if group_id not in self.buffer:
+                self.buffer.admit(ticket(group_id))
+            self.buffer.dispatch(group_id, replica)
+
+    def finish(self, *ids: int, step: int = 0) -> None:
+        for group_id in ids:
+            self.buffer.generated(generated(group_id, step))
+            self.buffer.scored(scores(group_id))
+
+    def train(self, step: int) -> None:
+        self.buffer.consume(step)
+        self.buffer.commit(step + 1)
+
+    def stamps(self, group_id: int) -> list[str]:
+        return [change.stamp for change in self.journal if change.group_id == group_id]
+
+
+def ticket(group_id: int) -> Ticket:
+    return Ticket(group_id=group_id, problem=group_id + 50, epoch=0.5, source="gsm8k", label="4", seed=group_id * 7)
+
+
+def generated(group_id: int, step: int) -> GeneratedGroup:
+    version = PolicyVersion(0, step)
+    payload = b"payload %d" % group_id
+    return GeneratedGroup(
+        group_id=group_id, prompt_tokens=5, response_tokens=[3, 4], truncated=0, oldest=version, newest=version, payload=payload
+    )
+
+
+def scores(group_id: int) -> Scores:
+    return Scores(group_id=group_id, rewards=np.array([1, 0], np.float32), valid=np.array([1, 1], np.uint8))
+
+
+def ids(groups: list) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+def test_a_whole_life_is_journalled_in_order() -> None:
+    h = Harness(needs=Mark.SCORED | Mark.REFERENCED, per_step=1)
+    h.dispatch(3)
+    h.buffer.generated(generated(3, 0))
+    h.buffer.referenced(3, b"reference")
+    group = h.buffer.scored(scores(3))
+    assert (group.payload, group.reference, group.attempt) == (b"payload 3", b"reference", 1)
+    assert ids(h.buffer.take(0)) == [3]
+    assert ids(h.buffer.consume(0)) == [3]
+    assert h.buffer.counts()["consumed"] == 1
+    assert h.buffer.commit(1) == [3]
+    assert len(h.buffer) == 0
+    assert h.buffer.counts()["retired"] == 1
+    assert h.stamps(3) == ["admitted", "generating", "generated", "referenced", "scored", "", "consumed", "retired"]
+    assert [str(change.state) for change in h.journal][-3:] == ["ready", "consumed(0)", "retired(0)"]
+
+
+def test_streaming_fills_a_step_in_parts_and_whole_waits_for_all() -> None:
+    for whole in (False, True):
+        h = Harness(per_step=3)
+        h.dispatch(0, 1, 2, 3)
+        h.finish(1, 3)
+        first = ids(h.buffer.take(0, whole))
+        h.finish(0)
+        second = ids(h.buffer.take(0, whole))
+        assert (first, second) == (([], [0, 1, 3]) if whole else ([1, 3], [0]))
+        assert h.buffer.step == 1
+        with pytest.raises(InvariantViolated, match="step 0 cannot take"):
+            h.buffer.take(0)
+
+
+def test_the_slow_group_that_is_due_keeps_its_place() -> None:
+    h = Harness(staleness=1, per_step=2)
+    h.dispatch(0, 1, 2, 3)
+    h.finish(1, 2)
+    assert ids(h.buffer.take(0)) == [1, 2]
+    h.train(0)
+    h.dispatch(4, 5)
+    h.finish(4, 5, step=1)
+    assert h.buffer.take(1) == [], "0 and 3 are due at step 1"
+    wait = h.buffer.oldest_wait()
+    assert wait is not None
+    assert (wait.group_id, wait.service, wait.phase, wait.deadline) == (0, "rollout-0", "generating", 1)
+    h.finish(0, 3)
+    assert ids(h.buffer.take(1)) == [0, 3]
+    assert ids(h.buffer.take(2)) == [4, 5]
+
+
+def test_capacity_counts_until_the_commit_and_stops_at_what_the_run_needs() -> None:
+    h = Harness(staleness=1, per_step=2)
+    assert h.buffer.capacity(max_in_flight=100, steps=3) == 4
+    assert h.buffer.capacity(max_in_flight=3, steps=3) == 3
+    h.dispatch(0, 1, 2, 3)
+    h.finish(0, 1)
+    h.buffer.take(0)
+    h.buffer.consume(0)
+    assert h.buffer.capacity(100, 3) == 0, "consumed groups hold their places until the version is committed"
+    h.buffer.commit(1)
+    assert h.buffer.capacity(100, 3) == 2
+    assert h.buffer.capacity(100, 2) == 0, "the second step is the last, and its groups are under way"
+    h.buffer.drop(2, "fault")
+    assert h.buffer.capacity(100, 2) == 1
+    h.dispatch(4)
+    h.finish(4, step=1)
+    assert ids(h.buffer.take(1)) == [4]
+    assert h.buffer.capacity(100, 2) == 0, "a place that is taken is not missing"
+
+
+def test_a_lost_replica_sends_its_groups_back_with_their_seeds() -> None:
+    h = Harness()
+    h.dispatch(0, 1)
+    h.dispatch(2, replica="rollout-1")
+    assert h.buffer.lose(0).ticket == ticket(0)
+    assert ids(h.buffer.waiting()) == [0]
+    h.dispatch(0, replica="rollout-1")
+    assert (h.buffer[0].attempt, h.buffer[0].replica) == (2, "rollout-1")
+    with pytest.raises(InvariantViolated, match="not live"):
+        h.finish(9)
+
+
+def test_a_payload_lost_while_it_is_taken_frees_its_place() -> None:
+    h = Harness(per_step=2)
+    h.dispatch(0, 1, 2)
+    h.finish(0, 1, 2)
+    h.buffer.take(0)
+    h.buffer.lose(0)
+    assert h.buffer.step == 0
+    assert ids(h.buffer.take(0)) == [2]
+    places = {change.group_id: change.place for change in h.journal if change.place is not None}
+    assert (places[1], places[2]) == (1, 0), "no two groups of a batch have one place"
+    h.dispatch(0, 3)
+    h.finish(0, 3)
+    h.buffer.take(1)
+    with pytest.raises(InvariantViolated, match="lost while step 2"):
+        h.buffer.lose(1)
+
+
+def test_a_drop_names_the_prompt_and_is_refused_once_taken() -> None:
+    h = Harness(per_step=1)
+    h.dispatch(0, 1)
+    assert h.buffer.drop(0, "rule failed") == ticket(0)
+    assert h.journal[-1].state.why == "rule failed"
+    assert h.buffer.counts()["dropped"] == 1
+    h.finish(1)
+    h.buffer.take(0)
+    with pytest.raises(InvariantViolated, match="batch of step 0"):
+        h.buffer.drop(1, "too late")
+
+
+def test_a_token_older_than_its_dispatch_is_refused() -> None:
+    h = Harness()
+    h.buffer.commit(3)
+    h.dispatch(0)
+    with pytest.raises(InvariantViolated, match="older than its dispatch"):
+        h.buffer.generated(generated(0, 2))
+
+
+def test_the_true_oldest_token_moves_the_deadline_later() -> None:
+    h = Harness(staleness=1)
+    h.dispatch(0, 1)
+    h.buffer.commit(1)  # before a slot was free for the group
+    h.finish(0, step=1)
+    assert (h.buffer[0].deadline, h.buffer[1].deadline) == (2, 1)
+
+
+def test_a_step_is_consumed_whole() -> None:
+    h = Harness(per_step=2)
+    h.dispatch(0, 1)
+    h.finish(0)
+    h.buffer.take(0)
+    with pytest.raises(InvariantViolated, match="1 groups of 2"):
+        h.buffer.consume(0)
+
+
+def test_oldest_wait_names_the_service_of_the_missing_mark() -> None:
+    h = Harness(needs=Mark.SCORED | Mark.REFERENCED | Mark.VALUED)
+    assert h.buffer.oldest_wait() is None
+    h.buffer.admit(ticket(0))
+    steps = [
+        (lambda: h.buffer.dispatch(0, "rollout-1"), "rollout", "admitted"),
+        (lambda: h.buffer.generated(generated(0, 0)), "rollout-1", "generating"),
+        (lambda: h.buffer.scored(scores(0)), "reward", "generated"),
+        (lambda: h.buffer.referenced(0, b""), "reference", "generated"),
+        (lambda: h.buffer.valued(0, b""), "critic", "generated"),
+    ]
+    for advance, service, phase in steps:
+        h.now += 2.5
+        wait = h.buffer.oldest_wait()
+        assert wait is not None
+        assert (wait.service, wait.phase, wait.seconds) == (service, phase, 2.5)
+        advance()
+    assert h.buffer.oldest_wait() is None
+
+
+def test_events_wake_the_stages() -> None:
+    async def scenario() -> list[int]:
+        h = Harness(per_step=1)
+        h.dispatch(0)
+
+        async def stage() -> list[int]:
+            while True:
+                h.buffer.ready_changed.clear()
+                if taken := h.buffer.take(0):
+                    return ids(taken)
+                await h.buffer.ready_changed.wait()
+
+        task = asyncio.create_task(stage())
+        await asyncio.sleep(0)
+        h.finish(0)
+        return await asyncio.wait_for(task, 5)
+
+    assert asyncio.run(scenario()) == [0]

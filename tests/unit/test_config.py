@@ -1,0 +1,398 @@
+"""Configuration: what YAML means, which faults are told and how, and what the cross-checks see without torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from runtime import config_loading
+from runtime.config import Config, Tracker, Warmup
+from runtime.config_checks import kv_cache_bytes, semantic_faults
+from runtime.config_loading import load, resolve, schema, to_yaml
+from runtime.errors import ConfigError
+
+Loading = Callable[..., Config]
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Loading:
+    def load_text(text: str | bytes, *overrides: str) -> Config:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load(path, overrides)
+
+    return load_text
+
+
+def faults_of(loading: Loading, text: str | bytes, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loading(text, *overrides)
+    assert str(caught.value).splitlines() == caught.value.faults
+    return caught.value.faults
+
+
+def test_scalars_follow_the_core_schema(loading: Loading) -> None:
+    config = loading(
+        "run: {name: no, dir: 2026-01-01, resume: 0o17}\n"
+        "training: {steps: 64_000, optimizer: {learning_rate: 1e-5, min_learning_rate: 1}}\n"
+        "evaluation: {before: false}\n"
+    )
+    assert (config.run.name, config.run.dir, config.run.resume) == ("no", "2026-01-01", "0o17")
+    assert config.training.steps == 64_000
+    assert config.training.optimizer.learning_rate == 1e-5
+    assert config.training.optimizer.min_learning_rate == 1.0
+    assert config.evaluation.before is False
+    assert config.sampling == Config(run=config.run).sampling
+
+
+def test_overrides_reach_sections_lists_and_defaults(loading: Loading) -> None:
+    config = loading(
+        "run: {name: a}\nrewards: {rules: [{name: x}, {name: y}]}",
+        "run.name=b=c",
+        "run.resume=auto",
+        "training.optimizer.betas=[0.8, 0.9]",
+        "rewards.rules.1.weight=2",
+        "warmup.layers=2",
+        "trackers.1.name=wandb",
+        "services.trainer.env.A='1'",
+        "model.reference=",
+    )
+    assert (config.run.name, config.run.resume) == ("b=c", "auto")
+    assert config.training.optimizer.betas == (0.8, 0.9)
+    assert [rule.weight for rule in config.rewards.rules] == [1.0, 2.0]
+    assert config.warmup == Warmup(layers=2)
+    assert config.trackers == [Tracker(name="jsonl"), Tracker(name="wandb")]
+    assert config.services.trainer.env == {"A": "1"}
+    assert config.model.reference == ""
+
+
+def test_override_of_one_alias_leaves_the_other(loading: Loading) -> None:
+    text = "run: {name: a}\nservices: {rollout: {env: &e {A: x}}, trainer: {env: *e}}"
+    config = loading(text, "services.trainer.env.A=y")
+    assert (config.services.rollout.env, config.services.trainer.env) == ({"A": "x"}, {"A": "y"})
+
+
+def test_merge_keys_are_not_duplicates(loading: Loading) -> None:
+    config = loading("run: {name: a}\nservices:\n  reward: &r {threads: 1, replicas: 2}\n  reference: {<<: *r, threads: 3}")
+    assert (config.services.reference.threads, config.services.reference.replicas) == (3, 2)
+
+
+def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading) -> None:
+    found = faults_of(
+        loading,
+        "trianing: {}\n"
+        "training: {optimizer: {lerning_rate: 1, betas: [0.9]}}\n"
+        "services: {rollout: {slots: many, dtype: fp32, env: {A: 1}}, trainer: 5}\n"
+        "evaluation: {before: yes, top_p: 2}\n"
+        "rewards: {rules: [{weight: 1}]}\n"
+        "warmup: {layers: 0}\n"
+        "data:\n",
+        "stop.accurate=1",
+        "kl_coefficient=1",
+        "stop.qux=1",
+        "nonsense",
+        "rewards.rules.4.weight=1",
+        "training.steps=[",
+        "services.trainer.threads.x=1",
+        "warmup.accuracy=1e999",
+    )
+    assert sorted(found) == sorted(
+        [
+            "override 'nonsense': not of the form key.path=value",
+            "rewards.rules.4: no such item; the list has 1, counted from 0",
+            "override 'training.steps=[': the value is not valid YAML",
+            "services.trainer.threads: services.trainer is 5, which has no keys",
+            "run: missing; needs a section of keys",
+            "trianing: unknown key; nearest is 'training'",
+            "kl_coefficient: unknown key; nearest is 'algorithm.kl_coefficient'",
+            "stop.qux: unknown key; allowed are hours, accuracy",
+            "training.optimizer.lerning_rate: unknown key; nearest is 'learning_rate'",
+            "training.optimizer.betas: has 1 items, not 2",
+            "services.rollout.slots: 'many' is not an integer >= 1",
+            "services.rollout.dtype: 'fp32' is not one of auto, bfloat16, float16, float32",
+            "services.rollout.env.A: 1 is not a string; put it in quotes",
+            "services.trainer: 5 is not a section of keys",
+            "evaluation.before: 'yes' is not true or false",
+            "evaluation.top_p: 2 is not a finite number > 0 and <= 1",
+            "rewards.rules.0.name: missing; needs a string",
+            "warmup.layers: 0 is not an integer >= 1",
+            "warmup.accuracy: inf is not a finite number >= 0 and <= 1",
+            "data: null is not a section of keys",
+            "stop.accurate: unknown key; nearest is 'accuracy'",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty; at least run.name is needed"),
+        ("# nothing\n", "empty; at least run.name is needed"),
+        ("[1, 2]", "holds a list, not a mapping of keys"),
+        ("run: {name: a}\nmodel: {}\nrun: {name: b}", ":3:1: not valid YAML: key 'run' occurs twice"),
+        ("run: {name: [}", ":1:14: not valid YAML"),
+        ("run: !!python/object:os.system {}", "not valid YAML: could not determine a constructor"),
+        ("run: &a [*a]", "an alias that contains itself"),
+        (b"\x00\xff\xfe", "not valid YAML"),
+    ],
+)
+def test_file_faults_are_one_line(loading: Loading, text: str | bytes, said: str) -> None:
+    (fault,) = faults_of(loading, text)
+    assert "run.yaml" in fault and said in fault and "\n" not in fault
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "no.yaml", "no such file or directory"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=said):
+            load(path)
+
+
+def mutations() -> st.SearchStrategy[Any]:
+    scalars = (
+        st.none() | st.booleans() | st.integers(-3, 70000) | st.floats(-2, 2) | st.sampled_from(["", "auto", "torch", "x"])
+    )
+    return (
+        scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.sampled_from(["name", "steps", "A"]), scalars, max_size=2)
+    )
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [found for key, item in items for found in paths_in(item, (*path, key))]
+
+
+EVERYTHING = msgspec.json.decode(
+    msgspec.json.encode(msgspec.convert({"run": {"name": "a"}, "warmup": {}, "rewards": {"rules": [{"name": "x"}]}}, Config))
+)
+
+
+@given(st.sampled_from(paths_in(EVERYTHING)), mutations())
+@settings(max_examples=250, deadline=None)
+def test_the_walk_agrees_with_msgspec(path: tuple[Any, ...], value: Any) -> None:
+    raw = copy.deepcopy(EVERYTHING)
+    node = raw
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    faults = list(config_loading._faults(raw, inspect.type_info(Config), ""))
+    try:
+        msgspec.convert(raw, Config)
+        accepted = True
+    except msgspec.ValidationError:
+        accepted = False
+    assert accepted == (not faults)
+
+
+AMBIGUOUS = ["1e-5", "on", "null", "~", "<<", "0x1f", "true", "01", "1_0", "2026-01-01", "", "a: b", "-", "é"]
+SEPARATORS = ["\x85", "\u2028", "\ufeff", "a\nb"]
+
+
+@given(st.lists(st.text(max_size=12), min_size=8, max_size=8))
+@settings(max_examples=10, deadline=None)
+def test_yaml_round_trip(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    env = {text: text for text in texts + AMBIGUOUS + SEPARATORS}
+    config = msgspec.convert({**EVERYTHING, "services": {"trainer": {"env": env}}, "stop": {"hours": 1e-7}}, Config)
+    path = tmp_path_factory.getbasetemp() / "round.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(path) == config
+
+
+def test_resolve_fills_derived_values_once_they_are_known(loading: Loading) -> None:
+    first = resolve(loading("run: {name: q}\nwarmup: {}\nsampling: {max_new_tokens: 33}"))
+    assert (first.run.dir, first.evaluation.max_new_tokens, first.model.reference) == ("runs/q", 33, "")
+    named = msgspec.structs.replace(first, model=msgspec.structs.replace(first.model, path="m"))
+    assert resolve(named).model.reference == "m"
+    assert resolve(resolve(named)) == resolve(named)
+    kept = resolve(loading("run: {name: q, dir: d}\nmodel: {path: m, reference: r}\nevaluation: {max_new_tokens: 5}"))
+    assert (kept.run.dir, kept.evaluation.max_new_tokens, kept.model.reference) == ("d", 5, "r")
+
+
+def test_schema_describes_every_section() -> None:
+    found = schema()
+    assert found["$defs"]["Training"]["properties"]["staleness"] == {"minimum": 0, "default": 2, "type": "integer"}
+    assert "staleness" in found["$defs"]["Training"]["description"]
+    assert found["$defs"]["Run"]["additionalProperties"] is False
+    assert json.loads(json.dumps(found))["$ref"] == "#/$defs/Config"
+
+
+# --- cross-checks ---
+
+
+def model_folder(path: Path, **changes: Any) -> Path:
+    path.mkdir(parents=True)
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "vocab_size": 300,
+        "max_position_embeddings": 128,
+        "torch_dtype": "bfloat16",
+    }
+    (path / "config.json").write_text(json.dumps(config | changes))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"w")
+    return path
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> dict[str, Any]:
+    """A configuration without faults, as raw YAML data."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return {
+        "run": {"name": "a"},
+        "model": {"path": str(model_folder(tmp_path / "model"))},
+        "data": {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64},
+        "sampling": {"max_new_tokens": 64},
+        "rewards": {"rules": [{"name": "accuracy"}]},
+    }
+
+
+KNOWN = {
+    "algorithm.advantage": ["group_norm"],
+    "algorithm.loss": ["decoupled"],
+    "algorithm.aggregation": ["token_mean"],
+    "algorithm.kl": ["k1", "k3"],
+    "data.handler": ["plain"],
+    "rewards.rules": ["accuracy", "format"],
+}
+
+
+def checked(raw: dict[str, Any], available_bytes: int | None = 1 << 40, **changes: dict[str, Any]) -> list[str]:
+    merged = raw | {section: raw.get(section, {}) | values for section, values in changes.items()}
+    return semantic_faults(resolve(msgspec.convert(merged, Config)), KNOWN, available_bytes)
+
+
+def test_a_sound_configuration_has_no_faults(sound: dict[str, Any]) -> None:
+    assert checked(sound) == []
+    assert checked(sound, available_bytes=None) == []
+
+
+def test_a_warmup_names_model_and_data_later() -> None:
+    raw: dict[str, Any] = {"run": {"name": "a"}, "warmup": {}, "rewards": {"rules": [{"name": "accuracy"}]}}
+    assert checked(raw, evaluation={"every": 5}, algorithm={"kl_coefficient": 0.1}) == []
+    assert checked(raw, warmup={"hidden_size": 100, "heads": 3, "kv_heads": 2}) == [
+        "warmup.hidden_size: 100 is not a multiple of 2 · heads = 6",
+        "warmup.kv_heads: 2 does not divide heads = 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"run": {"name": "a/b"}}, "run.name: 'a/b' is not the name of a folder"),
+        (
+            {"run": {"resume": "/no/where"}},
+            "run.resume: '/no/where' is not a checkpoint's folder; never and auto are allowed besides",
+        ),
+        ({"model": {"path": "/no/model"}}, "model.path: '/no/model' is not a folder"),
+        ({"model": {"path": ""}}, "model.path: missing"),
+        ({"model": {"reference": "/no/ref"}}, "model.reference: '/no/ref' is not a folder"),
+        ({"model": {"chat_template": "/no/t.jinja"}}, "model.chat_template: '/no/t.jinja' is not a file"),
+        ({"data": {"train": ""}}, "data.train: missing"),
+        ({"data": {"train": "/no/x.jsonl"}}, "data.train: '/no/x.jsonl' is not a file"),
+        ({"data": {"eval": "/no/y.jsonl"}}, "data.eval: '/no/y.jsonl' is not a file"),
+        ({"data": {"handler": "other"}}, "data.handler: 'other' is not one of plain"),
+        ({"evaluation": {"every": 5}}, "data.eval: missing; evaluation.every is 5"),
+        (
+            {"evaluation": {"max_new_tokens": 65}},
+            "evaluation.max_new_tokens: 65 and data.max_prompt_tokens 64 exceed the model's 128",
+        ),
+        ({"sampling": {"group_size": 1}}, "sampling.group_size: 1 is too few; algorithm.advantage group_norm needs at least 2"),
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage: 'gae' is not one of group_norm"),
+        ({"algorithm": {"kl": "k9", "kl_coefficient": 1}}, "algorithm.kl: 'k9' is not one of k1, k3"),
+        ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip: 0.5 is not 0 (off) or > 1"),
+        ({"rewards": {"rules": []}}, "rewards.rules: empty"),
+        (
+            {"rewards": {"rules": [{"name": "format"}, {"name": "z"}]}},
+            "rewards.rules.1.name: 'z' is not one of accuracy, format",
+        ),
+        (
+            {"training": {"optimizer": {"min_learning_rate": 1}}},
+            "training.optimizer.min_learning_rate: 1 is above learning_rate 1e-06",
+        ),
+        ({"stop": {"accuracy": 0.9}}, "stop.accuracy: needs evaluation.every >= 1"),
+        (
+            {"services": {"trainer": {"processes": 3}}},
+            "services.trainer.processes: 3 does not divide training.groups_per_step = 8",
+        ),
+        ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
+    ],
+)
+def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault: str) -> None:
+    (found,) = checked(sound, **changes)
+    assert found.startswith(fault)
+
+
+def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
+    policy = Path(sound["model"]["path"])
+    model_folder(tmp_path / "wide", vocab_size=301)
+    (fault,) = checked(sound, model={"reference": str(tmp_path / "wide")})
+    assert fault == f"model.reference: '{tmp_path / 'wide'}' has a vocabulary of 301 tokens, the policy one of 300"
+
+    (policy / "model.safetensors").unlink()
+    assert checked(sound) == [f"model.path: '{policy}' has no weights (*.safetensors)"]
+    (policy / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    )
+    assert checked(sound) == [f"model.path: '{policy}' lacks 1.safetensors, which its index names, and 1 more"]
+    for shard in "12":
+        (policy / f"{shard}.safetensors").write_bytes(b"w")
+    assert checked(sound) == []
+    (policy / "tokenizer.json").unlink()
+    (policy / "config.json").write_text("{")
+    assert checked(sound) == [
+        f"model.path: '{policy}' has no config.json of a Llama-like model",
+        f"model.path: '{policy}' has no tokenizer.json",
+    ]
+
+
+def test_kv_cache(sound: dict[str, Any]) -> None:
+    # Qwen2.5-7B: 28 layers, 4 KV heads of 128; bf16 costs 57,344 bytes a token.
+    qwen = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584}
+    assert kv_cache_bytes(qwen, 1, 1, 2) == 57_344
+    assert kv_cache_bytes(qwen, 16, 1000, 4) == 57_344 * 2 * 16_000
+    del qwen["num_key_value_heads"]
+    assert kv_cache_bytes(qwen | {"head_dim": 64}, 1, 1, 2) == 57_344 * 7 // 2
+
+    needed = 2 * (2 * 2 * 2 * 16 * 2) * 64 * 128  # 2 replicas of bf16
+    services = {"rollout": {"replicas": 2}}
+    assert checked(sound, available_bytes=needed, services=services) == []
+    (fault,) = checked(sound, available_bytes=needed - 1, services=services)
+    assert fault.startswith("services.rollout.slots: 64 slots of 128 tokens in 2 replica(s) need 0.0 GiB of KV cache")
+    (fault,) = checked(sound, available_bytes=3 << 30, services={"rollout": {"slots": 1 << 18, "dtype": "float32"}})
+    assert fault.endswith("need 16.0 GiB of KV cache; 3.0 GiB are available")
+
+
+def test_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    assert checked(sound, rewards={"rules": [{"name": f"{tmp_path}/mine.py:own"}]}) == []
+    (fault,) = checked(sound, rewards={"rules": [{"name": "/no/yours.py:own"}]})
+    assert fault == "rewards.rules.0.name: '/no/yours.py' is not a file"
+
+
+def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = msgspec.convert(sound | {"trackers": [{"name": "jsonl"}, {"name": "wandb"}]}, Config)
+    assert semantic_faults(config, available_bytes=1 << 40) == [
+        "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
+    ]
+
+
+def test_nothing_here_imports_torch_or_matplotlib() -> None:
+    modules = (
+        "runtime.config_loading, runtime.config_checks, runtime.metrics, runtime.trackers, runtime.event_file, runtime.summary"
+    )
+    code = f"import sys, {modules}; sys.exit(bool({{'torch', 'transformers', 'matplotlib'}} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

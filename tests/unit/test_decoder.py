@@ -1,0 +1,192 @@
+"""The lean decoder computes what transformers computes, and refuses folders and weights that do not fit, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runtime.engines import decoder as decoder_module
+from runtime.engines.decoder import Decoder, Span
+from runtime.engines.hf_weights import read_config
+from runtime.engines.kv_cache import KVCache, kv_bytes
+from runtime.errors import InvalidMessage, UserError
+from tests.unit.tiny_models import FAMILIES, VOCABULARY, save_model
+
+CPU = torch.device("cpu")
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = Decoder.from_pretrained(folder, CPU, dtype)
+    decoder.reserve_positions(128)
+    return decoder
+
+
+@torch.inference_mode()
+def whole_logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    hidden = decoder.forward(tokens, positions)
+    return decoder.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+
+@torch.inference_mode()
+def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Continue prompts of different lengths side by side, token by token from the first."""
+    cache = KVCache(decoder.config, len(prompts) + 1, 64, CPU, decoder.dtype)
+    texts = [list(prompt) for prompt in prompts]
+    positions = torch.zeros(len(prompts), dtype=torch.int64)
+    while any(len(text) < len(prompt) + count for text, prompt in zip(texts, prompts, strict=True)):
+        tokens = torch.tensor([text[position] for text, position in zip(texts, positions.tolist(), strict=True)])
+        logits = decoder.decode(tokens, positions, cache, [Span(0, 1, 64), Span(1, len(prompts), int(positions.max()) + 1)])
+        positions += 1
+        for text, position, best in zip(texts, positions.tolist(), logits.argmax(-1).tolist(), strict=True):
+            if position == len(text):
+                text.append(best)
+    return [text[len(prompt) :][:count] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    model = save_model(tmp_path, name)
+    tokens = torch.randint(0, VOCABULARY, (3, 90))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(whole_logits(load(tmp_path), tokens), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attend", ["_attend_batched", "_attend_fused"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_decoding_equals_generate(tmp_path: Path, name: str, attend: str) -> None:
+    model = save_model(tmp_path, name)
+    decoder = load(tmp_path)
+    decoder._attend_cached = getattr(decoder_module, attend)
+    prompts = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]]
+    texts = [model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist() for prompt in prompts]
+    expected = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    assert greedy(decoder, prompts, 20) == expected
+
+
+def test_sharded_files_load_like_one(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "llama", max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    tokens = torch.arange(12).view(1, -1)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(whole_logits(load(tmp_path), tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "qwen3")
+    tokens = torch.arange(40).view(1, -1)
+    logits = whole_logits(load(tmp_path, torch.bfloat16), tokens)
+    assert logits.dtype == torch.float32
+    with torch.no_grad():
+        expected = model.to(torch.bfloat16)(tokens).logits.float()
+    assert (logits - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama_biased"])
+def test_new_weights_are_taken_over_in_place(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path / "old", name)
+    other = save_model(tmp_path / "new", name, seed=1)
+    decoder = load(tmp_path / "old")
+    tokens = torch.arange(12).view(1, -1)
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    decoder.load_weights(tensors)
+    with torch.no_grad():
+        expected = other(tokens).logits
+    torch.testing.assert_close(whole_logits(decoder, tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_a_tied_head_may_come_along(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    decoder = load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    decoder.load_weights({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert decoder.mismatch({name: tensor.shape for name, tensor in tensors.items()}) is None
+
+
+def test_unfit_weights_are_refused_by_name_and_change_nothing(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    decoder = load(tmp_path)
+    tokens = torch.arange(12).view(1, -1)
+    before = whole_logits(decoder, tokens)
+    tensors = {name: tensor + 1 for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.self_attn.k_proj.bias"}
+    with pytest.raises(InvalidMessage, match=r"missing model\.layers\.1\.self_attn\.k_proj\.bias"):
+        decoder.load_weights(missing)
+    with pytest.raises(InvalidMessage, match=r"unknown model\.extra"):
+        decoder.load_weights({**tensors, "model.extra": torch.zeros(1)})
+    with pytest.raises(InvalidMessage, match=r"model\.norm\.weight has shape \[31\], must be \[32\]"):
+        decoder.load_weights({**tensors, "model.norm.weight": torch.zeros(31)})
+    assert torch.equal(whole_logits(decoder, tokens), before)
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_folder_that_is_not_a_model_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        load(tmp_path)
+    save_model(tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; must be one of llama, qwen2, qwen3"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported; must be False"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; must be 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "the key 'low_freq_factor' is missing"),
+        ({"vocab_size": "many"}, "Expected `int`"),
+        ({"num_key_value_heads": 3}, "heads must be a multiple of key-value heads"),
+        ({"vocab_size": 64}, r"model\.embed_tokens\.weight has shape \[61, 32\], must be \[64, 32\]"),
+        ({"num_hidden_layers": 3}, r"12 tensors missing, 0 unknown: missing model\.layers\.2\.input_layernorm\.weight"),
+        ({"tie_word_embeddings": False}, r"1 tensors missing, 0 unknown: missing lm_head\.weight"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_a_user_error(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    save_model(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path)
+
+
+def test_rope_may_be_written_the_newer_way(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama3_scaled")
+    old = read_config(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, rope_scaling=None, rope_theta=1.0, rope_parameters={**raw["rope_scaling"], "rope_theta": 500.0})
+    assert read_config(tmp_path) == old
+    assert old.rope_theta == 500.0
+
+
+def test_kv_bytes_is_what_the_cache_takes(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = read_config(tmp_path)
+    cache = KVCache(config, 3, 50, CPU, torch.bfloat16)
+    assert kv_bytes(config, 3, 50, torch.bfloat16) == cache.data.nbytes
+
+
+def test_a_cache_larger_than_memory_is_a_user_error(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = read_config(tmp_path)
+    needed = kv_bytes(config, 10**9, 10**5, torch.float32)
+    with pytest.raises(UserError, match=rf"services\.rollout\.slots: .* need {needed} bytes .* bytes available"):
+        KVCache(config, 10**9, 10**5, CPU, torch.float32)

@@ -1,0 +1,215 @@
+"""A step's figures from their parts, and the arithmetic of spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime import metrics
+from runtime.metrics import PublicationFigures, Rates, SpanClock, StepFigures, covered, intersection, step_metrics, union
+from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def generated(prompt: int, responses: list[int], truncated: int = 0) -> GeneratedGroup:
+    return GeneratedGroup(
+        group_id=1,
+        prompt_tokens=prompt,
+        response_tokens=responses,
+        truncated=truncated,
+        oldest=PolicyVersion(),
+        newest=PolicyVersion(),
+        payload=b"",
+    )
+
+
+def scored(rewards: list[float], valid: list[int], **rules: list[float]) -> Scores:
+    return Scores(
+        group_id=1,
+        rewards=np.array(rewards, np.float32),
+        valid=np.array(valid, np.uint8),
+        rules={rule: np.array(values, np.float32) for rule, values in rules.items()},
+    )
+
+
+def figures(**changes: object) -> StepFigures:
+    fields: dict[str, object] = {
+        "generated": [generated(10, [4, 8], truncated=1), generated(20, [6, 2])],
+        "scores": [scored([1.0, 0.5], [1, 1], accuracy=[1, 0], format=[0, 1]), scored([0.0, 9.0], [1, 0], accuracy=[0, 9])],
+        "staleness": [0, 2, 2, 1],
+        "timing": {"timing/all": 0.5, "timing/rollout": 0.4, "timing/update": 0.2},
+        "trained": StepResult(step=3, metrics={"actor/pg_loss": -0.1, "grad_norm": 0.3}, seconds=0.2),
+        "world_size": 4,
+        "queues": {"ready": 3},
+        "idle": {"trainer": 0.25},
+        "publication": PublicationFigures(seconds=0.1, pause_seconds=0.01, bytes=1000),
+    }
+    return StepFigures(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_throughput_recomputed_from_its_parts() -> None:
+    found = step_metrics(figures())
+    # (response_mean + prompt_mean) · global_batch_size · n / world_size / time, in exact arithmetic
+    response_mean, prompt_mean = Fraction(4 + 8 + 6 + 2, 4), Fraction(10 + 20, 2)
+    tokens = (response_mean + prompt_mean) * 2 * 2 / 4
+    assert found["e2e_tps"] == pytest.approx(float(tokens / Fraction(1, 2)), rel=1e-12)
+    assert found["update_tps"] == pytest.approx(float(tokens / Fraction(1, 5)), rel=1e-12)
+    assert found["vllm_tps"] == pytest.approx(float(tokens / Fraction(2, 5)), rel=1e-12)
+    from_names = (found["response_length/mean"] + found["prompt_length/mean"]) * found["samples"] / 4 / found["timing/all"]  # type: ignore[operator]
+    assert found["e2e_tps"] == pytest.approx(from_names)
+
+
+def test_a_step_has_every_name_that_applies() -> None:
+    assert step_metrics(figures()) == {
+        "timing/all": 0.5,
+        "timing/rollout": 0.4,
+        "timing/update": 0.2,
+        "prompt_length/mean": 15.0,
+        "prompt_length/max": 20.0,
+        "prompt_length/min": 10.0,
+        "response_length/mean": 5.0,
+        "response_length/max": 8.0,
+        "response_length/min": 2.0,
+        "response_length/clip_ratio": 0.25,
+        "grpo/masked": 1.0,
+        "grpo/score/mean": 0.5,
+        "grpo/score/max": 1.0,
+        "grpo/score/min": 0.0,
+        "accuracy_rewards/mean": pytest.approx(1 / 3),
+        "format_rewards/mean": 0.5,
+        "staleness/mean": 1.25,
+        "staleness/max": 2.0,
+        "staleness/histogram": {0: 1, 1: 1, 2: 2},
+        "e2e_tps": 40.0,
+        "update_tps": pytest.approx(100.0),
+        "vllm_tps": pytest.approx(50.0),
+        "actor/pg_loss": -0.1,
+        "grad_norm": 0.3,
+        "queue/ready": 3.0,
+        "idle/trainer": 0.25,
+        "publication/seconds": 0.1,
+        "publication/pause_seconds": 0.01,
+        "publication/bytes": 1000.0,
+        "samples": 4.0,
+        "tokens": 20.0,
+    }
+
+
+def test_groups_of_different_sizes_weigh_by_sample() -> None:
+    found = metrics.length_metrics([generated(10, [1]), generated(40, [2, 3])])
+    assert (found["prompt_length/mean"], found["response_length/mean"]) == (30.0, 2.0)
+
+
+def test_masked_samples_never_count_as_zero() -> None:
+    assert metrics.score_metrics([scored([5.0, 5.0], [0, 0], accuracy=[5, 5])]) == {"grpo/masked": 2.0}
+    assert metrics.score_metrics([scored([2.0, 7.0], [1, 0])])["grpo/score/mean"] == 2.0
+    # A rule whose samples were all masked has no mean, even where another group's samples are valid.
+    found = metrics.score_metrics([scored([1.0], [1], a=[1]), scored([1.0], [0], b=[1])])
+    assert "b_rewards/mean" not in found and found["a_rewards/mean"] == 1.0
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, publication=None))
+    assert not {"update_tps", "vllm_tps", "staleness/mean", "grpo/score/mean", "publication/seconds"} & found.keys()
+
+
+def test_idle_fraction() -> None:
+    assert metrics.idle_fraction(3.0, 4.0) == 0.25
+    assert metrics.idle_fraction(3.0, 4.0, processes=2) == 0.625
+    assert metrics.idle_fraction(5.0, 4.0) == 0.0
+    assert metrics.idle_fraction(1.0, 0.0) == 0.0
+
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
+
+
+def cells(found: Sequence[tuple[float, float]]) -> set[int]:
+    """A span on integers, as the unit cells it covers."""
+    return {cell for start, end in found for cell in range(int(start), int(end))}
+
+
+@given(spans, spans)
+def test_spans_against_sets_of_cells(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+    merged = union(left)
+    assert cells(merged) == cells(left)
+    assert all(merged[i][1] < merged[i + 1][0] for i in range(len(merged) - 1))
+    assert covered(left) == len(cells(left))
+    assert cells(intersection(left, right)) == cells(left) & cells(right)
+
+
+def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:
+    clock = Clock()
+    spans = SpanClock(clock)
+    with spans.span("rollout"):  # runs through both steps, in two replicas
+        with spans.span("rollout"):
+            clock.now = 101.0
+            spans.add("rule_reward", 99.0, 100.5)  # began before the step
+            spans.add("rule_reward", 100.25, 100.75)
+            spans.add("update", 100.5, 101.0)
+        clock.now = 102.0
+        assert spans.close_step() == {
+            "timing/all": 2.0,
+            "timing/rollout": 2.0,
+            "timing/rule_reward": 0.75,
+            "timing/update": 0.5,
+            "timing/non_overlap_rule_reward": 0.5,
+        }
+        clock.now = 105.0
+    with pytest.raises(RuntimeError), spans.span("adv"):
+        clock.now = 106.0
+        raise RuntimeError
+    assert spans.close_step() == {
+        "timing/all": 4.0,
+        "timing/rollout": 3.0,
+        "timing/adv": 1.0,
+        "timing/non_overlap_adv": 1.0,
+    }
+    clock.now = 107.0
+    assert spans.close_step() == {"timing/all": 1.0}
+
+
+def test_overlapping_phases_sum_to_more_than_the_step() -> None:
+    clock = Clock()
+    spans = SpanClock(clock)
+    with spans.span("rollout"), spans.span("update"), spans.span("reference_model"):
+        clock.now += 3.0
+    timing = spans.close_step()
+    assert timing["timing/all"] == 3.0 < timing["timing/rollout"] + timing["timing/update"]
+    assert timing["timing/non_overlap_reference_model"] == 0.0
+
+
+def test_rates_over_a_window() -> None:
+    clock = Clock()
+    rates = Rates(window=10.0, buckets=10, clock=clock)
+    assert rates.per_second() == {}
+    for _ in range(4):
+        rates.count("tokens", 50)
+        rates.count("samples")
+        clock.now += 1.0
+    assert rates.per_second() == {"tokens": 50.0, "samples": 1.0}  # a young counter divides by its age
+    clock.now = 100.0 + 12.0
+    assert rates.per_second()["samples"] == pytest.approx(1 / 9)  # only the one of second 3 is left, of 9 s seen
+    clock.now = 200.0
+    assert rates.per_second() == {"tokens": 0.0, "samples": 0.0}
+
+
+def test_rates_keep_bounded_memory() -> None:
+    clock = Clock()
+    rates = Rates(window=1.0, buckets=4, clock=clock)
+    for _ in range(1000):
+        clock.now += 0.3
+        rates.count("x")
+    assert rates.per_second()["x"] == pytest.approx(1 / 0.3, rel=0.35)
+    assert len(rates._counts["x"]) <= 5

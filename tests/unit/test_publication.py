@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import InvariantViolated
+from runtime.pipeline.publication import (
+    Abort,
+    Aborted,
+    Action,
+    Commit,
+    Committed,
+    Event,
+    Failed,
+    Lost,
+    PhaseSeconds,
+    Prepared,
+    Publication,
+    Send,
+    Sent,
+    Tick,
+    Verified,
+)
+from runtime.types import PolicyVersion
+
+VERSION = PolicyVersion(1, 7)
+SECONDS = PhaseSeconds(prepare=10, transfer=20, verify=30, commit=40, abort=5)
+MEMBERS = ("rollout-0", "rollout-1")
+
+
+def start(now: float = 100.0) -> Publication:
+    return Publication(VERSION, MEMBERS, "trainer", SECONDS, now)
+
+
+def feed(publication: Publication, *events: Event, now: float = 100.0) -> list[Action]:
+    return [action for event in events for action in publication.handle(event, now)]
+
+
+def up_to_transfer() -> Publication:
+    publication = start()
+    feed(publication, *map(Prepared, MEMBERS))
+    return publication
+
+
+def up_to_commit() -> Publication:
+    publication = up_to_transfer()
+    feed(publication, Sent(), *map(Verified, MEMBERS))
+    return publication
+
+
+def test_the_good_way() -> None:
+    publication = start()
+    assert feed(publication, Prepared("rollout-1")) == []
+    assert publication.waiting_for == ("rollout-0",)
+    assert feed(publication, Prepared("rollout-0")) == [Send(VERSION)]
+    assert publication.waiting_for == ("trainer",)
+    assert feed(publication, Verified("rollout-0"), Sent()) == []
+    assert (publication.phase, publication.waiting_for) == ("verify", ("rollout-1",))
+    assert feed(publication, Verified("rollout-1")) == [Commit(VERSION, MEMBERS)]
+    assert feed(publication, *map(Committed, MEMBERS)) == []
+    assert (publication.phase, publication.reason, publication.lost) == ("done", "", set())
+    assert publication.next_deadline is None
+
+
+def test_each_phase_has_its_own_deadline() -> None:
+    publication = start(now=0.0)
+    assert publication.next_deadline == 10
+    feed(publication, *map(Prepared, MEMBERS), now=3.0)
+    assert publication.next_deadline == 23
+    feed(publication, Sent(), now=4.0)
+    assert publication.next_deadline == 34
+    feed(publication, *map(Verified, MEMBERS), now=5.0)
+    assert publication.next_deadline == 45
+
+
+def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
+    publication = up_to_transfer()
+    everyone = (*MEMBERS, "trainer")
+    assert feed(publication, Failed("trainer", "bucket 1 was not taken"), now=105.0) == [Abort(VERSION, everyone)]
+    feed(publication, Failed("rollout-0", "connection closed"), Aborted("rollout-0"), Aborted("trainer"), now=105.0)
+    assert (publication.phase, publication.next_deadline) == ("abort", 110)
+    feed(publication, Tick(), now=110.0)
+    assert (publication.phase, publication.lost) == ("aborted", {"rollout-1"})
+    assert publication.reason == (
+        "version 1.7: transfer: trainer: bucket 1 was not taken; abort: rollout-1: no answer within 5 s"
+    )
+
+
+def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
+    publication = up_to_transfer()
+    assert feed(publication, Lost("rollout-0", "gone")) == [Abort(VERSION, ("rollout-1", "trainer"))]
+    feed(publication, Aborted("rollout-1"), Aborted("trainer"))
+    assert (publication.phase, publication.lost) == ("aborted", {"rollout-0"})
+
+
+def test_the_commit_stands_when_a_member_fails_in_it() -> None:
+    publication = up_to_commit()
+    assert feed(publication, Failed("rollout-0", "out of memory"), Lost("trainer", "gone")) == []
+    feed(publication, Committed("rollout-1"))
+    assert (publication.phase, publication.lost) == ("done", {"rollout-0"})
+    assert publication.reason == "version 1.7: commit: rollout-0: out of memory"
+
+
+def test_a_commit_that_nobody_confirms_ends_at_its_deadline() -> None:
+    publication = up_to_commit()
+    feed(publication, Tick(), now=140.0)
+    assert (publication.phase, publication.lost) == ("done", set(MEMBERS))
+
+
+@pytest.mark.parametrize("members", [(), ("a", "a"), ("trainer",)])
+def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
+    with pytest.raises(InvariantViolated):
+        Publication(VERSION, members, "trainer", SECONDS, 0.0)
+
+
+names = st.sampled_from(("rollout-0", "rollout-1", "rollout-2", "trainer", "stranger"))
+events = st.one_of(
+    names.map(Prepared),
+    st.just(Sent()),
+    names.map(Verified),
+    names.map(Committed),
+    names.map(Aborted),
+    st.builds(Failed, names, st.just("x")),
+    st.builds(Lost, names, st.just("x")),
+    st.just(Tick()),
+)
+
+
+@given(st.lists(st.tuples(events, st.floats(0, 12)), max_size=40), st.booleans())
+def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event, float]], orderly: bool) -> None:
+    members = ("rollout-0", "rollout-1", "rollout-2")
+    publication = Publication(VERSION, members, "trainer", SECONDS, 0.0)
+    now = 0.0
+    actions: list[Action] = []
+    verified: set[str] = set()
+    if orderly:  # so that the later phases are reached often
+        for event in (*map(Prepared, members), Sent(), *map(Verified, members[:2])):
+            actions += publication.handle(event, now)
+        verified |= {*members[:2]}
+    for event, seconds in steps:
+        now += seconds
+        if isinstance(event, Verified):
+            verified.add(event.member)
+        was_final, before = publication.final, len(actions)
+        actions += publication.handle(event, now)
+        assert not was_final or len(actions) == before
+        assert (publication.next_deadline is None) == publication.final
+        assert publication.final or (publication.waiting_for and publication.next_deadline > now)
+    for _ in range(5):
+        if not publication.final:
+            now = publication.next_deadline
+            actions += publication.handle(Tick(), now)
+    assert publication.final
+
+    assert {action.version for action in actions} <= {VERSION}
+    kinds = [type(action) for action in actions]
+    assert kinds in ([Send, Commit], [Send, Abort], [Abort])
+    assert (Commit in kinds) == (publication.phase == "done")
+    if Commit in kinds:
+        assert actions[-1].members == members
+        assert verified >= set(members)
+    assert publication.reason or publication.phase == "done"
+    assert publication.lost <= {*members, "trainer"}

@@ -1,0 +1,132 @@
+"""Scores of groups: weights, values, masking, and the way from the configuration's names to functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime import codec, config
+from runtime.errors import InvalidMessage, UserError
+from runtime.rewards.catalogue import find_rule
+from runtime.rewards.rules import Outcome, RuleContext, attempt
+from runtime.rewards.scorer import RewardScorer
+from runtime.types import GroupPayload, Sample, ScoreRequest, Scores, Segment
+
+
+class Bytes:
+    """A tokenizer whose ids are the bytes of the text; 0 is special."""
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
+        assert skip_special
+        return [bytes(int(token) for token in ids if token).decode() for ids in batch]
+
+
+def request(group_id: int, label: str, *texts: str) -> ScoreRequest:
+    samples = []
+    for text in texts:
+        tokens = np.array([*text.encode(), 0], np.int32)
+        size = len(tokens)
+        samples.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=np.ones(size, np.uint8),
+                logprobs=np.zeros(size, np.float32),
+                versions=np.zeros(size, np.int64),
+                segments=[Segment("model", size)],
+                finish_reason="stop",
+            )
+        )
+    payload = GroupPayload(group_id=group_id, prompt=np.zeros(1, np.int32), samples=samples)
+    return ScoreRequest(group_id=group_id, label=label, payload=codec.encode(payload))
+
+
+def score(settings: config.Rewards, *requests: ScoreRequest) -> list[Scores]:
+    async def run() -> list[Scores]:
+        scorer = RewardScorer(settings, Bytes())
+        scorer.start()
+        try:
+            return await scorer.score(requests)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(run())
+
+
+def test_the_reward_is_the_weighted_sum_of_the_rules_values() -> None:
+    rules = [config.Rule(name="gsm8k", weight=2.0, wrong=-1.0), config.Rule(name="format_answer", weight=0.5, correct=1.25)]
+    first, second = score(
+        config.Rewards(rules=rules), request(7, "5", "#### 5", "#### 6", "so 5"), request(9, "1", "\\boxed{1}")
+    )
+    assert (first.group_id, second.group_id) == (7, 9)
+    np.testing.assert_array_equal(first.rewards, np.array([2.625, -1.375, -2.0], np.float32))
+    np.testing.assert_array_equal(second.rewards, np.array([2.0], np.float32))
+    assert first.rewards.dtype == np.float32
+    assert first.valid.tolist() == [1, 1, 1]
+    assert first.rules["gsm8k"].tolist() == [1.0, -1.0, -1.0]
+    assert first.rules["format_answer"].tolist() == [1.25, 1.25, 0.0]
+    assert first.errors == {}
+
+
+def test_scores_survive_the_wire() -> None:
+    (scores,) = score(config.Rewards(rules=[config.Rule(name="gsm8k")]), request(1, "5", "#### 5"))
+    assert codec.decode(Scores, codec.encode(scores)).rewards.tolist() == [1.0]
+
+
+def test_a_failing_rule_masks_its_sample_and_is_counted() -> None:
+    rules = [config.Rule(name="gsm8k"), config.Rule(name="format_answer")]
+    (scores,) = score(config.Rewards(rules=rules), request(1, "not a number", "#### 5", "6"))
+    assert scores.valid.tolist() == [0, 0]
+    assert scores.rewards.tolist() == [0.0, 0.0]
+    assert np.isnan(scores.rules["gsm8k"]).all()
+    assert scores.rules["format_answer"].tolist() == [1.0, 0.0]
+    assert scores.errors == {"exception:ValueError": 2}
+
+
+def test_a_payload_that_does_not_decode_is_refused() -> None:
+    bad = ScoreRequest(group_id=1, label="5", payload=b"\x00")
+    with pytest.raises(InvalidMessage):
+        score(config.Rewards(rules=[config.Rule(name="gsm8k")]), bad)
+
+
+def test_rules_are_checked_at_the_start(tmp_path: Path) -> None:
+    def refused(*names: str) -> str:
+        with pytest.raises(UserError) as error:
+            RewardScorer(config.Rewards(rules=[config.Rule(name=name) for name in names]), Bytes())
+        return str(error.value)
+
+    assert "at least one rule" in refused()
+    assert "'gsm8k' is named 2 times" in refused("gsm8k", "gsm8k")
+    assert "format_answer, gsm8k" in refused("gsm8")
+    assert "is not a file" in refused(f"{tmp_path}/absent.py:mine")
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    assert "broken.py cannot be imported: ModuleNotFoundError" in refused(f"{tmp_path}/broken.py:mine")
+    taken = "from runtime.rewards.rules import rule\n@rule('gsm8k')\ndef gsm8k(text, label, context): return 1.0\n"
+    (tmp_path / "taken.py").write_text(taken)
+    assert "'gsm8k' is registered twice" in refused(f"{tmp_path}/taken.py:gsm8k")
+
+
+def test_a_rule_of_a_file_is_found_by_file_and_name(tmp_path: Path) -> None:
+    source = "from runtime.rewards.rules import rule\n@rule('test_brevity')\ndef brevity(text, label, context):\n"
+    (tmp_path / "own.py").write_text(source + "    return 1.0 / context.tokens\n")
+    found = find_rule(f"{tmp_path}/own.py:test_brevity")
+    assert found.evaluate("", "", RuleContext(tokens=4)) == 0.25
+    assert find_rule(f"{tmp_path}/own.py:test_brevity") is found
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"),
+    [
+        (True, Outcome(True)),
+        (3, Outcome(3.0)),
+        (None, Outcome()),
+        (float("nan"), Outcome(error="not finite")),
+        ("1", Outcome(error="not a number:str")),
+        (np.float32(0.5), Outcome(error="not a number:float32")),
+    ],
+)
+def test_outcome_of_a_returned_value(value: object, outcome: Outcome) -> None:
+    assert attempt(lambda text, label, context: value, "", "", RuleContext()) == outcome  # type: ignore[arg-type, return-value]

@@ -1,0 +1,309 @@
+"""The embedded rollout engine: right tokens and log-probabilities whatever the batching, versions, swaps, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runtime import codec
+from runtime.engines.rollout_torch import TorchRolloutEngine
+from runtime.errors import InvalidMessage, UserError
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
+from tests.unit.tiny_models import VOCABULARY, save_model
+
+CPU = torch.device("cpu")
+Make = Callable[..., TorchRolloutEngine]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return save_model(folder)
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Make]:
+    engines = []
+
+    def build(slots: int = 4, max_model_len: int = 64, **options: Any) -> TorchRolloutEngine:
+        engine = TorchRolloutEngine(
+            str(folder), device=CPU, dtype=torch.float32, slots=slots, max_model_len=max_model_len, **options
+        )
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        asyncio.run(engine.close())
+
+
+def request(group_id: int, n: int = 3, prompt: tuple[int, ...] = (5, 9, 2), limit: int = 12, **sampling: Any) -> GroupRequest:
+    return GroupRequest(
+        group_id=group_id,
+        prompt=np.array(prompt, np.int32),
+        n=n,
+        seed=100 + group_id,
+        sampling=SamplingParams(max_new_tokens=limit, **sampling),
+    )
+
+
+def never() -> bool:
+    return False
+
+
+async def drain(engine: TorchRolloutEngine) -> AsyncIterator[GeneratedGroup]:
+    while engine.has_work:
+        for group in await engine.advance(never):
+            yield group
+
+
+def run(engine: TorchRolloutEngine, *requests: GroupRequest) -> dict[int, list[Sample]]:
+    async def collect() -> dict[int, list[Sample]]:
+        engine.submit(requests)
+        return {group.group_id: codec.decode(GroupPayload, group.payload).samples async for group in drain(engine)}
+
+    return asyncio.run(collect())
+
+
+def tokens_of(samples: list[Sample]) -> list[list[int]]:
+    return [sample.tokens.tolist() for sample in samples]
+
+
+def many_requests(stop: tuple[int, ...] = (3, 4)) -> list[GroupRequest]:
+    rng = np.random.default_rng(1)
+    return [
+        request(
+            group_id,
+            n=int(rng.integers(1, 6)),
+            prompt=tuple(rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()),
+            limit=int(rng.integers(1, 40)),
+            temperature=float(rng.choice([0.7, 1.0, 1.5])),
+            stop_token_ids=stop,
+        )
+        for group_id in range(14)
+    ]
+
+
+def test_greedy_replies_equal_generate(make: Make, model: Any) -> None:
+    prompts = [(5, 9, 2), (7,), tuple(range(1, 18))]
+    done = run(make(slots=2), *(request(i, 1, prompt, 20, temperature=0.0) for i, prompt in enumerate(prompts)))
+    for index, prompt in enumerate(prompts):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :]
+        assert done[index][0].tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_log_probabilities_are_those_of_the_model(make: Make, model: Any, temperature: float) -> None:
+    requests = [request(1, temperature=temperature), request(2, prompt=(7, 1), temperature=temperature)]
+    done = run(make(), *requests)
+    for each in requests:
+        for sample in done[each.group_id]:
+            text = torch.tensor([[*each.prompt.tolist(), *sample.tokens.tolist()]])
+            with torch.no_grad():
+                logits = model(text).logits[0, len(each.prompt) - 1 : -1].double()
+            expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, text[0, len(each.prompt) :, None])[:, 0]
+            np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
+
+
+def test_replies_do_not_depend_on_slots_or_company(make: Make) -> None:
+    requests = many_requests()
+    wide, narrow = run(make(slots=64), *requests), run(make(slots=3), *requests)
+    assert wide.keys() == {each.group_id for each in requests}
+    for each in requests:
+        alone = run(make(slots=1), each)[each.group_id]
+        assert len(alone) == each.n
+        assert tokens_of(wide[each.group_id]) == tokens_of(alone) == tokens_of(narrow[each.group_id])
+
+
+def test_samples_of_a_group_differ_and_a_seed_repeats_them(make: Make) -> None:
+    engine = make(slots=8)
+    first = run(engine, request(1, n=8))[1]
+    again = run(engine, request(1, n=3))[1]
+    assert len({tuple(each) for each in tokens_of(first)}) == 8
+    assert tokens_of(again) == tokens_of(first)[:3]
+
+
+def test_a_reply_ends_by_its_stop_token_or_its_limit(make: Make) -> None:
+    reasons = set()
+    for samples in run(make(slots=5), *many_requests()).values():
+        for sample in samples:
+            stops = np.isin(sample.tokens, (3, 4))
+            assert not stops[:-1].any()
+            assert (sample.finish_reason == "stop") == stops[-1]
+            reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_the_header_describes_the_payload(make: Make) -> None:
+    engine = make(version=PolicyVersion(2, 7))
+    each = request(5, n=6, stop_token_ids=(3, 4), limit=15)
+
+    async def one() -> GeneratedGroup:
+        engine.submit([each])
+        (group,) = [group async for group in drain(engine)]
+        return group
+
+    group = asyncio.run(one())
+    payload = codec.decode(GroupPayload, group.payload)
+    assert payload.prompt.tolist() == each.prompt.tolist()
+    assert (group.group_id, payload.group_id, group.prompt_tokens) == (5, 5, 3)
+    assert group.response_tokens == [len(sample.tokens) for sample in payload.samples]
+    assert group.truncated == sum(sample.finish_reason == "length" for sample in payload.samples)
+    assert group.oldest == group.newest == PolicyVersion(2, 7)
+    for sample in payload.samples:
+        assert sample.versions.tolist() == [PolicyVersion(2, 7).pack()] * len(sample.tokens)
+        assert sample.loss_mask.tolist() == [1] * len(sample.tokens)
+        assert [(segment.source, segment.length) for segment in sample.segments] == [("model", len(sample.tokens))]
+
+
+def test_filters_and_greedy_rows_share_a_batch_with_plain_ones(make: Make) -> None:
+    requests = [
+        request(1),
+        request(2, temperature=0.0),
+        request(3, top_k=2, temperature=2.0),
+        request(4, top_p=0.5),
+        request(5, temperature=0.7),
+    ]
+    together = run(make(slots=15), *requests)
+    for each in requests:
+        assert tokens_of(together[each.group_id]) == tokens_of(run(make(), each)[each.group_id])
+    assert tokens_of(together[2]) == tokens_of(together[2])[:1] * 3
+    assert min(sample.logprobs.min() for sample in together[3]) > np.log(1e-3)
+
+
+def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path, seed=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    engine = make(slots=2)
+    each = request(1, n=3, limit=20)
+
+    async def swapped() -> GeneratedGroup:
+        engine.submit([each])
+        checks = iter([False] * 6 + [True])
+        assert await engine.advance(lambda: next(checks)) == []
+        await engine.swap(tensors, PolicyVersion(0, 1))
+        assert engine.version == PolicyVersion(0, 1)
+        (group,) = [group async for group in drain(engine)]
+        return group
+
+    group = asyncio.run(swapped())
+    assert (group.oldest, group.newest) == (PolicyVersion(0, 0), PolicyVersion(0, 1))
+    samples = codec.decode(GroupPayload, group.payload).samples
+    # Six steps on the first token of the prefill; the third sample had no slot before the swap.
+    assert [(sample.versions == 0).sum() for sample in samples] == [7, 7, 0]
+    assert tokens_of(samples[:1])[0][:7] == tokens_of(run(make(), each)[1])[0][:7]
+    text = torch.tensor([[*each.prompt.tolist(), *samples[2].tokens.tolist()]])
+    with torch.no_grad():
+        logp = torch.log_softmax(other(text).logits[0, 2:-1], -1)
+    np.testing.assert_allclose(samples[2].logprobs, logp.gather(1, text[0, 3:, None])[:, 0].numpy(), atol=1e-4)
+
+
+def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make: Make) -> None:
+    engine = make()
+    with pytest.raises(InvalidMessage, match="unknown nonsense"):
+        asyncio.run(engine.swap({"nonsense": torch.zeros(1)}, PolicyVersion(0, 1)))
+    assert engine.version == PolicyVersion(0, 0)
+
+
+def test_aborted_groups_leave_and_the_others_are_untouched(make: Make) -> None:
+    engine = make(slots=5)
+    requests = [request(group_id, n=2, limit=30) for group_id in range(6)]
+
+    async def aborted() -> set[int]:
+        engine.submit(requests)
+        checks = iter([False] * 5 + [True])
+        await engine.advance(lambda: next(checks))
+        assert engine.abort([0, 2, 4, 99]) == [0, 2, 4]
+        assert engine.abort([0]) == []
+        assert engine.stats().running == 2
+        left = {}
+        async for group in drain(engine):
+            left[group.group_id] = codec.decode(GroupPayload, group.payload).samples
+        for group_id, samples in left.items():
+            assert tokens_of(samples) == tokens_of(run_in_thread(make(), requests[group_id]))
+        return set(left)
+
+    def run_in_thread(other: TorchRolloutEngine, each: GroupRequest) -> list[Sample]:
+        with torch.inference_mode():
+            other.submit([each])
+            while other._groups:
+                other._step()
+        return codec.decode(GroupPayload, other._finished[0].payload).samples
+
+    assert asyncio.run(aborted()) == {1, 3, 5}
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_a_cancelled_advance_loses_nothing(make: Make) -> None:
+    engine = make(slots=2, max_model_len=250)
+
+    async def cancelled() -> list[GeneratedGroup]:
+        engine.submit([request(group_id, n=2, limit=240) for group_id in range(4)])
+        started = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def check() -> bool:
+            loop.call_soon_threadsafe(started.set)
+            return False
+
+        task = asyncio.create_task(engine.advance(check))
+        await asyncio.wait_for(started.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        steps = engine.stats().decode_steps
+        await asyncio.sleep(0)
+        assert engine.stats().decode_steps == steps
+        return [group async for group in drain(engine)]
+
+    assert {group.group_id for group in asyncio.run(cancelled())} == {0, 1, 2, 3}
+
+
+def test_statistics_count_tokens(make: Make) -> None:
+    engine = make(slots=4)
+    done = run(engine, request(1, n=6), request(2, n=1, prompt=(1, 2, 3, 4, 5)))
+    stats = engine.stats()
+    assert stats.prefill_tokens == 8
+    assert stats.decode_tokens == sum(len(sample.tokens) - 1 for samples in done.values() for sample in samples)
+    assert stats.busy_seconds > 0
+    assert (stats.running, stats.waiting, stats.slots) == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": 62}, "prompt and max_new_tokens are 65 tokens, at most 64 fit"),
+        ({"n": 0}, "n is 0, must be at least 1"),
+        ({"prompt": ()}, "the prompt is empty"),
+        ({"prompt": (61,)}, r"token ids outside of 0\.\.60"),
+        ({"limit": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+    ],
+)
+def test_an_impossible_request_queues_nothing(make: Make, options: dict[str, Any], message: str) -> None:
+    engine = make()
+    with pytest.raises(InvalidMessage, match=f"group 2: .*{message}"):
+        engine.submit([request(1), request(2, **options)])
+    assert not engine.has_work
+    with pytest.raises(InvalidMessage, match="group 1: group_id is already here"):
+        engine.submit([request(1), request(1)])
+    assert not engine.has_work
+
+
+def test_a_context_beyond_the_model_is_a_user_error(make: Make) -> None:
+    with pytest.raises(UserError, match="300 is more than the 256 positions"):
+        make(max_model_len=300)

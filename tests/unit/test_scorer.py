@@ -1,0 +1,126 @@
+"""The scorer's log-probabilities are the model's, however groups are packed, and the rollout engine's own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime import codec
+from runtime.engines import scorer_torch
+from runtime.engines.rollout_torch import TorchRolloutEngine
+from runtime.engines.scorer_torch import TorchScorer
+from runtime.errors import InvalidMessage
+from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams, Segment
+from tests.unit.tiny_models import VOCABULARY, save_model
+
+CPU = torch.device("cpu")
+
+
+def make_sample(tokens: np.ndarray) -> Sample:
+    count = len(tokens)
+    return Sample(
+        tokens=tokens.astype(np.int32),
+        loss_mask=np.ones(count, np.uint8),
+        logprobs=np.zeros(count, np.float32),
+        versions=np.zeros(count, np.int64),
+        segments=[Segment("model", count)],
+        finish_reason="stop",
+    )
+
+
+def make_group(group_id: int, prompt: int, lengths: list[int], temperature: float = 1.0) -> tuple[LogprobRequest, GroupPayload]:
+    rng = np.random.default_rng(group_id)
+    payload = GroupPayload(
+        group_id=group_id,
+        prompt=rng.integers(0, VOCABULARY, prompt).astype(np.int32),
+        samples=[make_sample(rng.integers(0, VOCABULARY, length)) for length in lengths],
+    )
+    return LogprobRequest(group_id=group_id, payload=codec.encode(payload), temperature=temperature), payload
+
+
+def expected(model: Any, payload: GroupPayload, temperature: float) -> np.ndarray:
+    values = []
+    for sample in payload.samples:
+        text = torch.tensor([[*payload.prompt.tolist(), *sample.tokens.tolist()]])
+        with torch.no_grad():
+            logits = model(text).logits[0, len(payload.prompt) - 1 : -1].double()
+        logp = torch.log_softmax(logits / temperature, -1)
+        values.append(logp.gather(1, text[0, len(payload.prompt) :, None])[:, 0].numpy())
+    return np.concatenate(values)
+
+
+def make_scorer(folder: Path, budget: int = 4096) -> TorchScorer:
+    return TorchScorer(str(folder), device=CPU, dtype=torch.float32, max_tokens_per_microbatch=budget)
+
+
+@pytest.mark.parametrize("row_tokens", [1, 60, 512])
+@pytest.mark.parametrize("budget", [1, 100, 4096])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled"])
+def test_values_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, budget: int, row_tokens: int
+) -> None:
+    """One reply a row (causal), several (masked), and mixtures, cut into micro-batches of any size."""
+    monkeypatch.setattr(scorer_torch, "_ROW_TOKENS", row_tokens)
+    monkeypatch.setattr(scorer_torch, "_LOGIT_ELEMENTS", VOCABULARY * 7)
+    model = save_model(tmp_path, name)
+    groups = [make_group(1, 5, [3, 17, 1, 9], 0.7), make_group(2, 12, [30]), make_group(3, 1, [8, 8, 70], 1.3)]
+    results = make_scorer(tmp_path, budget).logprobs([request for request, _ in groups])
+    assert [result.group_id for result in results] == [1, 2, 3]
+    for (request, payload), result in zip(groups, results, strict=True):
+        assert result.values.dtype == np.float32
+        np.testing.assert_allclose(result.values, expected(model, payload, request.temperature), atol=2e-5)
+
+
+def test_empty_replies_and_empty_batches_have_no_values(tmp_path: Path) -> None:
+    model = save_model(tmp_path)
+    scorer = make_scorer(tmp_path)
+    assert scorer.logprobs([]) == []
+    request, payload = make_group(1, 4, [0, 5, 0])
+    (result,) = scorer.logprobs([request])
+    np.testing.assert_allclose(result.values, expected(model, payload, 1.0), atol=2e-5)
+    (result,) = scorer.logprobs([make_group(2, 4, [0])[0]])
+    assert result.values.shape == (0,)
+
+
+def test_the_scorer_agrees_with_the_rollout_engine(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    engine = TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=5, max_model_len=100)
+    sampling = SamplingParams(max_new_tokens=60, temperature=0.7, stop_token_ids=(3,))
+    requests = [
+        GroupRequest(group_id=i, prompt=np.arange(1 + 3 * i, dtype=np.int32), n=4, seed=i, sampling=sampling) for i in range(4)
+    ]
+
+    async def generate() -> list[bytes]:
+        engine.submit(requests)
+        payloads = []
+        while engine.has_work:
+            payloads += [group.payload for group in await engine.advance(lambda: False)]
+        await engine.close()
+        return payloads
+
+    payloads = asyncio.run(generate())
+    results = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=0, payload=each, temperature=0.7) for each in payloads])
+    for payload, result in zip(payloads, results, strict=True):
+        own = np.concatenate([sample.logprobs for sample in codec.decode(GroupPayload, payload).samples])
+        np.testing.assert_allclose(result.values, own, atol=1e-4)
+
+
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    scorer = make_scorer(tmp_path)
+    assert scorer.vocab_size == VOCABULARY
+    request, payload = make_group(3, 4, [5])
+    payload.samples[0].tokens[2] = VOCABULARY
+    with pytest.raises(InvalidMessage, match=r"group 3: token ids outside of the model's 0\.\.60"):
+        scorer.logprobs([LogprobRequest(group_id=3, payload=codec.encode(payload))])
+    with pytest.raises(InvalidMessage, match=r"group 3: temperature is 0\.0, must be above 0"):
+        scorer.logprobs([LogprobRequest(group_id=3, payload=request.payload, temperature=0.0)])
+    with pytest.raises(InvalidMessage, match="not a GroupPayload"):
+        scorer.logprobs([LogprobRequest(group_id=3, payload=b"\x00")])
+    with pytest.raises(InvalidMessage, match="group 4: the prompt is empty"):
+        scorer.logprobs([make_group(4, 0, [5])[0]])

@@ -1,0 +1,285 @@
+"""Trackers: what each writes, read back with independent readers, and what happens when one is slow, broken or missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import trackers
+from runtime.config import Tracker
+from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.event_file import EventFile, masked_crc32c
+from runtime.metrics import Metrics
+from runtime.trackers import JSONL_FILE, TENSORBOARD_FOLDER, Backend, Trackers, read_jsonl
+
+POINTS: list[tuple[int, Metrics]] = [
+    (1, {"grpo/score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
+    (2, {"grpo/score/mean": math.nan, "staleness/histogram": {}, "actor/lr": 1e-6}),
+]
+
+
+def run(configured: list[Tracker], folder: Path, points: list[tuple[int, Metrics]] = POINTS, timeout: float = 10.0) -> None:
+    async def session() -> None:
+        tracking = Trackers(configured, folder, "a-run", {"training": {"steps": 2}})
+        try:
+            for step, metrics in points:
+                await tracking.log(step, metrics)
+        finally:
+            await tracking.close(timeout)
+
+    asyncio.run(session())
+
+
+class Fake(Backend):
+    """Waits for `gate` at each point; fails of `failure` when there is one."""
+
+    def __init__(self, gate: threading.Event, failure: Exception | None = None):
+        self.gate = gate
+        self.failure = failure
+        self.steps: list[int] = []
+        self.closed = threading.Event()
+
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        assert self.gate.wait(10)
+        if self.failure:
+            raise self.failure
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake(threading.Event())
+    monkeypatch.setattr(trackers, "_backend", lambda *arguments: made)
+    monkeypatch.setattr(trackers, "_QUEUE_POINTS", 2)
+    return made
+
+
+def open_gate(fake: Fake) -> Fake:
+    fake.gate.set()
+    return fake
+
+
+# --- JSON lines ---
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    run([Tracker(name="jsonl")], tmp_path / "run")
+    first, second = (json.loads(line) for line in (tmp_path / "run" / JSONL_FILE).read_text().splitlines())
+    assert first.pop("time") <= second.pop("time")
+    assert first == {"step": 1, "grpo/score/mean": 0.5, "staleness/histogram": {"0": 3, "2": 1}}
+    assert second == {"step": 2, "grpo/score/mean": None, "staleness/histogram": {}, "actor/lr": 1e-6}
+
+
+def test_json_lines_are_flushed_step_by_step(tmp_path: Path) -> None:
+    backend = trackers.JsonLines(tmp_path / JSONL_FILE)
+    backend.log(1, 5.0, {"a": 1.0})
+    assert read_jsonl(tmp_path / JSONL_FILE) == [{"step": 1, "time": 5.0, "a": 1.0}]
+    backend.close()
+
+
+def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / JSONL_FILE
+    path.write_text('{"step":0,"eval/accuracy":0.5}\n{"step":1,"a":1.0,"b":1.0}\n{"step":2,"a":9.0}\n{"step":3,"a"')
+    assert [point["step"] for point in read_jsonl(path)] == [0, 1, 2]
+    backend = trackers.JsonLines(path)
+    backend.log(1, 7.0, {"a": 2.0})
+    backend.close()
+    assert read_jsonl(path)[:2] == [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "time": 7.0, "a": 2.0, "b": 1.0}]
+
+
+def test_reading_what_is_not_there_or_not_metrics(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        read_jsonl(tmp_path / "none.jsonl")
+    for text in ("{]\n", '{"a": 1}\n', "[1]\n", '{"step": "x"}\n'):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(UserError, match=r"bad\.jsonl: not metrics"):
+            read_jsonl(tmp_path / "bad.jsonl")
+
+
+# --- TensorBoard ---
+
+
+def unmasked(crc: int) -> int:
+    rotated = (crc - 0xA282EAD8) & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
+
+
+def test_crc32c_against_published_values() -> None:
+    # RFC 3720, appendix B.4, and the usual check value.
+    assert unmasked(masked_crc32c(bytes(32))) == 0x8A9136AA
+    assert unmasked(masked_crc32c(b"\xff" * 32)) == 0x62A8AB43
+    assert unmasked(masked_crc32c(bytes(range(32)))) == 0x46DD794E
+    assert unmasked(masked_crc32c(b"123456789")) == 0xE3069283
+
+
+def records(path: Path) -> list[bytes]:
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack_from("<Q", data)
+        found.append(data[12 : 12 + length])
+        assert struct.unpack_from("<I", data, 8) == (masked_crc32c(data[:8]),)
+        assert struct.unpack_from("<I", data, 12 + length) == (masked_crc32c(found[-1]),)
+        data = data[16 + length :]
+    return found
+
+
+def test_tensorboard_messages_parse_as_events(tmp_path: Path) -> None:
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    run([Tracker(name="tensorboard")], tmp_path)
+    (path,) = (tmp_path / TENSORBOARD_FOLDER).iterdir()
+    version, first, second = (event_pb2.Event.FromString(record) for record in records(path))
+    assert version.file_version == "brain.Event:2"
+    assert first.step == 1 and first.wall_time > 1e9
+    score, staleness = first.summary.value
+    assert (score.tag, score.simple_value) == ("grpo/score/mean", 0.5)
+    histogram = staleness.histo
+    assert (histogram.min, histogram.max, histogram.num, histogram.sum, histogram.sum_squares) == (0, 2, 4, 2, 4)
+    assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0.5, 1.5, 2.5], [3, 0, 1])
+    assert second.summary.value[2].simple_value == pytest.approx(1e-6)
+
+
+def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for step in (7, 300):  # two files, as after a resume
+        events = EventFile(tmp_path)
+        events.add(step, 1e9 + step, {"a/b": step / 2, "h": {1: 2, 3: 4}})
+        events.close()
+    found = accumulator.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("a/b")] == [(7, 3.5), (300, 150.0)]
+    value = found.Histograms("h")[1].histogram_value
+    assert (value.min, value.max, value.num, value.sum, value.bucket) == (1, 3, 6, 14, [2, 0, 4])
+
+
+# --- W&B and SwanLab ---
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    run([Tracker(name="wandb", mode="offline")], tmp_path, timeout=60)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"grpo/score/mean" in content and b"histogram" in content and b"a-run" in content
+
+
+def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "settings"))
+    monkeypatch.chdir(tmp_path)
+    run([Tracker(name="swanlab", mode="offline")], tmp_path, timeout=60)
+    content = b"".join(path.read_bytes() for path in (tmp_path / "swanlab").rglob("*") if path.is_file())
+    assert b"grpo/score/mean" in content and b"staleness/histogram/2" in content
+
+
+def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'sluice-rl\[swanlab\]'"):
+        Trackers([Tracker(name="jsonl"), Tracker(name="swanlab")], tmp_path, "a-run", {})
+    assert not list(tmp_path.iterdir())
+
+
+# --- slow and broken ones ---
+
+
+def test_a_slow_tracker_holds_back_the_caller_but_not_the_loop(fake: Fake, tmp_path: Path) -> None:
+    async def session() -> list[str]:
+        order = []
+        tracking = Trackers([Tracker(name="jsonl")], tmp_path, "a-run", {})
+
+        async def log_all() -> None:
+            for step in range(6):
+                await tracking.log(step, {})
+            order.append("logged")
+
+        logging = asyncio.create_task(log_all())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        order.append("loop")
+        open_gate(fake)
+        await asyncio.wait_for(logging, 10)
+        await tracking.close()
+        return order
+
+    assert asyncio.run(session()) == ["loop", "logged"]
+    assert fake.steps == list(range(6)) and fake.closed.is_set()
+
+
+def test_a_stuck_tracker_is_named_after_the_deadline(fake: Fake, tmp_path: Path) -> None:
+    async def session() -> None:
+        tracking = Trackers([Tracker(name="tensorboard")], tmp_path, "a-run", {})
+        with pytest.raises(DeadlineExceeded, match=r"tracker tensorboard: log: 2 points behind \(deadline 0.05 s\)"):
+            for step in range(6):
+                await tracking.log(step, {}, timeout=0.05)
+        with pytest.raises(DeadlineExceeded, match="tracker tensorboard"):
+            await tracking.close(timeout=0.05)
+        open_gate(fake)
+        await tracking.close()
+
+    asyncio.run(session())
+    assert fake.closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "said"),
+    [
+        (
+            OSError(28, "No space left on device", "/d/metrics.jsonl"),
+            UserError,
+            "tracker jsonl: /d/metrics.jsonl: No space left",
+        ),
+        (ValueError("bad point"), ServiceFault, "tracker jsonl: log: bad point"),
+    ],
+)
+def test_a_failed_tracker_is_told_at_the_next_call(
+    fake: Fake, tmp_path: Path, failure: Exception, raised: type[Exception], said: str
+) -> None:
+    fake.failure = failure
+
+    async def session() -> None:
+        tracking = Trackers([Tracker(name="jsonl")], tmp_path, "a-run", {})
+        for step in range(3):  # one in hand, two queued: full
+            await tracking.log(step, {})
+        waiting = asyncio.create_task(tracking.log(3, {}, timeout=5.0))
+        await asyncio.sleep(0)
+        open_gate(fake)
+        assert await asyncio.to_thread(fake.closed.wait, 10)
+        await waiting  # released by the failure, not by the deadline
+        with pytest.raises(raised, match=said):
+            for step in range(4, 100):  # the thread may still be on its way from `close` to reporting
+                await tracking.log(step, {})
+        with pytest.raises(raised, match=said):
+            await tracking.close()
+
+    asyncio.run(session())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / JSONL_FILE).symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"tracker jsonl: {re.escape(str(tmp_path))}: No space left on device"):
+        run([Tracker(name="jsonl")], tmp_path)
+
+
+def test_an_unwritable_folder_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"tracker jsonl: .*/file"):
+        run([Tracker(name="jsonl")], tmp_path / "file")
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    configured: list[Any] = [Tracker(name="jsonl"), Tracker(name="tensorboard")]
+    run(configured, tmp_path)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracker-")]

@@ -1,0 +1,51 @@
+"""Tiny random models of each family, saved by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 61
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Large weights, so that the model prefers some tokens clearly.
+    "initializer_range": 0.25,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_untied": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama3_scaled": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 500.0, "tie_word_embeddings": False}),
+    "llama_biased": ("Llama", {"attention_bias": True, "tie_word_embeddings": False}),
+}
+
+
+def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) -> Any:
+    """Build the model, write it to `folder`, and return it in float32 for comparison."""
+    family, extra = FAMILIES[name]
+    torch.manual_seed(seed)
+    no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = getattr(transformers, f"{family}Config")(**_SHAPE, **extra, **no_specials)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide mistakes
+            torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
+    model.save_pretrained(folder, **save)
+    return model

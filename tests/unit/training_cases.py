@@ -1,0 +1,98 @@
+"""A tiny policy and groups to train it on, for the tests of the training engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime import codec
+from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, Segment, TrainGroup
+
+VOCAB = 61
+
+
+def make_policy(folder: Path, *, tied: bool = True, **options: Any) -> str:
+    """Save a random two-layer Qwen2 model with a stand-in for tokenizer files; returns its path."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+            initializer_range=0.3,
+            **options,
+        )
+    )
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return str(folder)
+
+
+def make_config(path: str, *, dtype: str = "auto", trainer: Any = None, **sections: Any) -> Config:
+    """A configuration for `path`; `sections` overrides keys of algorithm, optimizer, training and sampling."""
+    algorithm = Algorithm(**sections.get("algorithm", {}))
+    optimizer = Optimizer(**{"learning_rate": 1e-3, **sections.get("optimizer", {})})
+    config = Config(
+        run=Run(name="test"),
+        model=Model(path=path, dtype=dtype),
+        algorithm=algorithm,
+        training=Training(optimizer=optimizer, **sections.get("training", {})),
+        sampling=Sampling(**sections.get("sampling", {})),
+    )
+    if trainer is None:
+        return config
+    import msgspec
+
+    return msgspec.structs.replace(config, services=msgspec.structs.replace(config.services, trainer=trainer))
+
+
+def make_groups(seed: int, sizes: tuple[int, ...] = (4, 3, 5), *, step: int = 0, longest: int = 12) -> list[TrainGroup]:
+    """Random groups with a tool's masked gap here and there, one invalid sample and one that is not trained on at all."""
+    rng = np.random.default_rng(seed)
+    return [_group(rng, index, size, step, longest) for index, size in enumerate(sizes)]
+
+
+def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longest: int) -> TrainGroup:
+    samples = []
+    for index in range(size):
+        length = int(rng.integers(1, longest + 1))
+        mask = np.ones(length, np.uint8)
+        if length > 4:
+            mask[2:4] = 0
+        if group_id == 1 and index == 2:
+            mask[:] = 0
+        versions = np.full(length, PolicyVersion(3, max(0, step - int(rng.integers(0, 2)))).pack(), np.int64)
+        samples.append(
+            Sample(
+                tokens=rng.integers(0, VOCAB, length).astype(np.int32),
+                loss_mask=mask,
+                logprobs=(rng.normal(-4.0, 0.5, length) * mask).astype(np.float32),
+                versions=versions,
+                segments=[Segment("model", length)],
+                finish_reason="stop",
+            )
+        )
+    prompt = rng.integers(0, VOCAB, int(rng.integers(1, 7))).astype(np.int32)
+    valid = np.ones(size, np.uint8)
+    if group_id == 0:
+        valid[1] = 0
+    total = sum(len(sample.tokens) for sample in samples)
+    return TrainGroup(
+        group_id=group_id,
+        tokens=total + size * len(prompt),
+        payload=codec.encode(GroupPayload(group_id=group_id, prompt=prompt, samples=samples)),
+        rewards=rng.normal(size=size).astype(np.float32),
+        valid=valid,
+        reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
+    )
