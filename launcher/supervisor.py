@@ -1,7 +1,7 @@
 """Starts a run's processes, watches them, and leaves none behind.
 
-Each process leads a process group of its own, so that Ctrl-C reaches only the launcher and a whole role can be ended at once; all
-write to a log file each.
+Each process leads a process group of its own, so that Ctrl-C reaches only the launcher and a whole role can be ended at
+once; each writes to a log of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Supervisor:
         self._exits: set[asyncio.Task[int]] = set()
 
     async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False) -> Child:
-        """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError when its interpreter is not there."""
+        """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
+        interpreter that is not there."""
         log = self._logs / f"{spec.name}.log"
         with log.open("ab") as out:
             try:

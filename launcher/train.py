@@ -15,11 +15,11 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from launcher import jobs, topology
+from launcher import jobs, run_folder, topology
 from launcher.known import known_names
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
-from runtime import checkpoint, config_checks, config_loading
+from runtime import config_checks, config_loading
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.status import Progress
@@ -59,7 +59,7 @@ class _Run:
         self._coordinator: Child | None = None
 
     async def run(self) -> Summary:
-        logs = prepare_folder(self._folder)
+        logs = run_folder.prepare(self._folder, self._config.run)
         self._supervisor = Supervisor(logs)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -91,8 +91,7 @@ class _Run:
         config = config_loading.resolve(config)
         if faults := config_checks.semantic_faults(config, known_names()):
             raise ConfigError(faults)
-        resume = checkpoint.resolve(config.run.resume, self._folder)
-        config = replace(config, run=replace(config.run, resume=resume))
+        config = replace(config, run=replace(config.run, resume=run_folder.begin(self._folder, config.run)))
         (self._folder / "config.yaml").write_text(config_loading.to_yaml(config))
         return config
 
@@ -186,18 +185,3 @@ async def _read_line(descriptor: int, timeout: float) -> str:
     if not line:
         raise ServiceFault("coordinator", "start", "ended before it served")
     return line.decode().strip()
-
-
-def prepare_folder(folder: Path) -> Path:
-    """Make the run's folder, tried by writing to it; returns the folder for logs, emptied. Raises UserError."""
-    logs = folder / "logs"
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        for old in logs.glob("*.log"):
-            old.unlink()
-        probe = folder / ".probe"
-        probe.write_bytes(bytes(1 << 16))
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
-    return logs

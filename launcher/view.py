@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from runtime import status
 
@@ -27,7 +27,7 @@ class View:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = None
+        self._task: TaskID | None = None
         self._phase = ""
         self._last_line = 0.0
 

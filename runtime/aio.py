@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 if sys.version_info >= (3, 11):
-    from asyncio import TaskGroup
+    from asyncio import TaskGroup  # novermin
 
-    ExceptionGroups = BaseExceptionGroup
+    ExceptionGroups = BaseExceptionGroup  # noqa: F821  # novermin
 else:
     from exceptiongroup import BaseExceptionGroup as ExceptionGroups
     from taskgroup import TaskGroup

@@ -36,7 +36,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         sync_tree(partial)
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(partial, folder)
+        partial.replace(folder)
         _sync(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

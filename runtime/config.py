@@ -24,12 +24,16 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Run(Section, frozen=True):
-    """Where a run lives. `resume`: never, auto (the newest checkpoint when there is one), or a checkpoint's folder."""
+    """Where a run lives. `resume`: never, auto (the newest checkpoint when there is one), or a checkpoint's folder.
+
+    A new run refuses a folder that holds another, unless `overwrite`.
+    """
 
     name: str
     dir: str = ""  # default runs/NAME
     seed: NonNegative = 1234
     resume: str = "never"
+    overwrite: bool = False
 
 
 class Model(Section, frozen=True):

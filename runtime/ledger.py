@@ -249,7 +249,9 @@ class _Writer:
             before = GroupState(needs, row.phase, row.marks, row.step, row.why)
             last = step - 1 if row.taken is None else row.taken
             after = states.restore(before, last, covered, not covered and self._intact(row))
-            if after != before:
+            if covered:  # `taken` too: the next checkpoint has to name it again
+                changed[row.group_id] = state_columns(after) | {"taken": after.step}
+            elif after != before or row.taken is not None:
                 changed[row.group_id] = state_columns(after) | forgotten(after.phase)
         incarnation = int(self.note("incarnation") or 0) + 1
         with self._transaction(durable=True):
@@ -280,7 +282,7 @@ class _Writer:
     def _intact(self, row: GroupRow) -> bool:
         """Whether the payload, and what the group's marks stand for, can be read."""
         wanted = {"payload", *(part for mark, part in _PART_OF.items() if mark & row.marks)}
-        if row.handles.keys() < wanted or (Mark.SCORED & row.marks and row.scores is None):
+        if not row.handles.keys() >= wanted or (Mark.SCORED & row.marks and row.scores is None):
             return False
         try:
             for part in wanted:

@@ -121,7 +121,7 @@ def state_columns(state: GroupState) -> dict[str, Any]:
 
 def forgotten(phase: Phase) -> dict[str, Any]:
     """What a group that went back to `phase` has no longer."""
-    names = ["taken", "place"] if phase != Phase.RETIRED else []
+    names = ["taken", "place"]
     names += [f"{later}_at" for later in _TIMES[_TIMES.index(phase.value) + 1 :]]
     if phase == Phase.ADMITTED:
         names += [*_GENERATED, *(f"{mark}_at" for mark in MARKS)]

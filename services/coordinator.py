@@ -95,7 +95,7 @@ class Coordinator:
             if self._interrupted:
                 self._run.stop("interrupted")
             summary = await self._run.execute()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
             await _quietly(material.trackers.close())
             await _quietly(material.ledger.close())
             raise first_error(error) from None

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -160,8 +161,10 @@ class Process:
 
     async def _until_stopped(self, actor: asyncio.Task[None]) -> None:
         stopped = asyncio.create_task(self._stop.wait())
-        work = {actor, self._service.background} - {None}
-        await asyncio.wait({stopped, *work}, return_when=asyncio.FIRST_COMPLETED)
+        work: set[asyncio.Future[Any]] = {actor}
+        if self._service.background is not None:
+            work.add(self._service.background)
+        await asyncio.wait(work | {stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         for ended in work:
             if ended.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runtime.actor import Letter
@@ -99,7 +100,7 @@ class RolloutService(process.Service):
                 continue
             self._engine.submit([letter.message])
             self._open[group_id] = letter
-            letter.future.add_done_callback(lambda future, id_=group_id: self._settled(id_, future))
+            letter.future.add_done_callback(partial(self._settled, group_id))
 
     def _settled(self, group_id: int, future: asyncio.Future[Any]) -> None:
         if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -114,6 +115,10 @@ def _streaming(method: wire.Method, source: StreamHandler) -> Any:
     return call
 
 
+def _forget(answering: dict[int, asyncio.Task[None]], id_: int, _: asyncio.Task[None]) -> None:
+    answering.pop(id_, None)
+
+
 class _SessionHandler:
     """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion."""
 
@@ -151,7 +156,7 @@ class _SessionHandler:
                             answering[call.id].cancel()
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
                         task = answering[call.id] = asyncio.create_task(self._answer(frame.peer, call, body, outbox))
-                        task.add_done_callback(lambda _, id_=call.id: answering.pop(id_, None))
+                        task.add_done_callback(partial(_forget, answering, call.id))
         finally:
             outbox.close()
 

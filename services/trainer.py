@@ -120,6 +120,7 @@ class TrainerService(process.Service):
         def done(future: Future[SendResult]) -> None:
             loop.call_soon_threadsafe(self._sent, letter, future)
 
+        assert self._worker.sender is not None  # it is rank 0's
         sending = self._worker.sender.send(group, command.version, self.config.publication.transfer_timeout)
         sending.add_done_callback(done)
 

@@ -132,6 +132,7 @@ class Decoder:
         view = self._views.get(name, self._embedding)  # a tied lm_head has the embedding's shape
         return tuple(view.shape)
 
+    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy a complete set of weights in place, cast to the model's dtype. Raises InvalidMessage, changing nothing."""
         fault = self.mismatch({name: tensor.shape for name, tensor in tensors.items()})

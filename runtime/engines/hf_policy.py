@@ -24,8 +24,8 @@ SHARD_BYTES = 4 << 30
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def load_policy(path: str) -> PreTrainedModel:
-    """The model of folder `path`, float32 on the CPU, without dropout, its attention packed.
+def load_policy(path: str) -> Any:
+    """The `transformers.PreTrainedModel` of folder `path`, float32 on the CPU, without dropout, its attention packed.
 
     Raises UserError when `path` is no such folder, weights are missing, or the architecture cannot run packed.
     """

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from runtime.errors import UserError
 
 NAME = "sluice_packed"
+_UNGROUPED = {"npu"}  # devices whose attention kernel wants as many key heads as query heads
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,15 @@ def packed_attention(
     for rows in packing.rows:
         count, length = rows.shape
         # Gathers are embedding look-ups because their backward is deterministic on accelerators.
-        output = F.scaled_dot_product_attention(
-            F.embedding(rows, queries).view(count, length, heads, head_dim).transpose(1, 2),
-            F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2),
-            F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2),
-            scale=scaling,
-            enable_gqa=heads != kv_heads,
-            **_causality(length, sliding_window, query.device),
-        )
+        q = F.embedding(rows, queries).view(count, length, heads, head_dim).transpose(1, 2)
+        k = F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2)
+        v = F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2)
+        grouped = heads != kv_heads
+        if grouped and query.device.type in _UNGROUPED:
+            k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
+            grouped = False
+        causality = _causality(length, sliding_window, query.device)
+        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)
         outputs.append(output.transpose(1, 2).reshape(count * length, heads * value_dim))
     return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
 

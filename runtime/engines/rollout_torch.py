@@ -7,9 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -35,6 +37,7 @@ class _Prefilled:
     """A prompt ready to be continued, under the weights of `version`."""
 
     keys_values: torch.Tensor  # [layers, 2, kv_heads, P, head_dim]
+    uniforms: np.ndarray  # float32 [n, max_new_tokens]
     tokens: np.ndarray  # int64 [n], the first token of each sample
     logprobs: np.ndarray  # float32 [n]
     version: int
@@ -43,14 +46,10 @@ class _Prefilled:
 @dataclass
 class _Group:
     request: GroupRequest
-    uniforms: np.ndarray  # float32 [n, max_new_tokens]
     samples: list[Sample | None]
+    unfinished: int
     admitted: int = 0  # samples that were given a slot, or needed none
-    unfinished: int = field(init=False)
     prefilled: _Prefilled | None = None
-
-    def __post_init__(self) -> None:
-        self.unfinished = self.request.n
 
 
 class TorchRolloutEngine(RolloutEngine):
@@ -94,9 +93,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._check(request, known)
             known.add(request.group_id)
         for request in requests:
-            limit = request.sampling.max_new_tokens
-            streams = np.stack([uniforms(request.seed, index, limit) for index in range(request.n)])
-            group = _Group(request, streams, [None] * request.n)
+            group = _Group(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
             self._waiting.append(group)
 
@@ -132,7 +129,9 @@ class TorchRolloutEngine(RolloutEngine):
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             self._halt = True
-            await asyncio.wait([future])
+            while False:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
             raise
         finally:
             self._halt = False
@@ -191,7 +190,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._finish(group, index, make_sample(*only, "stop" if stopped else "length"))
             return
         first = (token, logprob, prefilled.version)
-        slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, group.uniforms[index])
+        slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
 
     def _prefill(self) -> None:
@@ -211,13 +210,14 @@ class TorchRolloutEngine(RolloutEngine):
         counts = [group.request.n for group in groups]
         owner = np.repeat(np.arange(len(groups)), counts)
         params = np.array([as_row(group.request.sampling) for group in groups], np.float32)[owner]
-        u = self._to_device(np.concatenate([group.uniforms[:, 0] for group in groups]))
+        streams = [_streams(group.request) for group in groups]
+        u = self._to_device(np.concatenate([stream[:, 0] for stream in streams]))
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
         tokens, logprobs = _to_host(*drawn)
         ends = np.cumsum(counts)[:-1]
         for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
             keys_values = kept[:, :, row, :, : lengths[row]]
-            group.prefilled = _Prefilled(keys_values, own, values, self._version.pack())
+            group.prefilled = _Prefilled(keys_values, streams[row], own, values, self._version.pack())
         self._stats.prefill_tokens += sum(lengths)
 
     def _next_prompts(self) -> list[_Group]:
@@ -285,20 +285,24 @@ class TorchRolloutEngine(RolloutEngine):
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""
-        self._stats.running = self._slots.count
-        self._stats.waiting = sum(group.request.n - group.admitted for group in self._waiting)
-        return self._stats
+        waiting = sum(group.request.n - group.admitted for group in self._waiting)
+        return msgspec.structs.replace(self._stats, running=self._slots.count, waiting=waiting)
 
     async def close(self) -> None:
+        """End the thread; the memory goes with the last reference to the engine."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
 
+def _streams(request: GroupRequest) -> np.ndarray:
+    """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
+    limit = request.sampling.max_new_tokens
+    return np.stack([uniforms(request.seed, index, limit) for index in range(request.n)])
+
+
 def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Both in one transfer, as each would wait for the device."""
-    if tokens.device.type == "cpu":
-        return tokens.numpy(), logprobs.numpy()
     both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
     return both[0].astype(np.int64), both[1].view(np.float32)

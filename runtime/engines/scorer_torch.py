@@ -19,6 +19,7 @@ from runtime.types import GroupPayload, LogprobRequest, Logprobs
 
 # Attention within a row is dense over its replies: beyond this length, sharing the prompt costs more than it saves.
 _ROW_TOKENS = 512
+_LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
 
 
 @dataclass
@@ -60,11 +61,13 @@ class TorchScorer:
             rows += _rows(index, request.temperature, payload)
             values = np.empty(sum(len(sample.tokens) for sample in payload.samples), np.float32)
             results.append(Logprobs(group_id=request.group_id, values=values))
-        rows.sort(key=lambda row: row.length, reverse=True)
         if rows:
-            self._decoder.reserve_positions(rows[0].length)
-        for batch in _microbatches(rows, self._budget):
-            self._score(batch, results)
+            self._decoder.reserve_positions(max(row.length for row in rows))
+        # Apart, because a dense mask over a long causal row would be large; rows of several replies are short.
+        for several in (False, True):
+            alike = [row for row in rows if (len(row.replies) > 1) == several]
+            for batch in _microbatches(alike, self._budget):
+                self._score(batch, results)
         return results
 
     def _check(self, request: LogprobRequest, payload: GroupPayload) -> None:
@@ -77,7 +80,7 @@ class TorchScorer:
             raise InvalidMessage(f"group {request.group_id}: the prompt is empty")
 
     def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
-        """One micro-batch, its rows sorted by falling length."""
+        """One micro-batch: rows sorted by falling length, all of one reply or all of several."""
         width = batch[0].length
         tokens, positions = np.zeros((2, len(batch), width), np.int64)
         segment = np.full((len(batch), width), -1)  # 0 the prompt, then the replies; -1 padding
@@ -97,7 +100,7 @@ class TorchScorer:
                 sources.append(np.concatenate(([first], index * width + np.arange(start, end - 1))))
                 targets.append(reply)
             inverse.append(np.full(row.length - len(row.prompt), 1.0 / row.temperature, np.float32))
-        allowed = self._allowed(segment) if any(len(row.replies) > 1 for row in batch) else None
+        allowed = self._allowed(segment) if len(batch[0].replies) > 1 else None
         hidden = self._decoder.forward(self._to_device(tokens), self._to_device(positions), allowed).flatten(0, 1)
         values = self._gather(hidden, *(np.concatenate(each) for each in (sources, targets, inverse)))
         place = 0
@@ -116,7 +119,6 @@ class TorchScorer:
     def _gather(self, hidden: torch.Tensor, sources: np.ndarray, targets: np.ndarray, inverse: np.ndarray) -> np.ndarray:
         """Log-probability of token `targets[i]` predicted at `sources[i]`; logits exist for these positions alone."""
         values = []
-        # Logits and their log-softmax are float32 [chunk, vocab]: keep each about as large as the hidden states' budget.
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         for start in range(0, len(sources), chunk):
             part = slice(start, start + chunk)
@@ -127,9 +129,6 @@ class TorchScorer:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-_LOGIT_ELEMENTS = 1 << 26  # 256 MiB of float32
 
 
 def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]:
@@ -150,7 +149,8 @@ def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]
 
 
 def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]:
-    """Cut rows, sorted by falling length, where the padded tokens would exceed the budget; a row never splits."""
+    """Rows by falling length, cut where the padded tokens would exceed the budget; a row never splits."""
+    rows = sorted(rows, key=lambda row: -row.length)
     start = 0
     while start < len(rows):
         count = max(1, budget // rows[start].length)

@@ -53,11 +53,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if _is_sharded(tensor) else detached
 
 
-def rows(tensor: torch.Tensor) -> slice:
+def rows(tensor: Any) -> slice:
     """Which rows of the whole `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last ones fewer."""
     if not _is_sharded(tensor):
         return slice(0, tensor.shape[0])
-    mesh: Any = tensor.device_mesh
+    mesh = tensor.device_mesh
     share = -(-tensor.shape[0] // mesh.size())
     begin = min(tensor.shape[0], mesh.get_local_rank() * share)
     return slice(begin, begin + local(tensor).shape[0])

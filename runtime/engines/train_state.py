@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from runtime import platform
 from runtime.engines import hf_policy, train_sharding
@@ -105,12 +106,13 @@ def load(folder: Path, state: TrainingState) -> int:
     with contextlib.ExitStack() as stack:
         weights = _open(folder / "model", "model", state.parameters, stack)
         history = _open(folder, "optimizer", moments, stack) if description["optimizer_updates"] else None
+        generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
         for name, parameter in state.parameters.items():
             train_sharding.local(parameter).copy_(weights(name, parameter))
             state.optimizer.state.pop(parameter, None)
             if history is not None:
                 state.optimizer.state[parameter] = _adam_state(name, parameter, history, description, state.optimizer)
-    _restore_generators(folder, state)
+        _restore_generators(generators, state)
     return int(description["step"])
 
 
@@ -124,17 +126,21 @@ def _description(folder: Path) -> dict[str, int]:
     return description
 
 
+def _safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"checkpoint {path}: cannot be read: {error}") from error
+
+
 def _open(
     folder: Path, stem: str, expected: Mapping[str, torch.Tensor], stack: contextlib.ExitStack
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Open the files of `stem`; gives a reader of a tensor's local rows. Raises UserError when names or shapes differ."""
     files = {}
-    try:
-        for path in sorted(folder.glob(f"{stem}*.safetensors")):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            files.update(dict.fromkeys(file.keys(), file))
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"checkpoint {folder}: {stem} cannot be read: {error}") from error
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        file = stack.enter_context(_safetensors(path))
+        files.update(dict.fromkeys(file.keys(), file))
     if files.keys() != expected.keys():
         names = sorted(files.keys() ^ expected.keys())
         raise UserError(f"checkpoint {folder}: is of another model; {len(names)} tensors differ, such as {names[0]}")
@@ -165,9 +171,9 @@ def _adam_state(
     return adam
 
 
-def _restore_generators(folder: Path, state: TrainingState) -> None:
+def _restore_generators(file: Any, state: TrainingState) -> None:
     """Ranks beyond those that saved keep the generators they have."""
-    saved: Iterator[tuple[str, torch.Tensor]] = iter(load_file(folder / "rng.safetensors").items())
-    own = {name.split(".")[1]: value for name, value in saved if name.split(".")[0] == str(state.rank)}
+    names = [name for name in file.keys() if name.startswith(f"{state.rank}.")]  # noqa: SIM118 - it is no mapping
+    own = {name.split(".")[1]: file.get_tensor(name) for name in names}
     if own:
         platform.set_rng_state(state.device, own)

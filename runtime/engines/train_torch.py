@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ class TorchTrainEngine(TrainEngine):
         self._objective = Objective(config.algorithm, config.sampling.temperature)
         self._compute = _compute_dtype(config, self._device)
         _check_offload(config, self._device, world_size)
-        self._model: Any = hf_policy.load_policy(config.model.path)
+        self._model = hf_policy.load_policy(config.model.path)
         self._wire_dtype = _wire_dtype(config)
         trainer = config.services.trainer
         if trainer.activation_checkpointing:

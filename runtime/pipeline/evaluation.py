@@ -24,7 +24,7 @@ SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
-    """`accuracy`: samples on which the first rule earned its `correct`, over all whose rules ran. `errors`: those that did not."""
+    """`accuracy`: samples on which the first rule earned its `correct`, over all whose rules ran; `errors` counts the rest."""
 
     accuracy: float
     samples: int

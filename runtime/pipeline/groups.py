@@ -10,16 +10,19 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
+from runtime import codec
 from runtime.aio import TaskGroup
 from runtime.config import Config
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.ledger import Ledger
-from runtime.ledger_records import Ticket
+from runtime.ledger_records import Note, Ticket
 from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.roles import Roles, RolloutPool
 from runtime.pipeline.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, SamplingParams, ScoreRequest
+
+STREAM = "stream"  # the ledger's note of where the prompt stream is
 
 
 class GroupStage:
@@ -88,7 +91,10 @@ class GroupStage:
             label=problem.label,
             seed=draw.seed,
         )
-        return self._buffer.admit(ticket)
+        group = self._buffer.admit(ticket)
+        # In one transaction with the admission: a resume draws the next prompt, whatever happened in between.
+        self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
+        return group
 
     def _spawn(self, tasks: TaskGroup, life: object) -> None:
         task: asyncio.Task[None] = tasks.create_task(life)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A run from its first evaluation to its last check: the coordinator's logic, above the ports and without a clock of its own."""
+"""A run from its first evaluation to its last check: the coordinator's logic, above the ports."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from msgspec.structs import replace
 
 from runtime import checkpoint, codec
 from runtime.aio import TaskGroup
+from runtime.algorithms.interfaces import ADVANTAGES
 from runtime.config import Config
-from runtime.data.prompts import Prompts, PromptStream
+from runtime.data.prompts import Prompts, PromptStream, StreamState
 from runtime.ledger import Ledger
 from runtime.ledger_reader import LedgerReader
-from runtime.ledger_records import CheckpointSaved
+from runtime.ledger_records import CheckpointSaved, Note
 from runtime.metrics import Metrics, SpanClock
 from runtime.pipeline.accounting import Books, BusyMeter
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.evaluation import Evaluation, Evaluator
-from runtime.pipeline.groups import GroupStage
+from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles, RolloutPool
 from runtime.pipeline.states import Mark
@@ -94,7 +95,7 @@ class Run:
             material.ledger,
             self._spans,
             incarnation=self._incarnation,
-            streamable=True,
+            streamable=ADVANTAGES.get(config.algorithm.advantage).streamable,
             checkpoint=self._checkpoint_due,
             finished=self._finished,
         )
@@ -174,6 +175,7 @@ class Run:
         for group in sorted(self._buffer, key=lambda group: group.group_id):
             ticket = self._buffer.drop(group.group_id, WHY_ENDED)
             self._stream.give_back(ticket.problem)
+        self._material.ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
 
     async def _finished(self, trained: TrainedStep) -> None:
         """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
@@ -273,6 +275,8 @@ class Run:
 
     async def _restore(self, position: Position) -> None:
         """Take over what the ledger has of the groups that the checkpoint does not name as trained."""
+        if (newest := await self._material.ledger.note(STREAM)) is not None:
+            self._stream.restore(codec.decode(StreamState, newest))
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
 

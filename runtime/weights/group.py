@@ -271,7 +271,11 @@ class _DeviceLink:
 
     def abort(self) -> None:
         pg, self._pg = self._pg, None
-        if pg is not None:
+        if pg is None:
+            return
+        if hasattr(pg, "abort_hccl_comm"):
+            pg.abort_hccl_comm("reinit")  # torch_npu's own; it does not implement `abort`
+        else:
             pg.abort()
 
 

@@ -20,7 +20,7 @@ def final_number(answer: str) -> int:
 
 def test_every_answer_is_the_sum_and_its_steps_add_up() -> None:
     for a in range(0, 130, 3):
-        for b in range(0, 130):
+        for b in range(130):
             problem = Problem(a, b)
             assert problem.question == f"{a}+{b}="
             assert final_number(problem.answer) == a + b

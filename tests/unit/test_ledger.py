@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import signal
 import sqlite3
@@ -324,10 +325,27 @@ def test_the_checkpoint_is_the_truth_over_a_journal_that_lags(tmp_path: Path) ->
         restored = await ledger.restore(3, [(0, 5)], NEEDS)
         assert [row.group_id for row in restored.groups] == [6]
 
+        assert await ledger.trained(9) == [(0, 5)]
+
     with_ledger(tmp_path, run)
     with LedgerReader(tmp_path) as reader:
         trained = [(row.group_id, row.step) for row in reader.groups(states=[Phase.RETIRED])]
         assert trained == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2)]
+
+
+def test_what_a_checkpoint_names_does_not_depend_on_the_ticks_that_were_lost(tmp_path: Path) -> None:
+    async def run(ledger: Ledger) -> None:
+        buffer = buffer_on(ledger)
+        make_ready(buffer, 0, 1, 2, 3)
+        await ledger.restore(1, [(0, 1)], NEEDS)
+        assert await ledger.trained(1) == [(0, 1)], "their taking was never recorded"
+        again = buffer_on(ledger, step=1)
+        again.load((await ledger.restore(1, [(0, 1)], NEEDS)).groups)
+        again.take(1)
+        await ledger.restore(1, [(0, 1)], NEEDS)
+        assert await ledger.trained(9) == [(0, 1)], "the batch of the dead branch is nobody's"
+
+    with_ledger(tmp_path, run)
 
 
 def test_a_lost_payload_is_generated_again_with_its_seed(tmp_path: Path) -> None:
@@ -401,50 +419,56 @@ def test_trim_keeps_what_a_restart_needs(tmp_path: Path) -> None:
     with_ledger(tmp_path, run, segment_bytes=30)
 
 
-@given(crash_after=st.integers(0, 40), checkpoint=st.integers(0, 3), seed=st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
-def test_a_run_cut_anywhere_ends_with_every_group_trained_once(
-    tmp_path_factory: pytest.TempPathFactory, crash_after: int, checkpoint: int, seed: int
+async def go_on(ledger: Ledger, start: int, trained: list[tuple[int, int]], until: int, fresh: int) -> Buffer:
+    """Resume from the checkpoint of `start` and train to `until`, generating again whatever the restart says."""
+    restored = await ledger.restore(start, trained, NEEDS)
+    buffer = buffer_on(ledger, step=start)
+    assert buffer.load(restored.groups) == []
+    new = itertools.count(max([fresh, *(row.group_id + 1 for row in restored.groups)]))
+    for step in range(start, until):
+        while sum(group.state.phase == Phase.READY and group.taken is None for group in buffer) < 2:
+            again = [group for group in buffer if group.state.phase in (Phase.ADMITTED, Phase.GENERATED)]
+            if again and again[0].state.phase == Phase.GENERATED:
+                buffer.lose(again[0].group_id)
+            make_ready(buffer, again[0].group_id if again else next(new))
+        train(buffer, step)
+    return buffer
+
+
+@given(budget=st.integers(0, 56), checkpoint=st.integers(0, 4), later=st.integers(0, 2), ahead=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_run_cut_anywhere_twice_ends_with_every_group_trained_once(
+    tmp_path_factory: pytest.TempPathFactory, budget: int, checkpoint: int, later: int, ahead: bool
 ) -> None:
-    """The journal stops after any record; the run goes back to any step that it has passed, and then to its end."""
+    """The journal stops after any record; the run goes back to any step that it has passed, is cut again, and then ends."""
     folder = tmp_path_factory.mktemp("ledger")
 
-    async def first(ledger: Ledger) -> int:
-        passed = 0
+    async def first(ledger: Ledger) -> tuple[int, list[tuple[int, int]]]:
+        left = itertools.count(budget, -1)
         buffer = buffer_on(ledger)
-        journal, budget = ledger.record, [crash_after + seed]
-
-        def cut(change: object) -> None:
-            if budget[0]:
-                budget[0] -= 1
-                journal(change)  # type: ignore[arg-type]
-
-        buffer._journal = cut
+        buffer._journal = lambda change: ledger.record(change) if next(left) > 0 else None
+        passed = 0
         for step in range(4):
             make_ready(buffer, 2 * step, 2 * step + 1)
             train(buffer, step)
-            passed = step + 1 if budget[0] else passed
-        return passed
-
-    async def second(ledger: Ledger) -> None:
+            passed = step + 1 if next(left) > 0 else passed
         start = min(checkpoint, passed)
-        restored = await ledger.restore(start, await ledger.trained(start), NEEDS)
-        buffer = buffer_on(ledger, step=start)
-        assert buffer.load(restored.groups) == []
-        fresh = 8
-        for step in range(start, 6):
-            while sum(group.state.phase == Phase.READY and group.taken is None for group in buffer) < 2:
-                again = [g for g in buffer if g.state.phase in (Phase.ADMITTED, Phase.GENERATED)]
-                group_id = again[0].group_id if again else fresh
-                fresh += not again
-                if again and again[0].state.phase == Phase.GENERATED:
-                    buffer.lose(group_id)
-                make_ready(buffer, group_id)
-            train(buffer, step)
+        return start, await ledger.trained(start)
+
+    async def second(ledger: Ledger) -> list[tuple[int, int]]:
+        buffer = await go_on(ledger, start, trained, start + later, 8)
+        if ahead:
+            make_ready(buffer, 100, 101, 102)
+            buffer.take(start + later)
+        return await ledger.trained(start + later)
+
+    async def third(ledger: Ledger) -> None:
+        buffer = await go_on(ledger, start + later, trained, 7, 200)
         for group in list(buffer):
             buffer.drop(group.group_id, "end of run")
 
-    passed = with_ledger(folder, first)
-    with_ledger(folder, second)
+    start, trained = with_ledger(folder, first)
+    trained = with_ledger(folder, second)
+    with_ledger(folder, third)
     with LedgerReader(folder) as reader:
-        assert reader.check_final(groups_per_step=2)["retired"] == 12
+        assert reader.check_final(groups_per_step=2)["retired"] == 14

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime import codec
+from runtime.engines import rollout_slots
 from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.errors import InvalidMessage, UserError
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
@@ -118,7 +119,10 @@ def test_log_probabilities_are_those_of_the_model(make: Make, model: Any, temper
             np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
 
 
-def test_replies_do_not_depend_on_slots_or_company(make: Make) -> None:
+@pytest.mark.parametrize("worth_splitting", [0, 10**9])
+def test_replies_do_not_depend_on_slots_or_company(make: Make, monkeypatch: pytest.MonkeyPatch, worth_splitting: int) -> None:
+    """Nor on whether long and short sequences are attended apart."""
+    monkeypatch.setattr(rollout_slots, "_WORTH_SPLITTING", worth_splitting)
     requests = many_requests()
     wide, narrow = run(make(slots=64), *requests), run(make(slots=3), *requests)
     assert wide.keys() == {each.group_id for each in requests}

@@ -12,10 +12,11 @@ import torch
 
 from runtime import codec
 from runtime.config import Config, Trainer
-from runtime.engines import train_objective
+from runtime.engines import packed_attention, train_objective
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import InvalidMessage, InvariantViolated, ServiceFault, UserError
 from runtime.types import GroupPayload, Logprobs, StepResult, TrainGroup
+from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
 
 
@@ -187,6 +188,32 @@ def test_invalid_samples_weigh_nothing(policy: str):
     left, right = run_step(engines[0], groups).metrics, run_step(engines[1], altered).metrics
     assert left == pytest.approx(right)
     assert_same(weights(engines[0]), weights(engines[1]))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3_scaled", "llama_biased"])
+def test_other_families(tmp_path: Path, family: str):
+    save_model(tmp_path, family)
+    config = make_config(str(tmp_path), algorithm=LOSS_TERMS)
+    groups = make_groups(10)
+    expected, _ = Oracle(str(tmp_path)).gradients(groups, config)
+    got = run_step(TorchTrainEngine(config), groups).metrics
+    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
+    groups = make_groups(11)
+    expected = run_step(TorchTrainEngine(make_config(policy)), groups).metrics
+    monkeypatch.setattr(packed_attention, "_UNGROUPED", {"cpu"})
+    assert run_step(TorchTrainEngine(make_config(policy)), groups).metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_models_that_would_mix_packed_sequences_are_refused(tmp_path: Path):
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    FalconMambaForCausalLM(FalconMambaConfig(**shape)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot be trained packed"):
+        TorchTrainEngine(make_config(str(tmp_path)))
 
 
 def test_sliding_windows_are_kept(tmp_path: Path):

@@ -1,0 +1,51 @@
+# Everything a fresh machine needs besides Python >= 3.10, git and make is installed here, into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Several pools of threads on the same cores slow each other down severely.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: run test test-all check format proto install install-dev clean
+
+run: install
+	$(BIN)/sluice train configs/quickstart.yaml
+
+test: install-dev
+	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback
+
+test-all: install-dev
+	$(TEST_ENV) $(BIN)/python -m pytest tests/system
+
+check: install-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' runtime services launcher
+	$(MAKE) test
+
+format: install-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: install-dev
+	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto --python_out=. --pyi_out=. proto/*.proto
+
+install: .venv/installed
+install-dev: .venv/installed-dev
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# torch first and by its exact version, so that pip takes a CPU build where one is at hand.
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable .
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
