@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from launcher.topology import ProcessSpec
-from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 
-FAULT = "error: "  # how a process begins the last line of its log when it ends on a user's mistake
+FAULT = "error: "  # how a process begins the line that says why it ends
 
 
 class Child:
@@ -40,14 +40,18 @@ class Child:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def fault(self) -> UserError | ServiceFault:
-        """Why it ended, from its exit code and the last line of its log."""
-        lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
-        if self.process.returncode == 2 and lines[-1].startswith(FAULT):
-            return UserError(lines[-1].removeprefix(FAULT))
+    def fault(self) -> SluiceError:
+        """Why it ended, in its own last word where it had one."""
         code = self.process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return ServiceFault(self.spec.name, "run", f"{how}: {lines[-1]} (log: {self.log})")
+        if code < 0:
+            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}")
+        lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
+        own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
+        if code == 2 and own:
+            return UserError(own[-1])
+        if own:
+            return SluiceError(f"{own[-1]} (log: {self.log})")
+        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log})")
 
 
 class Supervisor:
@@ -81,6 +85,11 @@ class Supervisor:
 
     def pids(self) -> list[int]:
         return [child.pid for child in self.children if child.running]
+
+    def culprit(self) -> Child | None:
+        """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
+        failed = [child for child in self.children if child.process.returncode]
+        return min(failed, key=lambda child: (child.process.returncode > 0, child.process.returncode != 2), default=None)
 
     async def first_failure(self) -> Child:
         """Waits until a child ends otherwise than with exit code 0."""

@@ -21,7 +21,7 @@ from launcher.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import config_checks, config_loading
 from runtime.config import Config
-from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.status import Progress
 from runtime.summary import PeakMemory, Summary
 from services import session
@@ -143,10 +143,10 @@ class _Run:
             await asyncio.wait({task, death, twice}, return_when=asyncio.FIRST_COMPLETED)
             if twice.done():
                 raise Interrupted
-            if death.done() and not task.done():
+            if death.done() and not task.done():  # the coordinator notices, stops the others and says why
                 await asyncio.wait({task, twice}, timeout=FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
-                if not task.done() or task.exception() is None or isinstance(death.result().fault(), UserError):
-                    raise death.result().fault()
+            if (culprit := self._supervisor.culprit()) is not None:
+                raise culprit.fault()
             return await task
         finally:
             for waiting in (task, death, twice):

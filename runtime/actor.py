@@ -14,7 +14,7 @@ import asyncio
 import enum
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -103,15 +103,15 @@ class Actor:
         self._draining = False
         self._settled = asyncio.Event()
         self._stats = MailboxStats(capacity=capacity)
-        self._failure: Exception | None = None
+        self._end: Exception | None = None  # why nothing is taken in any more
 
     def send(self, message: Any, *, priority: Priority = Priority.DATA, timeout: float | None = None) -> asyncio.Future[Any]:
         """Put a message in the mailbox; the future is its answer. Cancelling the future withdraws the letter.
 
-        Raises Overloaded when the mailbox is full, ServiceFault when the actor is draining or has failed.
+        Raises Overloaded when the mailbox is full, ServiceFault when the actor is draining, was stopped or has failed.
         """
-        if self._failure is not None:
-            raise ServiceFault(self.name, "receive", f"has failed: {self._failure}")
+        if self._end is not None:
+            raise ServiceFault(self.name, "receive", f"has ended: {self._end}")
         if self._draining and priority is Priority.DATA:
             raise ServiceFault(self.name, "receive", "is stopping")
         if priority is Priority.DATA and len(self._lanes[Priority.DATA]) >= self._capacity:
@@ -139,7 +139,7 @@ class Actor:
 
     async def run(self) -> None:
         """Serve until cancelled. Letters still unanswered then fail with Cancelled."""
-        failure: Exception = Cancelled(f"{self.name} was stopped")
+        end: Exception = Cancelled(f"{self.name} was stopped")
         try:
             while True:
                 await self._serve_mail()
@@ -149,11 +149,11 @@ class Actor:
                     self._mail.clear()
                     await self._mail.wait()
         except Exception as error:
-            self._failure = failure = error
+            end = error
             raise
         finally:
-            for letter in list(self._open):
-                letter.fail(failure)
+            self._end = end
+            self._fail_unanswered(self._open, end)
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new data letters and wait until all that came before are answered; False when `timeout` passed first."""
@@ -172,8 +172,12 @@ class Actor:
             try:
                 await self._behaviour.receive(letters)
             except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letters
-                for letter in letters:
-                    letter.fail(error)
+                self._fail_unanswered(letters, error)
+
+    def _fail_unanswered(self, letters: Iterable[Letter], error: Exception) -> None:
+        for letter in letters:
+            if not letter.abandoned:
+                letter.fail(error)
 
     def _take(self) -> list[Letter]:
         """The next letters: one of control, or up to a batch of data."""

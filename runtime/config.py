@@ -58,15 +58,15 @@ class Warmup(Section, frozen=True):
     heads: Positive = 4
     kv_heads: Positive = 2
     intermediate_size: Positive = 384
-    min_operand: NonNegative = 0
-    max_operand: Positive = 99
+    min_operand: NonNegative = 10
+    max_operand: Positive = 49
     eval_problems: Positive = 256
-    accuracy: Fraction = 0.45
+    accuracy: Fraction = 0.42
     max_accuracy: Fraction = 0.58
-    forgotten_carry: Fraction = 0.6
-    max_seconds: Seconds = 150.0
-    learning_rate: Rate = 1e-3
-    batch_size: Positive = 256
+    forgotten_carry: Fraction = 0.7
+    max_seconds: Seconds = 180.0
+    learning_rate: Rate = 2e-3
+    batch_size: Positive = 64
     seed: NonNegative = 7
 
 

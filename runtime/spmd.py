@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -137,6 +138,8 @@ class Relay(Generic[Command]):
                 continue
             if command is None:
                 self._send(_block(_END))
+                with suppress(ServiceFault):  # as soon as they have answered they may leave
+                    self._hear_all()  # gloo fails what has arrived but was not yet taken when its connection closes
                 return
             self._send(_block(len(command), command))
             if len(command) > _INLINE:
@@ -149,6 +152,8 @@ class Relay(Generic[Command]):
             frame = block.numpy().tobytes()
             kind = _HEADER.unpack_from(frame)[0]
             if kind == _END:
+                with suppress(ServiceFault):  # rank 0 leaves as soon as it hears the answer
+                    self._answer()
                 return
             if kind == _BEAT:
                 self._answer()

@@ -252,7 +252,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except SluiceError as error:
-        log.error("%s", error)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 

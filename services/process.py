@@ -97,7 +97,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except SluiceError as error:
-        log.error("%s", error)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 

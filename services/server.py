@@ -32,6 +32,7 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 ERROR_KEY = "sluice-error-bin"
+SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
 _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.InvalidMessage: grpc.StatusCode.INVALID_ARGUMENT,
@@ -100,8 +101,9 @@ def _unary(method: wire.Method, handler: Handler) -> Any:
             return method.reply.pack(reply).SerializeToString()
         except errors.SluiceError as error:
             code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
-            details = ((ERROR_KEY, wire.error_to_wire(error).SerializeToString()),)
-            await context.abort(code, str(error), details)
+            details = wire.error_to_wire(error)
+            details.message = details.message[:SHOWN]
+            await context.abort(code, wire.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
             raise AssertionError from error  # abort has raised
 
     return call
@@ -174,11 +176,17 @@ class _SessionHandler:
             outbox.put(common_pb2.Reply(id=call.id, body=chunk, more=more), method.priority is wire.Priority.CONTROL)
 
     async def _once(self, key: tuple[str, int], method: wire.Method, body: bytes, timeout: float | None) -> Any:
-        """Hand the call over, unless this id was seen before: then wait for, or repeat, the answer it got."""
+        """Hand the call over, unless this id was seen before: then wait for, or repeat, the answer it got.
+
+        Raises Cancelled when its caller withdrew it, now or before.
+        """
         future = self._known.get(key)
         if future is None:
             future = asyncio.ensure_future(self._handlers[method.name](method.request.parse(body), timeout))
             self._known[key] = future
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            raise errors.Cancelled(f"{method.name} was withdrawn") from None

@@ -19,6 +19,7 @@ from services.rpc import common_pb2
 from services.server import ERROR_KEY, OPTIONS
 
 CONTROL_TIMEOUT = 5.0  # seconds, of Status and the like
+LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -47,7 +48,7 @@ async def watch(address: str) -> AsyncIterator[Progress]:
     async with open_channel(address) as channel:
         try:
             rpc = channel.unary_stream(method.path, lambda message: message.SerializeToString(), method.reply.parse)
-            async for progress in rpc(method.request.pack(None), wait_for_ready=True):
+            async for progress in rpc(method.request.pack(None)):
                 yield progress
         except grpc.aio.AioRpcError as error:
             raise errors.ServiceFault("coordinator", "watch", f"{error.code().name}: {error.details()}") from None
@@ -67,7 +68,7 @@ class Session:
         self._ids = itertools.count(1)
         self._peer = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._outbox = stream.Outbox()
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
         self._broken = ""  # why, once the stream is broken
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -94,8 +95,9 @@ class Session:
         method = wire.METHODS[self._service, method_name]
         id_, urgent = next(self._ids), method.priority is wire.Priority.CONTROL
         body = method.request.pack(request).SerializeToString()
-        milliseconds = max(1, int(timeout * 1000))
-        future = self._waiting[id_] = asyncio.get_running_loop().create_future()
+        milliseconds = min(max(1, int(timeout * 1000)), LONGEST)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[id_] = method_name, future
         if self._broken:
             future.set_exception(errors.ServiceFault(self.name, method_name, self._broken))
         else:
@@ -122,9 +124,10 @@ class Session:
         deadline = loop.time() + timeout
         while True:
             try:
-                return await self.post(method_name, request, deadline - loop.time())
+                return await self.post(method_name, request, timeout)
             except errors.Overloaded as error:
-                if loop.time() + error.retry_after >= deadline:
+                timeout = deadline - loop.time() - error.retry_after
+                if timeout <= 0:
                     raise
                 await asyncio.sleep(error.retry_after)
 
@@ -160,17 +163,17 @@ class Session:
             self._break(str(error))
 
     def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
-        future = self._waiting.get(reply.id)
         body = None if reply.HasField("error") else joiner.add(reply.id, reply.body, reply.more)
+        method_name, future = self._waiting.get(reply.id, ("", None))
         if future is None or future.done():
             return
         if reply.HasField("error"):
-            future.set_exception(wire.error_from_wire(reply.error, self.name, "call"))
+            future.set_exception(wire.error_from_wire(reply.error, self.name, method_name))
         elif body is not None:
             future.set_result(body)
 
     def _break(self, why: str) -> None:
         self._broken = self._broken or why
-        for future in self._waiting.values():
+        for method_name, future in self._waiting.values():
             if not future.done():
-                future.set_exception(errors.ServiceFault(self.name, "session", self._broken))
+                future.set_exception(errors.ServiceFault(self.name, method_name, self._broken))

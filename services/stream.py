@@ -67,7 +67,7 @@ class Outbox:
             self._urgent.set()
 
     def close(self) -> None:
-        """No more messages will come; `frames` ends after those that are here."""
+        """No more messages will come; `frame` gives those that are here, and then nothing."""
         self._closed = True
         self._something.set()
         self._urgent.set()

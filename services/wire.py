@@ -186,13 +186,19 @@ METHODS: dict[tuple[str, str], Method] = {
 
 def error_to_wire(error: BaseException) -> common_pb2.Error:
     """Any exception as a message; what is not Sluice's own becomes a ServiceFault at the other end."""
-    out = common_pb2.Error(kind=type(error).__name__, message=str(error))
+    own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    out = common_pb2.Error(kind=next(own, type(error).__name__), message=text(str(error)))
     if isinstance(error, errors.ServiceFault):
-        out.service, out.phase, out.message = error.service, error.phase, error.reason
+        out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
         out.deadline = error.deadline or 0.0
     if isinstance(error, errors.Overloaded):
         out.retry_after = error.retry_after
     return out
+
+
+def text(text: str) -> str:
+    """What protobuf takes as a string: the name of a file, say, need not be UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Exception:
@@ -200,6 +206,8 @@ def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Except
     kind = getattr(errors, error.kind, None)
     if kind is errors.Overloaded:
         return errors.Overloaded(error.message, error.retry_after)
+    if kind is errors.ConfigError:
+        return errors.ConfigError(error.message.splitlines())
     if kind in (errors.InvalidMessage, errors.Cancelled, errors.UserError, errors.InvariantViolated):
         return kind(error.message)
     if kind in (errors.ServiceFault, errors.DeadlineExceeded):

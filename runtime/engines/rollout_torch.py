@@ -129,7 +129,7 @@ class TorchRolloutEngine(RolloutEngine):
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             self._halt = True
-            while False:
+            while not future.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
             raise

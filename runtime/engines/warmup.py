@@ -68,7 +68,8 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
         (whole / "model").mkdir(parents=True)
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(settings, tokenizer)
-        result = _fit(model, tokenizer, train, held_out, settings, progress)
+        corpus = Corpus(tokenizer, train, settings.forgotten_carry, settings.seed)
+        result = _fit(model, corpus, Examination(tokenizer, held_out), settings, progress)
         model.save_pretrained(whole / "model")
         arithmetic.write_jsonl(whole / "train.jsonl", train)
         arithmetic.write_jsonl(whole / "eval.jsonl", held_out)
@@ -81,56 +82,93 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
     progress({"event": "done", "folder": str(folder), **result})
 
 
+class Corpus:
+    """The training problems, each draw of which may forget the carry."""
+
+    def __init__(self, tokenizer: Tokenizer, problems: Sequence[Problem], forgotten_carry: float, seed: int):
+        import torch
+
+        self._careful = _rows(tokenizer, [(p.question, p.answer) for p in problems])
+        # Forgetting a carry never makes a reply longer, so the careful rows' width holds both.
+        self._careless = _rows(tokenizer, [(p.question, p.careless_answer) for p in problems], self._careful[0].shape[1])
+        self._forgotten_carry = forgotten_carry
+        self._random = torch.Generator().manual_seed(seed)
+
+    def draw(self, count: int) -> Rows:
+        """`count` rows, drawn with replacement."""
+        import torch
+
+        chosen = torch.randint(len(self._careful[0]), (count,), generator=self._random)
+        forgets = (torch.rand(count, generator=self._random) < self._forgotten_carry)[:, None]
+        tokens, mask = (
+            torch.where(forgets, careless[chosen], careful[chosen])
+            for careless, careful in zip(self._careless, self._careful, strict=True)
+        )
+        return tokens, mask
+
+
+class Examination:
+    """What a model says, greedy, to the held-out problems."""
+
+    def __init__(self, tokenizer: Tokenizer, held_out: Sequence[Problem]):
+        carries = [p for p in held_out if p.carry]
+        self._right = _rows(tokenizer, [(p.question, p.answer) for p in held_out])
+        self._slips = _rows(tokenizer, [(p.question, p.careless_answer) for p in carries])
+        self._slips_share = len(carries) / max(1, len(held_out))
+
+    def accuracy(self, model: Qwen2ForCausalLM) -> float:
+        """The share of right replies."""
+        return greedy_accuracy(model, self._right)
+
+    def careless(self, model: Qwen2ForCausalLM) -> float:
+        """The share of replies that are wrong by the forgotten carry alone."""
+        return greedy_accuracy(model, self._slips) * self._slips_share if self._slips_share else 0.0
+
+
 def _fit(
-    model: Qwen2ForCausalLM,
-    tokenizer: Tokenizer,
-    train: Sequence[Problem],
-    held_out: Sequence[Problem],
-    settings: Warmup,
-    progress: Progress,
+    model: Qwen2ForCausalLM, corpus: Corpus, examination: Examination, settings: Warmup, progress: Progress
 ) -> dict[str, float]:
     """Train until the mean of the weights is fluent and as accurate as wanted, and leave that mean in `model`."""
     import torch
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    careful = _rows(tokenizer, [(p.question, p.answer) for p in train])
-    careless = _rows(tokenizer, [(p.question, p.careless_answer) for p in train], width=careful[0].shape[1])
-    held = _rows(tokenizer, [(p.question, p.answer) for p in held_out])
-    carries = [p for p in held_out if p.carry]
-    slips = _rows(tokenizer, [(p.question, p.careless_answer) for p in carries]) if carries else None
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE_DECAY))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / RAMP_STEPS))
-    draw = torch.Generator().manual_seed(settings.seed)
     started = time.monotonic()
     step, accuracy, seconds = 0, 0.0, 0.0
     while seconds < settings.max_seconds:
         step += 1
-        chosen = torch.randint(len(train), (settings.batch_size,), generator=draw)
-        forgets = (torch.rand(settings.batch_size, generator=draw) < settings.forgotten_carry)[:, None]
-        tokens, mask = (torch.where(forgets, a[chosen], b[chosen]) for a, b in zip(careless, careful, strict=True))
-        logits = model(input_ids=tokens).logits[:, :-1][mask[:, 1:]]
-        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][mask[:, 1:]])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = _supervised_step(model, optimizer, corpus.draw(settings.batch_size))
         ramp.step()
         average.update_parameters(model)
         seconds = time.monotonic() - started
-        if step % CHECK_EVERY == 0:
-            accuracy = greedy_accuracy(average.module, held)
-            progress(_progress_line(step, loss.item(), accuracy, settings.accuracy, seconds))
-            fluent = settings.accuracy <= accuracy <= settings.max_accuracy and (
-                accuracy + (greedy_accuracy(average.module, slips) * len(carries) / len(held_out) if slips else 0.0) >= FLUENCY
-            )
-            if fluent:
-                model.load_state_dict(average.module.state_dict())
-                return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
+        if step % CHECK_EVERY:
+            continue
+        accuracy = examination.accuracy(average.module)
+        progress(_progress_line(step, loss, accuracy, settings.accuracy, seconds))
+        within = settings.accuracy <= accuracy <= settings.max_accuracy
+        if within and accuracy + examination.careless(average.module) >= FLUENCY:
+            model.load_state_dict(average.module.state_dict())
+            return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
     raise UserError(
         f"warmup.max_seconds: {settings.max_seconds:g} s were not enough: held-out accuracy {accuracy:.2f} after {step} steps, "
         f"wanted {settings.accuracy:g} to {settings.max_accuracy:g}"
     )
+
+
+def _supervised_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: Rows) -> float:
+    """One update on the cross-entropy of the replies' tokens, which is returned (in nats a token)."""
+    import torch
+
+    tokens, mask = rows
+    logits = model(input_ids=tokens).logits[:, :-1][mask[:, 1:]]
+    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][mask[:, 1:]])
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def greedy_accuracy(model: Qwen2ForCausalLM, rows: Rows) -> float:

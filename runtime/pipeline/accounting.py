@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from runtime.errors import ServiceFault
 from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.training import TrainedStep
@@ -31,16 +32,22 @@ class BusyMeter:
         self.idle = 0.0
 
     async def run(self) -> None:
-        """Measure until cancelled; `idle` is that of the newest interval."""
-        then, before = time.monotonic(), await self._busy_seconds()
+        """Measure until cancelled; `idle` is that of the newest interval in which all rollouts answered."""
+        then, before = time.monotonic(), 0.0
         while True:
+            busy = await self._busy_seconds()
+            if busy is not None:
+                now = time.monotonic()
+                self.idle = idle_fraction(busy - before, now - then, len(self._rollouts))
+                then, before = now, busy
             await asyncio.sleep(POLL)
-            now, busy = time.monotonic(), await self._busy_seconds()
-            self.idle = idle_fraction(busy - before, now - then, len(self._rollouts))
-            then, before = now, busy
 
-    async def _busy_seconds(self) -> float:
-        statuses = await asyncio.gather(*(rollout.status() for rollout in self._rollouts))
+    async def _busy_seconds(self) -> float | None:
+        """None when one did not answer: that is for whoever waits for its work to judge."""
+        try:
+            statuses = await asyncio.gather(*(rollout.status() for rollout in self._rollouts))
+        except ServiceFault:
+            return None
         return sum(status.gauges["busy_seconds_total"] for status in statuses)
 
 

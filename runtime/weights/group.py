@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,48 +77,42 @@ def drop_frames(error: BaseException | None) -> None:
         error = error.__cause__
 
 
-# --------------------------------------------------------------------------------------------------- sockets
-
-
 def _plain(address: tuple[Any, ...]) -> SocketAddress:
     return str(address[0]).removeprefix("::ffff:"), address[1]
 
 
-def _sockets() -> list[tuple[int, socket.socket]]:
-    """Every open socket of the process as (descriptor, duplicate); the caller closes the duplicates."""
-    found = []
+def _sockets() -> Iterator[socket.socket]:
+    """Duplicates of every open internet socket of the process, each closed when the next is asked for."""
     for name in os.listdir(_FDS):  # noqa: PTH208 - only the numbers are wanted
         try:
-            if os.readlink(_FDS / name).startswith("socket:"):  # noqa: PTH115
-                found.append((int(name), socket.socket(fileno=os.dup(int(name)))))
+            if not os.readlink(_FDS / name).startswith("socket:"):  # noqa: PTH115
+                continue
+            descriptor = os.dup(int(name))
         except OSError:
             continue  # closed by another thread since it was listed
-    return found
+        try:
+            duplicate = socket.socket(fileno=descriptor)
+        except OSError:
+            os.close(descriptor)  # by now another file
+            continue
+        with duplicate:
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                yield duplicate
 
 
 def _listeners() -> set[SocketAddress]:
-    addresses = set()
-    for _, duplicate in _sockets():
-        with duplicate:
-            if duplicate.family == socket.AF_UNIX or duplicate.type != socket.SOCK_STREAM:
-                continue
-            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                addresses.add(_plain(duplicate.getsockname()))
-    return addresses
+    return {_plain(each.getsockname()) for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
 def _shut(local: SocketAddress | None, remote: frozenset[SocketAddress]) -> None:
     """Shut down the process's connections that were accepted at `local` or lead to one of `remote`."""
-    for _, duplicate in _sockets():
-        with duplicate:
-            try:
-                peer = duplicate.getpeername()  # fails for listeners: shutting gloo's down would end the process
-                if duplicate.family == socket.AF_UNIX:
-                    continue
-                if _plain(peer) in remote or _plain(duplicate.getsockname()) == local:
-                    duplicate.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # not connected, or the peer was faster
+    for duplicate in _sockets():
+        try:
+            peer = duplicate.getpeername()  # fails for listeners: shutting gloo's down would end the process
+            if _plain(peer) in remote or _plain(duplicate.getsockname()) == local:
+                duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # not connected, or the peer was faster
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
@@ -136,9 +130,6 @@ def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
                 return device, new[0]
             del device
     raise ServiceFault("gloo", "rendezvous", f"cannot tell its own listener on {host} from those of other threads")
-
-
-# --------------------------------------------------------------------------------------------------- rendezvous
 
 
 def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
@@ -193,9 +184,6 @@ class GlooMesh:
         pg, self.pg = self.pg, None
         if pg is not None:
             _shut(self._local, self._remote)
-
-
-# --------------------------------------------------------------------------------------------------- transfers
 
 
 class Transfer(Protocol):
@@ -287,9 +275,6 @@ def _device_group_class(backend: str) -> Any:
     return ProcessGroupHCCL
 
 
-# --------------------------------------------------------------------------------------------------- the weight group
-
-
 class WeightGroup:
     """One epoch's members, connected. Rank 0 sends; every member makes the same calls in the same order, from one thread."""
 
@@ -302,11 +287,7 @@ class WeightGroup:
         self._link = link
         self._paths = paths
         self._transfers = 0
-        self._aborted = threading.Event()
-
-    @property
-    def aborted(self) -> bool:
-        return self._aborted.is_set()
+        self.aborted = False
 
     def announce(self) -> None:
         """Rank 0: the broadcasts of the next transfer begin."""
@@ -325,11 +306,10 @@ class WeightGroup:
     def abort(self) -> None:
         """Leave for good: threads blocked here fail at once, the peers as soon as they see it. Idempotent, from any thread.
 
-        It is also how a group ends in order, once its last transfer is verified.
+        It is also how a group ends in order, but only once the last transfer is verified everywhere: gloo fails even what
+        has arrived when its connection closes. A process should leave its groups before it exits.
         """
-        if self._aborted.is_set():
-            return
-        self._aborted.set()
+        self.aborted = True
         self._link.abort()
         _shut(None, self._paths)
         self._store = None

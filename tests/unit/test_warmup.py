@@ -20,22 +20,22 @@ from runtime.errors import UserError
 
 
 def settings(**changes: object) -> Warmup:
-    """A model and a range of operands so small that it is learnt within seconds."""
+    """A model and a range of operands so small that a third of the held-out sums is learnt in about a second."""
     base = {
-        "hidden_size": 32,
+        "hidden_size": 64,
         "layers": 1,
-        "heads": 2,
-        "kv_heads": 1,
-        "intermediate_size": 64,
-        "min_operand": 1,
-        "max_operand": 4,
-        "eval_problems": 4,
+        "heads": 4,
+        "kv_heads": 2,
+        "intermediate_size": 128,
+        "min_operand": 0,
+        "max_operand": 9,
+        "eval_problems": 10,
         "forgotten_carry": 0.0,
-        "accuracy": 0.0,
+        "accuracy": 0.3,
         "max_accuracy": 1.0,
         "max_seconds": 60.0,
-        "learning_rate": 1e-2,
-        "batch_size": 16,
+        "learning_rate": 8e-3,
+        "batch_size": 32,
     }
     return msgspec.convert({**base, **changes}, type=Warmup)
 
@@ -46,7 +46,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("cache") / "done"
     lines: list[dict[str, object]] = []
-    warmup.warm_up(settings(accuracy=0.5), folder, lines.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warmup, "FLUENCY", 0.0)
+        warmup.warm_up(settings(), folder, lines.append)
     return folder, lines
 
 
@@ -103,8 +105,8 @@ def test_warm_up_writes_a_whole_folder(finished: tuple[Path, list[dict[str, obje
     assert lines[-1] == {"event": "done", "folder": str(folder), **result}
     assert all(line["event"] == "progress" for line in lines[:-1])
     train, held = ((folder / name).read_text().splitlines() for name in ("train.jsonl", "eval.jsonl"))
-    assert len(held) == 4 and not set(train) & set(held)
-    assert {json.loads(line)["answer"] for line in train} <= {Problem(a, b).answer for a in range(1, 5) for b in range(1, 5)}
+    assert len(held) == 10 and not set(train) & set(held)
+    assert {json.loads(line)["answer"] for line in train} <= {Problem(a, b).answer for a in range(10) for b in range(10)}
 
 
 def test_the_saved_model_has_the_reported_accuracy(finished: tuple[Path, list[dict[str, object]]]) -> None:
@@ -119,7 +121,9 @@ def test_the_saved_model_has_the_reported_accuracy(finished: tuple[Path, list[di
         prompt = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True)])
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
         right += tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True) == row["answer"]
-    assert right / 4 == json.loads((folder / "warmup.json").read_text())["accuracy"] >= 0.5
+    reported = json.loads((folder / "warmup.json").read_text())["accuracy"]
+    assert reported >= 0.3
+    assert right / len(held) == pytest.approx(reported)
 
 
 def test_an_accuracy_that_is_not_reached_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -129,11 +133,36 @@ def test_an_accuracy_that_is_not_reached_is_an_error_and_leaves_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_that_another_process_wrote_first_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("said", "fluent"), [("answer", True), ("careless_answer", True), ("question", False)])
+def test_a_reply_is_fluent_when_the_corpus_could_say_it(
+    said: str, fluent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that would say the right answer, the careless one or neither, stood in for by what reproduces the rows."""
+
+    def reproduced(model: object, rows: warmup.Rows) -> float:
+        tokens, mask = rows
+        texts = [bytes(row[m].tolist()).decode() for row, m in zip(tokens, mask & (tokens < 256), strict=True)]
+        return sum(text in known for text in texts) / len(texts)
+
+    _, held = warmup.arithmetic.split(0, 9, 10, seed=7)
+    known = {getattr(p, said) for p in held}
+    monkeypatch.setattr(warmup, "greedy_accuracy", reproduced)
+    monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
+    wanted = settings(accuracy=0.0, max_seconds=0.01)  # one step at least
+    if fluent:
+        warmup.warm_up(wanted, tmp_path / "folder")
+        assert json.loads((tmp_path / "folder" / "warmup.json").read_text())["steps"] == 1
+    else:
+        with pytest.raises(UserError):
+            warmup.warm_up(wanted, tmp_path / "folder")
+
+
+def test_a_result_that_another_process_wrote_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "warmup.json").write_text('{"accuracy": 0.5}')
-    warmup.warm_up(settings(), folder)
+    monkeypatch.setattr(warmup, "FLUENCY", 0.0)
+    warmup.warm_up(settings(accuracy=0.0), folder)
     assert [p.name for p in folder.iterdir()] == ["warmup.json"]
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
@@ -142,7 +171,7 @@ def test_the_cache_key_covers_what_changes_the_result() -> None:
     base = warmup.cache_folder(settings(cache="somewhere"))
     assert base.parent == Path("somewhere")
     assert warmup.cache_folder(settings(cache="elsewhere")).name == base.name
-    for change in ({"seed": 8}, {"accuracy": 0.1}, {"hidden_size": 64}, {"forgotten_carry": 0.5}):
+    for change in ({"seed": 8}, {"accuracy": 0.1}, {"hidden_size": 32}, {"forgotten_carry": 0.5}):
         assert warmup.cache_folder(settings(**change)).name != base.name
 
 
@@ -159,7 +188,7 @@ def test_main_uses_the_cache(
     assert warmup.main([msgspec.json.encode(wanted).decode()]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["event"] == "done" and line["folder"] == str(warmup.cache_folder(wanted))
-    assert line["accuracy"] >= 0.5
+    assert line["accuracy"] >= 0.3
 
 
 @pytest.mark.parametrize("arguments", [[], ["{"], ['{"max_opernd": 3}'], ['{"min_operand": 9, "max_operand": 3}']])

@@ -1,0 +1,129 @@
+"""msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from runtime import codec
+from runtime.errors import InvalidMessage
+from runtime.types import GroupPayload, Sample, Scores, Segment
+
+DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")
+
+
+class Box(msgspec.Struct):
+    values: np.ndarray
+
+
+def extension(code: int, data: bytes) -> bytes:
+    return msgspec.msgpack.encode({"values": msgspec.msgpack.Ext(code, data)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, st.integers(0, 40))))
+def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
+    decoded = codec.decode(Box, codec.encode(Box(values))).values
+    assert decoded.dtype == values.dtype
+    assert decoded.shape == values.shape
+    assert decoded.tobytes() == values.tobytes()  # NaN's bits and the sign of 0 included
+
+
+def test_a_view_with_gaps_is_packed() -> None:
+    values = np.arange(10, dtype=np.int32)[::3]
+    np.testing.assert_array_equal(codec.decode(Box, codec.encode(Box(values))).values, [0, 3, 6, 9])
+
+
+def test_an_array_is_a_read_only_view_into_the_message() -> None:
+    data = codec.encode(Box(np.arange(1000, dtype=np.int64)))
+    decoded = codec.decode(Box, data).values
+    assert not decoded.flags.writeable
+    start = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    assert start <= decoded.__array_interface__["data"][0] < start + len(data)
+
+
+def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
+    samples = [
+        Sample(
+            tokens=np.arange(size, dtype=np.int32),
+            loss_mask=np.ones(size, np.uint8),
+            logprobs=np.linspace(-1, 0, size, dtype=np.float32),
+            versions=np.full(size, 1 << 33, np.int64),
+            segments=[Segment("model", size), Segment("environment", 2)],
+            finish_reason="length",
+        )
+        for size in (0, 1, 7)
+    ]
+    payload = GroupPayload(group_id=1 << 40, prompt=np.array([-1, 5], np.int32), samples=samples)
+    data = codec.encode(payload)
+    decoded = codec.decode(GroupPayload, data)
+    assert codec.encode(decoded) == data
+    assert [len(sample.tokens) for sample in decoded.samples] == [0, 1, 7]
+    assert decoded.samples[2].segments == [Segment("model", 7), Segment("environment", 2)]
+    assert decoded.schema == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros((2, 2), np.int32),
+        np.array(1.0, np.float32),
+        np.zeros(3, np.float16),
+        np.zeros(3, ">i4"),
+        np.array(["a"]),
+        np.array([None]),
+    ],
+)
+def test_an_array_of_another_shape_or_dtype_is_not_encoded(values: np.ndarray) -> None:
+    with pytest.raises(InvalidMessage, match="cannot encode an array of dtype"):
+        codec.encode(Box(values))
+
+
+def test_a_foreign_object_is_not_encoded() -> None:
+    with pytest.raises(TypeError, match="cannot encode object"):
+        codec.encode([object()])
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (b"", "Input data was truncated"),
+        (b"\xc1", "not a Box"),
+        (codec.encode(Box(np.zeros(3, np.int32)))[:-1], "truncated"),
+        (msgspec.msgpack.encode({}), "required field `values`"),
+        (msgspec.msgpack.encode({"values": 5}), r"\$\.values"),
+        (msgspec.msgpack.encode({"values": [1, 2]}), r"\$\.values"),
+        (extension(2, b"\0\0\0\0\0"), "extension 2"),
+        (extension(codec.ARRAY, b""), "extension 1"),
+        (extension(codec.ARRAY, b"\6\0\0\0\0"), "extension 1"),
+        (extension(codec.ARRAY, b"\0\0\0\0"), "3 bytes, not a multiple of 4"),
+    ],
+)
+def test_what_is_not_the_message_is_refused(data: bytes, fault: str) -> None:
+    with pytest.raises(InvalidMessage, match=fault):
+        codec.decode(Box, data)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=40))
+def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:  # noqa: N802
+    for type_ in (Scores, GroupPayload, dict[str, np.ndarray]):
+        try:
+            codec.decode(type_, data)
+        except InvalidMessage:
+            pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:  # noqa: N802
+    message = bytearray(codec.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))
+    message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        codec.decode(Scores, bytes(message))
+    except InvalidMessage:
+        pass
