@@ -1,38 +1,45 @@
-"""The folder of a run: that it can be written to, and that no other run lies in it."""
+"""The folder of a run: that it can be written to, that it is this run's alone, and that no earlier run is lost unasked."""
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from pathlib import Path
+from typing import IO
 
 from runtime import checkpoint
 from runtime.config import Run
 from runtime.errors import UserError
 
+LOCK = ".lock"
 PROBE_BYTES = 1 << 16
 LEFTOVERS = ("ledger", "checkpoints", "model", "tensorboard", "metrics.jsonl", "metrics.png", "summary.json")
 
 
-def prepare(folder: Path, run: Run) -> Path:
-    """Make the run's folder, and try it by writing to it; returns the folder for logs, emptied. Changes nothing of a run that
-    lies there already. Raises UserError.
+def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
+    """Make the run's folder, and try it by writing to it; changes nothing of a run that lies there already.
+
+    Returns the folder for logs, and the lock that keeps the folder ours while it is open. Raises UserError.
     """
     if run.resume == "never" and not run.overwrite and (folder / "ledger").exists():
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
             "with it, or run.overwrite=true to replace it"
         )
-    logs = folder / "logs"
     try:
+        logs = folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        for old in logs.glob("*.log"):
-            old.unlink()
+        lock = (folder / LOCK).open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run.dir: a run is under way in {folder}") from None
         probe = folder / ".probe"
         probe.write_bytes(bytes(PROBE_BYTES))
         probe.unlink()
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
-    return logs
+    return logs, lock
 
 
 def begin(folder: Path, run: Run) -> str:

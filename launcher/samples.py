@@ -41,7 +41,7 @@ class Row(Struct, kw_only=True):
     label: str
     reward: float | None
     valid: bool | None
-    rules: dict[str, float]
+    rules: dict[str, float | None]  # None: the rule failed
     finish: str
     tokens: int
     versions: tuple[str, str]
@@ -129,12 +129,16 @@ def _samples(
             label=label,
             reward=None if scores is None else float(scores.rewards[index]),
             valid=None if scores is None else bool(scores.valid[index]),
-            rules={} if scores is None else {name: float(values[index]) for name, values in scores.rules.items()},
+            rules={} if scores is None else {name: _number(values[index]) for name, values in scores.rules.items()},
             finish=sample.finish_reason,
             tokens=len(sample.tokens),
             versions=tuple(str(PolicyVersion.unpack(int(pick(sample.versions)))) for pick in (np.min, np.max)),  # type: ignore[arg-type]
             logprob=float(sample.logprobs[sample.loss_mask.astype(bool)].mean()),
         )
+
+
+def _number(value: np.float32) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _table(rows: Iterator[Row]) -> Table:

@@ -48,7 +48,7 @@ class Child:
         lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if code == 2 and own:
-            return UserError(own[-1])
+            return UserError("\n".join(own))
         if own:
             return SluiceError(f"{own[-1]} (log: {self.log})")
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log})")
@@ -60,13 +60,12 @@ class Supervisor:
     def __init__(self, logs: Path):
         self._logs = logs
         self.children: list[Child] = []
-        self._exits: set[asyncio.Task[int]] = set()
 
     async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False) -> Child:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
         interpreter that is not there."""
         log = self._logs / f"{spec.name}.log"
-        with log.open("ab") as out:
+        with log.open("wb") as out:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -88,8 +87,8 @@ class Supervisor:
 
     def culprit(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
-        failed = [child for child in self.children if child.process.returncode]
-        return min(failed, key=lambda child: (child.process.returncode > 0, child.process.returncode != 2), default=None)
+        failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
+        return min(failed, key=lambda one: (one[0] > 0, one[0] != 2), default=(0, None))[1]
 
     async def first_failure(self) -> Child:
         """Waits until a child ends otherwise than with exit code 0."""

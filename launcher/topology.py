@@ -20,19 +20,16 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     env: dict[str, str]
 
 
-def coordinator_spec(config: Config, config_path: Path, python: str, ready_fd: int) -> ProcessSpec:
-    """The coordinator, which says its address on the file descriptor `ready_fd`."""
+def coordinator_spec(config: Config, config_path: Path, python: str, ready_fd: int, launched: float) -> ProcessSpec:
+    """The coordinator, which says its address on the file descriptor `ready_fd`. `launched`: when the run was asked for."""
     settings = config.services.coordinator
-    command = (
-        settings.python or python,
-        "-m",
-        "services.coordinator",
-        "--config",
-        str(config_path),
-        "--ready-fd",
-        str(ready_fd),
+    arguments = ("--config", str(config_path), "--ready-fd", str(ready_fd))
+    return ProcessSpec(
+        name="coordinator",
+        role="coordinator",
+        command=(settings.python or python, "-m", "services.coordinator", *arguments),
+        env={"SLUICE_LAUNCHED": repr(launched), **_environment(settings, 1)},
     )
-    return ProcessSpec(name="coordinator", role="coordinator", command=command, env=_environment(settings, 1))
 
 
 def service_specs(config: Config, config_path: Path, python: str, coordinator: str, cores: int) -> list[ProcessSpec]:
@@ -68,4 +65,10 @@ def _specs(config: Config, arguments: tuple[str, ...], python: str, cores: int) 
 def _environment(role: Process, threads: int) -> dict[str, str]:
     """The role's own variables over Sluice's. Several pools of threads on the same cores slow each other down severely."""
     count = str(role.threads or threads)
-    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1", **role.env}
+    return {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "PYTHONUNBUFFERED": "1",
+        **role.env,
+    }

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from launcher import jobs, run_folder, topology
 from launcher.known import known_names
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
-from runtime import config_checks, config_loading
+from runtime import config_checks, config_loading, os_process
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.status import Progress
@@ -48,18 +48,19 @@ async def train(config: Config, view: View) -> Summary:
 
 class _Run:
     def __init__(self, config: Config, view: View):
-        self._started = time.monotonic()
+        self._started = self._launched = time.monotonic() - os_process.age()
         self._config = config
         self._view = view
         self._folder = Path(config.run.dir)
         self._memory = PeakMemory()
         self._supervisor: Supervisor
+        self._lock: IO[bytes]
         self._signals = 0
         self._twice = asyncio.Event()
         self._coordinator: Child | None = None
 
     async def run(self) -> Summary:
-        logs = run_folder.prepare(self._folder, self._config.run)
+        logs, self._lock = run_folder.prepare(self._folder, self._config.run)
         self._supervisor = Supervisor(logs)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -69,7 +70,8 @@ class _Run:
             config = await self._prepared()
             address = await self._start(config)
             summary = await self._until_done(address)
-            await self._guarded(jobs.plot(self._supervisor, self._folder))
+            if summary.steps:
+                await self._guarded(jobs.plot(self._supervisor, self._folder))
         finally:
             memory.cancel()
         summary = msgspec.structs.replace(
@@ -86,11 +88,12 @@ class _Run:
     async def _prepared(self) -> Config:
         """The resolved, checked configuration, after the warm-up if there is one to do; written to the run's folder."""
         config = self._config
+        _check(config)
         if config.warmup is not None:
             config = await self._guarded(jobs.warm_up(self._supervisor, config, self._view))
-        config = config_loading.resolve(config)
-        if faults := config_checks.semantic_faults(config, known_names()):
-            raise ConfigError(faults)
+            config = config_loading.resolve(config)
+            _check(config)
+            self._launched = time.monotonic()
         config = replace(config, run=replace(config.run, resume=run_folder.begin(self._folder, config.run)))
         (self._folder / "config.yaml").write_text(config_loading.to_yaml(config))
         return config
@@ -101,7 +104,7 @@ class _Run:
         reader, writer = os.pipe()
         path, python = self._folder / "config.yaml", sys.executable
         try:
-            spec = topology.coordinator_spec(config, path, python, writer)
+            spec = topology.coordinator_spec(config, path, python, writer, self._launched)
             self._coordinator = await self._supervisor.start(spec, pass_fds=(writer,))
         finally:
             os.close(writer)
@@ -169,6 +172,11 @@ class _Run:
         while True:
             await asyncio.to_thread(self._memory.sample)
             await asyncio.sleep(MEMORY_INTERVAL)
+
+
+def _check(config: Config) -> None:
+    if faults := config_checks.semantic_faults(config, known_names()):
+        raise ConfigError(faults)
 
 
 async def _read_line(descriptor: int, timeout: float) -> str:

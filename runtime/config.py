@@ -16,7 +16,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Rate = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16"]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -246,7 +246,7 @@ class Ledger(Section, frozen=True):
 
 
 class Network(Section, frozen=True):
-    """`interface` is the address or device that services bind to."""
+    """`interface` is the address that services bind to and are reached at."""
 
     interface: str = "127.0.0.1"
 

@@ -182,7 +182,7 @@ def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> It
     if policy is None:
         return
     rollout = config.services.rollout
-    dtype = policy.get("dtype") or policy.get("torch_dtype") if rollout.dtype == "auto" else rollout.dtype
+    dtype = "float32" if rollout.dtype == "auto" else rollout.dtype  # what auto is on a CPU, whose memory this is
     length = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
     needed = rollout.replicas * kv_cache_bytes(policy, rollout.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
     if needed > available:

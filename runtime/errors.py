@@ -7,7 +7,9 @@ SluiceError
 ├── Overloaded                a full mailbox; `retry_after` says when to come back
 ├── Cancelled                 the caller withdrew the request
 ├── ServiceFault              a service failed; names service, phase and deadline
-│   └── DeadlineExceeded      ... by not answering in time
+│   ├── Unreachable           ... whose connection is lost
+│   └── DeadlineExceeded      ... by not being done in time
+│       └── Unanswered        ... as far as the caller can tell: it did not answer
 └── InvariantViolated         Sluice broke one of its own guarantees
 """
 
@@ -60,8 +62,16 @@ class ServiceFault(SluiceError):
         self.deadline = deadline
 
 
+class Unreachable(ServiceFault):
+    """The connection to a service is lost."""
+
+
 class DeadlineExceeded(ServiceFault):
-    """A service did not answer within its deadline."""
+    """Something was not done within its deadline."""
+
+
+class Unanswered(DeadlineExceeded):
+    """A service did not answer a call within its deadline."""
 
 
 class InvariantViolated(SluiceError):

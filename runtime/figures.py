@@ -32,7 +32,13 @@ Rows = Sequence[Mapping[str, Any]]
 # Okabe and Ito's palette, told apart with any colour vision.
 _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PINK, _YELLOW = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442"
 _INK, _GRID = "#333333", "#E3E3E3"
-_PHASE_COLOURS = {UPDATE: _BLUE, "rollout": _ORANGE, "reference_model": _GREEN, "rule_reward": _PINK, "publication": _SKY}
+_PHASE_COLOURS = {
+    UPDATE: _BLUE,
+    "rollout": _ORANGE,
+    "reference_model": _GREEN,
+    "rule_reward": _PINK,
+    "resharding_to_infer": _SKY,
+}
 _OTHER_COLOURS = (_YELLOW, _RED, "#999999", "#000000")
 _SMOOTHING_STEPS = 10
 _STYLE: dict[Any, Any] = {

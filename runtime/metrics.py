@@ -7,7 +7,7 @@ two updates, is less than the sum of the phases; and `timing/non_overlap_X` is t
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -218,35 +218,3 @@ class SpanClock:
         self._step_start = now
         self._ended = {}
         return timing
-
-
-class Rates:
-    """Events per second over the last `window` seconds, by name. Memory is bounded by `buckets` a name."""
-
-    def __init__(self, window: float = 10.0, buckets: int = 20, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._width = window / buckets
-        self._buckets = buckets
-        self._start = clock()
-        self._counts: dict[str, deque[list[float]]] = {}  # [bucket number, amount], oldest first
-
-    def count(self, name: str, amount: float = 1.0) -> None:
-        number = self._number()
-        counts = self._counts.setdefault(name, deque(maxlen=self._buckets + 1))
-        if counts and counts[-1][0] == number:
-            counts[-1][1] += amount
-        else:
-            counts.append([number, amount])
-
-    def per_second(self) -> dict[str, float]:
-        """Every name counted so far; 0 for one that has been quiet for a window. Exact to one bucket."""
-        oldest = self._number() - self._buckets + 1
-        since = max(self._start, self._start + oldest * self._width)
-        seconds = max(self._clock() - since, self._width)
-        return {
-            name: sum(amount for number, amount in counts if number >= oldest) / seconds
-            for name, counts in self._counts.items()
-        }
-
-    def _number(self) -> int:
-        return int((self._clock() - self._start) / self._width)

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
+import time
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
+
+
+def age() -> float:
+    """Seconds since this process was started, its interpreter's start included."""
+    return time.time() - psutil.Process().create_time()
+
+
+def stacks_on_signal() -> None:
+    """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -129,9 +129,3 @@ def synchronize(where: torch.device) -> None:
     """Wait for the work queued on an accelerator; nothing on the CPU."""
     if where.type != "cpu":
         _accelerator(where.type).synchronize(where)
-
-
-def set_threads(count: int) -> None:
-    """Threads of torch's operators in this process; 0 leaves torch's default."""
-    if count:
-        torch.set_num_threads(count)

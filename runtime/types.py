@@ -81,7 +81,6 @@ class GroupPayload(msgspec.Struct, kw_only=True):
     group_id: int
     prompt: np.ndarray  # int32 [P]
     samples: list[Sample]
-    schema: int = SCHEMA_VERSION
 
 
 class GeneratedGroup(msgspec.Struct, kw_only=True):

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import uvloop
 
-from runtime import config_loading
+from runtime import config_loading, os_process
 from runtime.aio import first_error
 from runtime.config import Config
 from runtime.data.handlers import load_problems
@@ -27,9 +27,8 @@ from runtime.data.prompts import Prompts, tokenise
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
 from runtime.ledger import Ledger
-from runtime.os_process import die_with_parent
 from runtime.pipeline.roles import Roles
-from runtime.pipeline.run import Material, Run
+from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.topology import Member, members
 from runtime.trackers import Trackers
@@ -52,6 +51,8 @@ class Coordinator:
         self._config = config
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
+        # CLOCK_MONOTONIC is one for all processes of a machine.
+        self._launched = float(os.environ.get("SLUICE_LAUNCHED", self._started))
         self._progress = Progress(steps=config.training.steps)
         self._changed = asyncio.Event()
         self._registered: dict[Member, Registration] = {}
@@ -77,12 +78,14 @@ class Coordinator:
         os.close(ready_fd)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        end = "failed"
         try:
             await self._work()
+            end = "finished"
         finally:
             (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
             await self._stop_all()
-            self._report(msgspec.structs.replace(self._progress, phase="finished"))
+            self._report(msgspec.structs.replace(self._progress, phase=end))
             await server.stop(grace=0.2)
 
     async def _work(self) -> None:
@@ -93,7 +96,7 @@ class Coordinator:
             material.seconds["services"] = time.monotonic() - seconds
             self._run = Run(material, roles)
             if self._interrupted:
-                self._run.stop("interrupted")
+                self._run.stop(INTERRUPTED)
             summary = await self._run.execute()
         except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
             await _quietly(material.trackers.close())
@@ -119,7 +122,8 @@ class Coordinator:
             eval=held_out,
             stop_token_ids=tokenizer.eos_ids,
             report=self._report,
-            seconds={"data": time.monotonic() - before},
+            launched=self._launched,
+            seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
         )
 
     # ------------------------------------------------------------------------------------------ the roles
@@ -161,7 +165,7 @@ class Coordinator:
     def _interrupt(self) -> None:
         self._interrupted = True
         if self._run is not None:
-            self._run.stop("interrupted")
+            self._run.stop(INTERRUPTED)
 
     # ------------------------------------------------------------------------------------------ what it answers
 
@@ -215,7 +219,7 @@ class Coordinator:
         while True:
             self._changed.clear()
             yield self._progress
-            if self._progress.phase == "finished":
+            if self._progress.phase in ("finished", "failed"):
                 return
             await self._changed.wait()
 
@@ -242,14 +246,16 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
     parser.add_argument("--ready-fd", type=int, required=True)
     arguments = parser.parse_args()
-    die_with_parent()
+    os_process.die_with_parent()
+    os_process.stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         config = config_loading.load(arguments.config, ())
         uvloop.install()
         asyncio.run(Coordinator(config).serve(arguments.ready_fd))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     except SluiceError as error:
         print(f"error: {error}", file=sys.stderr)

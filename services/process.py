@@ -20,11 +20,10 @@ from typing import Any
 
 import uvloop
 
-from runtime import config_loading
+from runtime import config_loading, os_process
 from runtime.actor import Actor, Letter
 from runtime.config import Config
 from runtime.errors import SluiceError, UserError
-from runtime.os_process import die_with_parent
 from runtime.status import Registration, Status, Stop
 from runtime.types import PolicyVersion
 from services import session, wire
@@ -86,7 +85,8 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--coordinator", required=True, help="host:port")
     arguments = parser.parse_args()
-    die_with_parent()
+    os_process.die_with_parent()
+    os_process.stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         config = config_loading.load(arguments.config, ())
@@ -94,7 +94,8 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         uvloop.install()
         asyncio.run(Process(service, arguments.coordinator).run())
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     except SluiceError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -107,8 +108,9 @@ class Process:
     def __init__(self, service: Service, coordinator: str):
         self._service = service
         self._coordinator = coordinator
-        self._started = time.monotonic()
+        self._started = time.monotonic() - os_process.age()
         self._state = "starting"
+        self._loaded = False
         self._address = ""
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
@@ -135,13 +137,15 @@ class Process:
         finally:
             self._state = "draining"
             await server.set_serving(False)
-            await service.close()
+            if self._loaded:
+                await service.close()
             await server.stop(grace=0.5)
 
     async def _load(self) -> dict[str, float]:
         before = time.monotonic()
         await asyncio.to_thread(self._service.load)
         await self._service.start()
+        self._loaded = True
         now = time.monotonic()
         return {"interpreter": before - self._started, "load": now - before}
 
@@ -195,7 +199,7 @@ class Process:
 
     def status(self) -> Status:
         """What the status call answers; rates are means over the time since the call before, of `RATE_WINDOW` at least."""
-        now, gauges = time.monotonic(), self._service.gauges() if self._state != "starting" else {}
+        now, gauges = time.monotonic(), self._service.gauges() if self._loaded else {}
         then, earlier = self._previous
         if now - then >= RATE_WINDOW:
             self._previous = (now, gauges)
@@ -208,7 +212,7 @@ class Process:
             role=self._service.role,
             name=self._service.name,
             state=self._state,
-            version=self._service.version if self._state != "starting" else PolicyVersion(),
+            version=self._service.version if self._loaded else PolicyVersion(),
             mailbox=self._actor.stats,
             rates=rates,
             gauges=gauges,

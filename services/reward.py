@@ -30,6 +30,9 @@ class RewardService(process.Service):
     def load(self) -> None:
         self._scorer = RewardScorer(self.config.rewards, Tokenizer(self.config.model.path))
 
+    async def start(self) -> None:
+        self._scorer.start()
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()

@@ -90,7 +90,9 @@ class RolloutService(process.Service):
             self._engine.abort(self._withdrawn)
             self._withdrawn.clear()
         for group in await self._engine.advance(interrupted):
-            self._open.pop(group.group_id).reply(group)
+            letter = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
+            if letter is not None:
+                letter.reply(group)
 
     def _submit(self, letters: Sequence[Letter]) -> None:
         for letter in letters:

@@ -38,7 +38,7 @@ async def call(
             if key == ERROR_KEY:
                 raise wire.error_from_wire(common_pb2.Error.FromString(value), name, method.name) from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise errors.DeadlineExceeded(name, method.name, "did not answer", timeout) from None
+            raise errors.Unanswered(name, method.name, "did not answer", timeout) from None
         raise errors.ServiceFault(name, method.name, f"{error.code().name}: {error.details()}") from None
 
 
@@ -99,7 +99,7 @@ class Session:
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[id_] = method_name, future
         if self._broken:
-            future.set_exception(errors.ServiceFault(self.name, method_name, self._broken))
+            future.set_exception(errors.Unreachable(self.name, method_name, self._broken))
         else:
             for chunk, more in stream.split(body):
                 call = common_pb2.Call(id=id_, method=method_name, timeout_ms=milliseconds, body=chunk, more=more)
@@ -111,7 +111,7 @@ class Session:
             return method.reply.parse(await asyncio.wait_for(future, timeout))
         except asyncio.TimeoutError:
             self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
-            raise errors.DeadlineExceeded(self.name, method.name, "did not answer", timeout) from None
+            raise errors.Unanswered(self.name, method.name, "did not answer", timeout) from None
         except asyncio.CancelledError:
             self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
             raise
@@ -176,4 +176,4 @@ class Session:
         self._broken = self._broken or why
         for method_name, future in self._waiting.values():
             if not future.done():
-                future.set_exception(errors.ServiceFault(self.name, method_name, self._broken))
+                future.set_exception(errors.Unreachable(self.name, method_name, self._broken))

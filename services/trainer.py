@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -184,7 +185,7 @@ class FollowerService(process.Service):
             timeout = self.config.deadlines.train
             try:
                 letter = self._slot(command.step, command.part).result(timeout)
-            except TimeoutError:
+            except FutureTimeout:
                 message = f"part {command.part} of step {command.step} did not come"
                 raise DeadlineExceeded(self.name, "accumulate", message, timeout) from None
             del self._inbox[command.step, command.part]

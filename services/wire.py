@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Method:
-    """One method. Control goes before data, in the mailbox and on the stream."""
+    """One method. Control goes before data in the mailbox, and does not wait for company on the stream."""
 
     service: str
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class TrainRank:
             self._version = replace(self._version, step=command.step + 1)
             return result
         elif isinstance(command, SendWeights):
+            self._version = command.version
             timeout = self._config.publication.transfer_timeout
             engine.snapshot(self.sender.views(timeout) if self.sender is not None else None)
         elif isinstance(command, Save):
@@ -102,7 +104,7 @@ def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
     from runtime.engines.train_torch import TorchTrainEngine
 
-    device = platform.device()
+    device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
     if world_size > 1:
         backend = platform.collective_backend("auto", device)
         dist.init_process_group(backend, timeout=timedelta(seconds=config.deadlines.train))

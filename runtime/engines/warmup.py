@@ -116,11 +116,11 @@ class Examination:
         self._slips = _rows(tokenizer, [(p.question, p.careless_answer) for p in carries])
         self._slips_share = len(carries) / max(1, len(held_out))
 
-    def accuracy(self, model: Qwen2ForCausalLM) -> float:
+    def accuracy(self, model: torch.nn.Module) -> float:
         """The share of right replies."""
         return greedy_accuracy(model, self._right)
 
-    def careless(self, model: Qwen2ForCausalLM) -> float:
+    def careless(self, model: torch.nn.Module) -> float:
         """The share of replies that are wrong by the forgotten carry alone."""
         return greedy_accuracy(model, self._slips) * self._slips_share if self._slips_share else 0.0
 
@@ -171,7 +171,7 @@ def _supervised_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, 
     return loss.item()
 
 
-def greedy_accuracy(model: Qwen2ForCausalLM, rows: Rows) -> float:
+def greedy_accuracy(model: torch.nn.Module, rows: Rows) -> float:
     """The share of rows whose reply greedy decoding reproduces exactly.
 
     One forward pass decides it: decoding reproduces a reply if and only if each of its tokens is the most likely one after

@@ -159,9 +159,13 @@ class Buffer:
         return group
 
     def drop(self, group_id: int, why: str) -> Ticket:
-        """Give the group up; its ticket says which prompt to give back."""
-        if self._groups[group_id].taken is not None:
-            raise InvariantViolated(f"group {group_id} is in the batch of step {self._groups[group_id].taken}")
+        """Give the group up; its ticket says which prompt to give back. One that was taken can be dropped only while its
+        step is still being filled: a step that will never be applied."""
+        group = self._groups[group_id]
+        if group.taken is not None:
+            if group.taken != self.step:
+                raise InvariantViolated(f"group {group_id} is in the batch of step {group.taken}")
+            self._filled -= 1
         group = self._apply(group_id, states.Dropped(why))
         self._record(group, "dropped")
         self._leave(group)

@@ -33,10 +33,6 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     newest: PolicyVersion
     seconds: float
 
-    @property
-    def pinned(self) -> bool:
-        return self.oldest == self.newest
-
 
 class Evaluator:
     """Evaluates on the same problems, with the same seeds, each time."""
@@ -51,7 +47,8 @@ class Evaluator:
         stop_token_ids: tuple[int, ...],
     ):
         settings = config.evaluation
-        self._rule = config.rewards.rules[0]
+        self._rule = config.rewards.rules[0].name.rpartition(":")[2]  # a rule of one's own is FILE.py:NAME
+        self._correct = config.rewards.rules[0].correct
         self._samples = settings.samples
         self._seed = config.run.seed
         self._roles = roles
@@ -88,8 +85,7 @@ class Evaluator:
             self._ledger.record(record)
         valid = sum(int(record.scores.valid.sum()) for record in done)
         right = sum(
-            int((record.scores.rules[self._rule.name][record.scores.valid.astype(bool)] >= self._rule.correct).sum())
-            for record in done
+            int((record.scores.rules[self._rule][record.scores.valid.astype(bool)] >= self._correct).sum()) for record in done
         )
         return Evaluation(
             accuracy=right / max(valid, 1),

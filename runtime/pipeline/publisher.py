@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from runtime.commands import WeightsSent
 from runtime.config import Publication as Settings
-from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
+from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.metrics import PublicationFigures
 from runtime.pipeline.publication import (
     Abort,
@@ -93,18 +93,15 @@ class Transaction:
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
         for name in publisher._rollouts:
             machine.handle(Prepared(name), began)
-        try:
-            while not machine.final:
-                await self._step(machine)
-        finally:
-            self.cancel()
+        while not machine.final:
+            await self._step(machine)
         if machine.phase != "done" or machine.reason:
             raise _fault(machine)
         publisher.committed = self._version
         return PublicationFigures(seconds=self._clock() - began, pause_seconds=self._pause, bytes=self._bytes)
 
     def cancel(self) -> None:
-        """Withdraw the calls that are under way."""
+        """Withdraw the calls that are under way, if any; to be called in the end whatever happened."""
         for task in self._calls:
             task.cancel()
 
@@ -151,7 +148,7 @@ def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event])
     error = task.exception()
     if error is None:
         return answered(name)
-    if isinstance(error, DeadlineExceeded) and error.service == name:
+    if isinstance(error, Unreachable | Unanswered):
         return Lost(name, str(error))
     if isinstance(error, SluiceError):
         return Failed(name, str(error))

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from runtime import checkpoint, codec
 from runtime.aio import TaskGroup
 from runtime.algorithms.interfaces import ADVANTAGES
@@ -36,6 +34,7 @@ from runtime.types import PolicyVersion
 
 MODEL = "model"  # folder of the trained model under the run's
 WHY_ENDED = "run ended"
+INTERRUPTED = "interrupted"
 
 
 @dataclass
@@ -50,6 +49,7 @@ class Material:
     eval: Prompts | None
     stop_token_ids: tuple[int, ...]
     report: Callable[[Progress], None]
+    launched: float  # when the run was asked for, on the clock of time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)  # of the start-up, by phase
 
 
@@ -63,7 +63,7 @@ class Run:
         self._stream = PromptStream(material.train.problems, config.run.seed, config.data.shuffle)
         self._position = self._restored_position()
         first = self._position.version.step if self._position else 0
-        self._incarnation = self._position.version.incarnation if self._position else 0
+        self._incarnation = 0
         self._needs = Mark.SCORED | (Mark.REFERENCED if roles.references else Mark.NONE)
         self._buffer = Buffer(
             needs=self._needs,
@@ -94,7 +94,6 @@ class Run:
             self._buffer,
             material.ledger,
             self._spans,
-            incarnation=self._incarnation,
             streamable=ADVANTAGES.get(config.algorithm.advantage).streamable,
             checkpoint=self._checkpoint_due,
             finished=self._finished,
@@ -104,20 +103,21 @@ class Run:
             if material.eval is not None
             else None
         )
-        self._accuracy: dict[int, float] = {}
-        self._evaluating: asyncio.Task[None] | None = None
+        self._accuracy: dict[int, float] = {}  # by step, of the evaluations so far
+        self._evaluating: asyncio.Task[Any] | None = None
         self._saved: set[int] = set()
         self._stop_reason = ""
-        self._first_step_seconds = 0.0
         self._rl_began = 0.0
 
     # ------------------------------------------------------------------------------------------ from outside
 
     def stop(self, reason: str) -> None:
-        """End after the step under way, evaluate no more, save and stop."""
+        """End after the step under way and save. Asked for from outside, it also ends an evaluation, and there is no other."""
         if not self._stop_reason:
             self._stop_reason = reason
             self._training.stop()
+        if reason == INTERRUPTED and self._evaluating is not None:
+            self._evaluating.cancel()
 
     @property
     def buffer(self) -> Buffer:
@@ -135,7 +135,7 @@ class Run:
             seconds = await self._train()
             meter.cancel()
             await self._end_groups()
-            after = await self._evaluate_alone(config.evaluation.after and self._stop_reason != "interrupted")
+            after = await self._evaluate_alone(config.evaluation.after)
             await self._save_end()
             journal.cancel()
         await self._material.ledger.flush()
@@ -151,7 +151,7 @@ class Run:
         before = time.monotonic()
         await self._publisher.open_epoch()
         await self._publisher.begin(PolicyVersion(self._incarnation, self._buffer.step)).finish()
-        self._material.seconds["publication"] = time.monotonic() - before
+        self._material.seconds["first publication"] = time.monotonic() - before
 
     async def _train(self) -> float:
         """Admission and training until the last step; returns the seconds."""
@@ -164,8 +164,7 @@ class Run:
         admission = self._tasks.create_task(self._groups.run(self._tasks, lambda: self._training.last_step))
         await self._training.run(self._tasks, self._config.training.steps)
         admission.cancel()
-        if self._evaluating is not None:
-            await self._evaluating
+        await self._evaluation_over()
         self._stop_reason = self._stop_reason or "all steps done"
         return time.monotonic() - self._rl_began
 
@@ -180,15 +179,12 @@ class Run:
     async def _finished(self, trained: TrainedStep) -> None:
         """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
         config, step = self._config, trained.step + 1
-        if not self._first_step_seconds:
-            self._first_step_seconds = time.monotonic() - self._started
         await self._books.step(trained)
         if config.stop.hours and time.monotonic() - self._rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         every = config.evaluation.every
         if self._evaluator and every and step % every == 0 and step < self._training.last_step:
-            if self._evaluating is not None:
-                await self._evaluating
+            await self._evaluation_over()
             self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
         self._report("training")
 
@@ -200,14 +196,26 @@ class Run:
         if goal and evaluation.accuracy >= goal:
             self.stop(f"accuracy {evaluation.accuracy:.1%} reached {goal:.1%}")
 
+    async def _evaluation_over(self) -> None:
+        """Wait for the evaluation under way, if there is one; it may have been cut short."""
+        if self._evaluating is not None:
+            await asyncio.wait([self._evaluating])
+
     async def _evaluate_alone(self, wanted: bool) -> float | None:
-        if self._evaluator is None or not wanted:
+        """Before or after training. None when it is not wanted, or was cut short."""
+        if self._evaluator is None or not wanted or self._stop_reason == INTERRUPTED:
             return None
         step = self._buffer.committed
-        before = time.monotonic()
-        report = lambda done, total: self._report("evaluating", f"{done}/{total} problems")  # noqa: E731
-        evaluation = await self._evaluator.run(step, alone=True, progress=report)
-        self._material.seconds.setdefault("evaluation", time.monotonic() - before)
+
+        def report(done: int, total: int) -> None:
+            self._report("evaluating", f"{done}/{total} problems")
+
+        evaluating = self._evaluating = self._tasks.create_task(self._evaluator.run(step, alone=True, progress=report))
+        await self._evaluation_over()
+        if evaluating.cancelled():
+            return None
+        evaluation = evaluating.result()
+        self._material.seconds.setdefault("evaluation", evaluation.seconds)
         await self._note(step, evaluation)
         return evaluation.accuracy
 
@@ -270,15 +278,18 @@ class Run:
             return None
         position = checkpoint.read_position(Path(self._config.run.resume))
         self._stream.restore(position.stream)
-        version = replace(position.version, incarnation=position.version.incarnation + 1)
-        return replace(position, version=version)
+        return position
 
     async def _restore(self, position: Position) -> None:
-        """Take over what the ledger has of the groups that the checkpoint does not name as trained."""
+        """Take over what the ledger has of the groups that the checkpoint does not name as trained, as a new incarnation."""
         if (newest := await self._material.ledger.note(STREAM)) is not None:
             self._stream.restore(codec.decode(StreamState, newest))
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
+        self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)
+        self._saved.update(checkpoint.steps(self._material.folder))
+        if position.best_step is not None and position.best_accuracy is not None:
+            self._accuracy[position.best_step] = position.best_accuracy
 
     # ------------------------------------------------------------------------------------------ what is said of it
 
@@ -293,7 +304,8 @@ class Run:
 
     def _summary(self, before: float | None, after: float | None, seconds: float) -> Summary:
         with LedgerReader(self._material.ledger.folder) as reader:
-            groups = reader.check_final(self._config.training.groups_per_step)
+            # A resumed run may have begun in another folder, or with other groups per step.
+            groups = reader.check_final(None if self._position else self._config.training.groups_per_step)
         final = {name: number for name, number in groups.items() if number or name in ("retired", "dropped")}
         return self._books.totals.summary(
             rl_seconds=seconds,
@@ -301,7 +313,7 @@ class Run:
             accuracy_before=before,
             accuracy_after=after,
             total_seconds=time.monotonic() - self._started,
-            startup={**self._material.seconds, "first_step": self._first_step_seconds},
+            startup={**self._material.seconds, "to first step": self._training.first_applied - self._material.launched},
             groups=final,
             peak_pss_bytes=0,
         )

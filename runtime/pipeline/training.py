@@ -46,7 +46,6 @@ class TrainStage:
         ledger: Ledger,
         spans: SpanClock,
         *,
-        incarnation: int,
         streamable: bool,
         checkpoint: Callable[[int], Awaitable[Callable[[], Answer[None]] | None]],
         finished: Callable[[TrainedStep], Awaitable[None]],
@@ -56,13 +55,15 @@ class TrainStage:
         self._buffer = buffer
         self._ledger = ledger
         self._spans = spans
-        self._incarnation = incarnation
         self._streamable = streamable
         self._checkpoint = checkpoint
         self._finished = finished
         self._running: asyncio.Task[None] | None = None
+        self.incarnation = 0
         self.last_step = 0
         """The run ends before this step."""
+        self.first_applied = 0.0
+        """When the first step was submitted whole, on the clock of time.monotonic."""
 
     def stop(self) -> None:
         """End after the step whose batch was completed last; one that is still being filled is given up."""
@@ -79,8 +80,9 @@ class TrainStage:
             saving = await self._checkpoint(step + 1)
             if self._running is not None:
                 await self._running
-            version = PolicyVersion(self._incarnation, step + 1)
+            version = PolicyVersion(self.incarnation, step + 1)
             apply = tasks.create_task(self._trainer.apply(step))
+            self.first_applied = self.first_applied or time.monotonic()
             publication = self._publisher.begin(version)
             if saving is not None:
                 tasks.create_task(saving())
@@ -116,12 +118,15 @@ class TrainStage:
         return ready >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
 
     async def _finish(self, step: int, batch: list[Group], apply: Awaitable[StepResult], publication: Transaction) -> None:
-        result = await apply
-        now = time.monotonic()
-        self._spans.add(UPDATE, now - result.seconds, now)
-        self._buffer.consume(step)
-        with self._spans.span("resharding_to_infer"):
-            figures = await publication.finish()
+        try:
+            result = await apply
+            now = time.monotonic()
+            self._spans.add(UPDATE, now - result.seconds, now)
+            self._buffer.consume(step)
+            with self._spans.span("resharding_to_infer"):
+                figures = await publication.finish()
+        finally:
+            publication.cancel()
         self._buffer.commit(step + 1)
         await self._finished(TrainedStep(step=step, groups=batch, result=result, publication=figures))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -348,7 +349,7 @@ def test_a_full_mailbox_is_tried_again_after_the_delay_that_it_names() -> None:
         async with serving(handler) as address, connected(address) as session:
             assert await session.call("Logprobs", request(), PATIENCE) == b"at last"
             assert len(times) == 3
-            assert min(later - earlier for earlier, later in zip(times, times[1:], strict=False)) >= 0.045
+            assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.045
             times.clear()
             with pytest.raises(errors.Overloaded) as refused:
                 await session.post("Logprobs", request(), PATIENCE)  # `post` leaves it to the caller
@@ -447,7 +448,7 @@ def test_answers_of_another_schema_end_the_session() -> None:
 
     async def test() -> None:
         async with raw_peer(serve) as address, connected(address) as session:
-            with pytest.raises(errors.ServiceFault, match="reference-0: .*schema 9 is not supported"):
+            with pytest.raises(errors.ServiceFault, match=r"reference-0: .*schema 9 is not supported"):
                 await session.call("Logprobs", request(), PATIENCE)
 
     run(test())
@@ -510,7 +511,7 @@ def test_an_error_that_is_not_sluices_own_names_service_and_method() -> None:
 
     async def test() -> None:
         async with serving(handler) as address, connected(address) as session:
-            with pytest.raises(errors.ServiceFault, match="^reference-0: Logprobs: ValueError: bad shape$"):
+            with pytest.raises(errors.ServiceFault, match=r"^reference-0: Logprobs: ValueError: bad shape$"):
                 await session.post("Logprobs", request(), PATIENCE)
             with pytest.raises(errors.ServiceFault, match=r"^reference-0: Logprobs: .*bad shape"):
                 await session.unary("Reference", "Logprobs", request(), PATIENCE)
@@ -524,7 +525,7 @@ def test_a_long_error_arrives_over_a_unary_call_too() -> None:
 
     async def test() -> None:
         async with serving(handler) as address, connected(address) as session:
-            with pytest.raises(errors.InvalidMessage, match="^too long: éé"):
+            with pytest.raises(errors.InvalidMessage, match=r"^too long: éé"):
                 await session.unary("Reference", "Logprobs", request(), PATIENCE)
 
     run(test())
@@ -547,7 +548,7 @@ def test_a_dead_peer_fails_the_calls_under_way_and_every_later_one() -> None:
                 assert type(outcome) is errors.ServiceFault
                 assert outcome.service == "reference-0"
                 assert "connection" in str(outcome)
-            with pytest.raises(errors.ServiceFault, match="reference-0: Logprobs: .*connection"):
+            with pytest.raises(errors.ServiceFault, match=r"reference-0: Logprobs: .*connection"):
                 await session.call("Logprobs", request(), 60.0)
 
     run(test())
@@ -558,7 +559,9 @@ def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
         async with serving(echo) as address:
             pass
         session = Session(address, "reference-0", "Reference")
-        with pytest.raises(errors.DeadlineExceeded, match=rf"reference-0: connect: no connection to {address} \(deadline 0.2 s\)"):
+        with pytest.raises(
+            errors.DeadlineExceeded, match=rf"reference-0: connect: no connection to {address} \(deadline 0.2 s\)"
+        ):
             await session.open(0.2)
         await session.close()
         async with open_channel(address) as channel:
@@ -615,7 +618,9 @@ def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
         address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()
         try:
-            assert [(one.step, one.metrics) async for one in watch(address)] == [(step, {"reward": step / 2}) for step in range(3)]
+            assert [(one.step, one.metrics) async for one in watch(address)] == [
+                (step, {"reward": step / 2}) for step in range(3)
+            ]
         finally:
             await server.stop(0)
 

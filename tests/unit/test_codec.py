@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 import numpy as np
 import pytest
@@ -64,7 +66,6 @@ def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
     assert codec.encode(decoded) == data
     assert [len(sample.tokens) for sample in decoded.samples] == [0, 1, 7]
     assert decoded.samples[2].segments == [Segment("model", 7), Segment("environment", 2)]
-    assert decoded.schema == 1
 
 
 @pytest.mark.parametrize(
@@ -110,20 +111,16 @@ def test_what_is_not_the_message_is_refused(data: bytes, fault: str) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=40))
-def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:  # noqa: N802
+def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
     for type_ in (Scores, GroupPayload, dict[str, np.ndarray]):
-        try:
+        with suppress(InvalidMessage):
             codec.decode(type_, data)
-        except InvalidMessage:
-            pass
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:  # noqa: N802
+def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:
     message = bytearray(codec.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))
     message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with suppress(InvalidMessage):
         codec.decode(Scores, bytes(message))
-    except InvalidMessage:
-        pass

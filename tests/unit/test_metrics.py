@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import metrics
-from runtime.metrics import PublicationFigures, Rates, SpanClock, StepFigures, covered, intersection, step_metrics, union
+from runtime.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
 from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
 
 
@@ -188,28 +188,3 @@ def test_overlapping_phases_sum_to_more_than_the_step() -> None:
     timing = spans.close_step()
     assert timing["timing/all"] == 3.0 < timing["timing/rollout"] + timing["timing/update"]
     assert timing["timing/non_overlap_reference_model"] == 0.0
-
-
-def test_rates_over_a_window() -> None:
-    clock = Clock()
-    rates = Rates(window=10.0, buckets=10, clock=clock)
-    assert rates.per_second() == {}
-    for _ in range(4):
-        rates.count("tokens", 50)
-        rates.count("samples")
-        clock.now += 1.0
-    assert rates.per_second() == {"tokens": 50.0, "samples": 1.0}  # a young counter divides by its age
-    clock.now = 100.0 + 12.0
-    assert rates.per_second()["samples"] == pytest.approx(1 / 9)  # only the one of second 3 is left, of 9 s seen
-    clock.now = 200.0
-    assert rates.per_second() == {"tokens": 0.0, "samples": 0.0}
-
-
-def test_rates_keep_bounded_memory() -> None:
-    clock = Clock()
-    rates = Rates(window=1.0, buckets=4, clock=clock)
-    for _ in range(1000):
-        clock.now += 0.3
-        rates.count("x")
-    assert rates.per_second()["x"] == pytest.approx(1 / 0.3, rel=0.35)
-    assert len(rates._counts["x"]) <= 5

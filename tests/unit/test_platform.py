@@ -81,13 +81,3 @@ def test_the_random_state_is_restored() -> None:
     assert torch.equal(torch.rand(4), first)
     with pytest.raises(UserError, match="the saved random state is of"):
         platform.set_rng_state(CPU, {**state, "cuda": state["cpu"]})
-
-
-def test_threads_are_set_unless_left_to_torch() -> None:
-    before = torch.get_num_threads()
-    try:
-        platform.set_threads(before + 1)
-        platform.set_threads(0)
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)

@@ -1,0 +1,56 @@
+"""What the benches run on: a tiny model with random weights, and sums as prompts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from runtime import config_loading
+from runtime.config import Config, Warmup
+from runtime.data import arithmetic
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "bench.yaml"
+
+# A random model gives each of its 261 tokens nearly the same probability. With this many of them ending a reply, lengths are
+# geometric, 15 tokens on average when cut at 64; no weight has to be shaped, so that training leaves them as they are.
+END_TOKENS = 17
+
+
+def bench_config(folder: Path) -> Config:
+    """The bench's configuration, resolved, with its model and prompts made under `folder` unless they lie there."""
+    if not (folder / "model" / "config.json").exists():
+        _make(folder)
+    config = config_loading.load(CONFIG, ())
+    return config_loading.resolve(
+        replace(
+            config,
+            model=replace(config.model, path=str(folder / "model")),
+            data=replace(config.data, train=str(folder / "train.jsonl")),
+        )
+    )
+
+
+def _make(folder: Path) -> None:
+    """Everything, or nothing when another process was first."""
+    from runtime.engines import tiny_model
+
+    settings = Warmup()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "whole"
+        (whole / "model").mkdir(parents=True)
+        tokenizer = tiny_model.write_tokenizer(whole / "model")
+        model = tiny_model.make_model(settings, tokenizer)
+        end = tokenizer.token_to_id(tiny_model.END_OF_TURN)
+        model.config.eos_token_id = [*range(END_TOKENS - 1), end]
+        model.generation_config.eos_token_id = model.config.eos_token_id
+        model.save_pretrained(whole / "model")
+        problems, _ = arithmetic.split(settings.min_operand, settings.max_operand, settings.eval_problems, settings.seed)
+        arithmetic.write_jsonl(whole / "train.jsonl", problems)
+        try:
+            whole.rename(folder)  # a folder that is not empty is never replaced
+        except OSError:
+            if not (folder / "model" / "config.json").exists():
+                raise

@@ -1,0 +1,376 @@
+"""Roles in memory, for the pipeline's real logic: they take the time they are told to take, and fail when they are told to.
+
+`RunFolder.run` executes one run over them and keeps the books of what was asked of whom, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+
+from runtime import checkpoint, config
+from runtime.aio import ExceptionGroups, first_error
+from runtime.commands import WeightsSent
+from runtime.config import Config
+from runtime.data.handlers import Problem
+from runtime.data.prompts import Prompts, PromptStream
+from runtime.errors import ServiceFault
+from runtime.ledger import Ledger
+from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.pipeline.roles import Roles
+from runtime.pipeline.run import Material, Run
+from runtime.pipeline.states import Phase
+from runtime.position import Position
+from runtime.status import Progress, Status
+from runtime.summary import Summary
+from runtime.trackers import JSONL_FILE, Trackers, read_jsonl
+from runtime.types import (
+    GeneratedGroup,
+    GroupRequest,
+    LogprobRequest,
+    PolicyVersion,
+    ScoreRequest,
+    Scores,
+    StepResult,
+    TrainGroup,
+)
+from runtime.weights.plan import GroupAddress, Manifest
+
+T = TypeVar("T")
+
+DEADLINE = 30.0  # seconds that one run may take
+BYTES = 4096  # of one publication
+MANIFEST = Manifest(tensors=(), bucket_bytes=1)
+
+
+class LongTail:
+    """Seconds of which most are short and a few very long, a different one at each call."""
+
+    def __init__(self, seed: int, scale: float = 0.0005, longest: float = 0.05):
+        self._random = random.Random(seed)
+        self._scale, self._longest = scale, longest
+
+    def __call__(self) -> float:
+        return min(self._longest, self._scale * self._random.paretovariate(0.9))
+
+
+def no_time() -> float:
+    return 0.0
+
+
+class Weights:
+    """What the trainer has broadcast: receivers wait here for a version."""
+
+    def __init__(self) -> None:
+        self._sent: dict[PolicyVersion, asyncio.Event] = {}
+
+    def of(self, version: PolicyVersion) -> asyncio.Event:
+        return self._sent.setdefault(version, asyncio.Event())
+
+
+class FakeRollout:
+    """Generates with the version that it last committed. `generated_by` is the version at the start of each group."""
+
+    def __init__(self, name: str, weights: Weights, seconds: Callable[[], float] = no_time):
+        self.name = name
+        self.calls: list[tuple[str, Any]] = []
+        self.version = PolicyVersion()
+        self.generated_by: dict[int, PolicyVersion] = {}
+        self.address: GroupAddress | None = None
+        self._weights = weights
+        self._seconds = seconds
+
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        assert manifest == MANIFEST
+        self.address = address
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        oldest = self.generated_by[request.group_id] = self.version
+        await asyncio.sleep(self._seconds())
+        return GeneratedGroup(
+            group_id=request.group_id,
+            prompt_tokens=len(request.prompt),
+            response_tokens=[1 + (request.group_id + i) % 7 for i in range(request.n)],
+            truncated=0,
+            oldest=oldest,
+            newest=self.version,
+            payload=b"payload %d" % request.group_id,
+        )
+
+    async def cancel(self, group_ids: list[int]) -> None:
+        self.calls.append(("cancel", group_ids))
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        self.calls.append(("receive", version.step))
+        await self._weights.of(version).wait()
+        self.calls.append(("verified", version.step))
+
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        self.calls.append(("commit", version.step))
+        self.version = version
+        return 0.001
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        self.calls.append(("abort", version.step))
+
+    async def status(self) -> Status:
+        return Status(role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0})
+
+
+class FakeReward:
+    """Everything is right, or what `accuracy` of the version that generated it says. Groups are scored as sent."""
+
+    name = "reward-0"
+
+    def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2):
+        self._seconds = seconds
+        self.group_size = {True: group_size, False: 1}  # of training, of evaluation
+        self.right = True
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        await asyncio.sleep(self._seconds())
+        n = self.group_size[request.group_id >= 0]
+        values = np.full(n, 1.0 if self.right else 0.0, np.float32)
+        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={"gsm8k": values})
+
+
+class FakeReference:
+    name = "reference-0"
+
+    def __init__(self, seconds: Callable[[], float] = no_time):
+        self._seconds = seconds
+
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        await asyncio.sleep(self._seconds())
+        return b"reference " + request.payload
+
+
+class FakeTrainer:
+    """Carries out commands one after the other, in the order in which they were posted.
+
+    `posted` and `done` are those orders; `seen_done[i]` is how many were done when command i was posted.
+    """
+
+    name = "trainer-0"
+
+    def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time):
+        self.posted: list[tuple[str, int]] = []
+        self.done: list[tuple[str, int]] = []
+        self.done_when_posted: list[frozenset[tuple[str, int]]] = []
+        self.batches: dict[int, list[TrainGroup]] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self._weights = weights
+        self._apply_seconds = apply_seconds
+        self._last: asyncio.Task[Any] | None = None
+
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        address = GroupAddress(
+            epoch=epoch, host="127.0.0.1", port=1, rank=0, world_size=world_size, backend="gloo", timeout=1.0
+        )
+        return address, MANIFEST
+
+    def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
+        return self._post("begin", step, lambda: self._nothing())
+
+    def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
+        self.batches.setdefault(step, []).extend(groups)
+        return self._post("accumulate", step, lambda: self._nothing())
+
+    def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
+        return self._post("apply", step, lambda: self.applied(step))
+
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self._post("send_weights", version.step, lambda: self.send(version))
+
+    def save(self, folder: str, position: bytes) -> Coroutine[Any, Any, None]:
+        return self._post("save", checkpoint_step(folder), lambda: self._write(Path(folder), position))
+
+    def export(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self._post("export", 0, lambda: self._write(Path(folder), b""))
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        self.calls.append(("abort", version.step))
+
+    async def applied(self, step: int) -> StepResult:
+        seconds = self._apply_seconds()
+        await asyncio.sleep(seconds)
+        return StepResult(step=step, metrics={"grad_norm": 1.0}, seconds=seconds)
+
+    async def send(self, version: PolicyVersion) -> WeightsSent:
+        self._weights.of(version).set()
+        return WeightsSent(BYTES, 0.0)
+
+    async def _nothing(self) -> None:
+        return None
+
+    async def _write(self, folder: Path, position: bytes) -> None:
+        with checkpoint.atomic_folder(folder) as partial:
+            (partial / checkpoint.POSITION).write_bytes(position)
+
+    def _post(self, name: str, step: int, work: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        command, previous = (name, step), self._last
+        self.posted.append(command)
+        self.done_when_posted.append(frozenset(self.done))
+
+        async def in_turn() -> T:
+            if previous is not None:
+                await asyncio.wait({previous})
+            value = await work()
+            self.done.append(command)
+            return value
+
+        task = self._last = asyncio.ensure_future(in_turn())
+
+        async def answer() -> T:
+            return await asyncio.shield(task)
+
+        return answer()
+
+
+def checkpoint_step(folder: str) -> int:
+    return int(Path(folder).name.removeprefix("step-"))
+
+
+@dataclass
+class Cast:
+    """The roles of one run; replace what should behave otherwise."""
+
+    weights: Weights
+    trainer: FakeTrainer
+    rollouts: list[FakeRollout]
+    reward: FakeReward
+    reference: FakeReference
+
+    @classmethod
+    def make(cls, seed: int = 0) -> Cast:
+        weights = Weights()
+        return cls(
+            weights,
+            FakeTrainer(weights, LongTail(seed + 1, 0.001, 0.01)),
+            [FakeRollout(f"rollout-{i}", weights, LongTail(seed + 10 + i)) for i in range(2)],
+            FakeReward(LongTail(seed + 2)),
+            FakeReference(LongTail(seed + 3)),
+        )
+
+    @property
+    def roles(self) -> Roles:
+        return Roles(trainer=self.trainer, rollouts=self.rollouts, rewards=[self.reward], references=[self.reference])
+
+    def generated_by(self) -> dict[int, PolicyVersion]:
+        """The version at the start of each group, as the rollouts saw it."""
+        return {group: version for rollout in self.rollouts for group, version in rollout.generated_by.items()}
+
+
+@dataclass
+class RunFolder:
+    """One run's folder and settings; `run` may be called again to resume."""
+
+    path: Path
+    steps: int = 12
+    staleness: int = 2
+    groups_per_step: int = 4
+    problems: int = 23
+    eval_problems: int = 0
+    sections: dict[str, Any] = field(default_factory=dict)
+    progress: list[Progress] = field(default_factory=list)
+
+    def config(self, resume: str = "") -> Config:
+        base = Config(
+            run=config.Run(name="test", dir=str(self.path), resume=resume),
+            sampling=config.Sampling(group_size=2, max_new_tokens=8),
+            evaluation=config.Evaluation(before=False, after=False, max_new_tokens=8),
+            rewards=config.Rewards(rules=[config.Rule(name="gsm8k")]),
+            algorithm=config.Algorithm(kl_coefficient=0.1),
+            training=config.Training(
+                steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step
+            ),
+            services=config.Services(rollout=config.Rollout(replicas=2, slots=16)),
+            publication=config.Publication(transfer_timeout=5.0, commit_timeout=5.0),
+            ledger=config.Ledger(tick=0.01),
+            trackers=[config.Tracker(name="jsonl")],
+        )
+        return replace(base, **self.sections)
+
+    def run(self, cast: Cast, course: Callable[[Run], Awaitable[None]] | None = None, resume: str = "") -> Summary:
+        """Execute one run; `course(run)` goes on beside it. Raises what the coordinator would tell."""
+        return asyncio.run(asyncio.wait_for(self._execute(cast, course, resume), DEADLINE))
+
+    def fails(self, cast: Cast) -> ServiceFault:
+        """Execute one run that is to fail, and return the fault."""
+        try:
+            self.run(cast)
+        except ServiceFault as fault:
+            return fault
+        raise AssertionError("the run ended well")
+
+    async def _execute(self, cast: Cast, course: Callable[[Run], Awaitable[None]] | None, resume: str) -> Summary:
+        settings = self.config(resume)
+        ledger = await Ledger.open(self.path / "ledger", settings.ledger.segment_bytes)
+        trackers = Trackers(settings.trackers, self.path, "test", {})
+        try:
+            material = Material(
+                config=settings,
+                folder=self.path,
+                ledger=ledger,
+                trackers=trackers,
+                train=_prompts("train", self.problems),
+                eval=_prompts("eval", self.eval_problems) if self.eval_problems else None,
+                stop_token_ids=(0,),
+                report=self.progress.append,
+                launched=time.monotonic(),
+            )
+            run = Run(material, cast.roles)
+            beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
+            try:
+                summary = await run.execute()
+            except ExceptionGroups as error:
+                raise first_error(error) from None
+            if beside is not None:
+                await beside
+            return summary
+        finally:
+            await trackers.close()
+            await ledger.close()
+
+    # ------------------------------------------------------------------------------------------ what it left
+
+    def groups(self, *phases: Phase) -> list[GroupRow]:
+        with LedgerReader(self.path / "ledger") as reader:
+            return list(reader.groups(states=phases))
+
+    def dropped(self) -> dict[str, int]:
+        with LedgerReader(self.path / "ledger") as reader:
+            return reader.dropped()
+
+    def trained_problems(self) -> list[int]:
+        """The prompts that were trained on, in no order."""
+        return sorted(group.problem for group in self.groups(Phase.RETIRED))
+
+    def first_prompts(self, groups: int) -> list[int]:
+        """The prompts of the first `groups` groups of a run without interruption, in no order."""
+        stream = PromptStream(_prompts("train", self.problems).problems, self.config().run.seed)
+        return sorted(stream.draw().index for _ in range(groups))
+
+    def points(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / JSONL_FILE)
+
+    def checkpoint(self, step: int) -> Path:
+        return checkpoint.folder_for(self.path, step)
+
+    def position(self, step: int) -> Position:
+        return checkpoint.read_position(self.checkpoint(step))
+
+
+def _prompts(name: str, count: int) -> Prompts:
+    problems = [
+        Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"test/{name}") for i in range(count)
+    ]
+    return Prompts(problems=problems, tokens=[np.arange(3, dtype=np.int32)] * count, rows=count, dropped={})

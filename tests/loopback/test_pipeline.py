@@ -1,0 +1,461 @@
+"""Whole runs of the pipeline's real logic over roles in memory: order, staleness, ends, resumes, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import config
+from runtime.commands import WeightsSent
+from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.ledger_reader import LedgerReader
+from runtime.pipeline import publisher
+from runtime.pipeline.run import WHY_ENDED, Run
+from runtime.pipeline.states import Phase
+from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, Scores, StepResult
+from tests.loopback.pipeline_fakes import DEADLINE, Cast, FakeReference, FakeReward, FakeRollout, FakeTrainer, LongTail, RunFolder
+
+
+def check_order(trainer: FakeTrainer, first: int, last: int) -> None:
+    """Each step: begin, accumulate at least once, apply, then its weights, before anything of the next step; then saves."""
+    commands = [command for command in trainer.posted if command[0] not in ("save", "export")]
+    assert commands.pop(0) == ("send_weights", first)
+    for step in range(first, last):
+        assert commands.pop(0) == ("begin", step)
+        sent = list(itertools.takewhile(lambda command, now=("accumulate", step): command == now, commands))
+        assert sent, f"nothing was accumulated for step {step}"
+        del commands[: len(sent)]
+        assert commands.pop(0) == ("apply", step)
+        assert commands.pop(0) == ("send_weights", step + 1)
+    assert commands in ([], [("begin", last)])  # a step that was given up before anything was sent of it
+
+
+def check_books(folder: RunFolder, steps: int) -> None:
+    """The ledger holds every group in one final state, and each step trained on B of them."""
+    with LedgerReader(folder.path / "ledger") as reader:
+        counts = reader.check_final(folder.groups_per_step)
+    assert counts["retired"] == steps * folder.groups_per_step
+    by_step = Counter(group.step for group in folder.groups(Phase.RETIRED))
+    assert by_step == dict.fromkeys(range(steps), folder.groups_per_step)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_with_long_tails_keeps_its_bound_and_loses_nothing(tmp_path: Path, staleness: int, seed: int) -> None:
+    folder, cast = RunFolder(tmp_path, steps=25, staleness=staleness), Cast.make(seed)
+    summary = folder.run(cast)
+    assert summary.steps == 25
+    assert summary.groups == {"retired": 100, "dropped": 0}
+    check_books(folder, 25)
+    check_order(cast.trainer, 0, 25)
+    # What the trainer was given is what the ledger says it trained on, and each group once.
+    given = {step: sorted(group.group_id for group in batch) for step, batch in cast.trainer.batches.items()}
+    rows = folder.groups(Phase.RETIRED)
+    assert given == {
+        step: sorted(group.group_id for group in rows if group.step == step) for step in range(25)
+    }
+    born = cast.generated_by()
+    ages = Counter(step - born[group].step for step, batch in given.items() for group in batch)
+    assert min(ages) >= 0
+    assert max(ages) <= staleness
+    if staleness >= 2:
+        assert max(ages) >= 1
+    assert summary.staleness_histogram == {age: 2 * number for age, number in sorted(ages.items())}  # two samples a group
+    assert folder.trained_problems() == folder.first_prompts(100)
+
+
+def test_rewards_and_reference_of_a_group_reach_the_trainer_with_it(tmp_path: Path) -> None:
+    cast = Cast.make()
+    RunFolder(tmp_path, steps=3).run(cast)
+    for batch in cast.trainer.batches.values():
+        for group in batch:
+            assert group.payload == b"payload %d" % group.group_id
+            assert group.reference == b"reference payload %d" % group.group_id
+            assert group.rewards.tolist() == [1.0, 1.0]
+            assert group.tokens == 2 * 3 + sum(1 + (group.group_id + i) % 7 for i in range(2))
+
+
+class GatedRollout(FakeRollout):
+    """Group i waits for `gates[i]`, where there is one."""
+
+    gates: dict[int, asyncio.Event]
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        result = await super().generate(request)
+        if request.group_id in self.gates:
+            await self.gates[request.group_id].wait()
+            result.newest = self.version
+        return result
+
+
+def gated(cast: Cast, gates: dict[int, asyncio.Event]) -> Cast:
+    cast.rollouts = [GatedRollout(rollout.name, cast.weights) for rollout in cast.rollouts]
+    for rollout in cast.rollouts:
+        rollout.gates = gates  # type: ignore[attr-defined]
+    return cast
+
+
+class NotingTrainer(FakeTrainer):
+    """Sets `events[command]` once a command is posted."""
+
+    events: dict[tuple[str, int], asyncio.Event]
+
+    def _post(self, name: str, step: int, work: Any) -> Any:
+        answer = super()._post(name, step, work)
+        if (name, step) in self.events:
+            self.events[name, step].set()
+        return answer
+
+
+def test_without_staleness_a_step_is_accumulated_while_its_other_groups_are_generated(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=2, staleness=0)
+
+    async def course(run: Run) -> None:
+        await begun.wait()  # a part of step 0 was sent although group 3 is still being generated
+        gate.set()
+
+    begun, gate = asyncio.Event(), asyncio.Event()
+    cast = gated(Cast.make(), {3: gate})
+    cast.trainer = NotingTrainer(cast.weights)
+    cast.trainer.events = {("accumulate", 0): begun}
+    folder.run(cast, course)
+    assert cast.trainer.posted.count(("accumulate", 0)) >= 2
+    check_order(cast.trainer, 0, 2)
+    check_books(folder, 2)
+
+
+def test_the_trainer_holds_one_batch_ahead_and_no_more(tmp_path: Path) -> None:
+    cast = Cast.make()
+    cast.trainer = FakeTrainer(cast.weights, lambda: 0.02)  # slower than everything else
+    cast.rollouts = [FakeRollout(rollout.name, cast.weights) for rollout in cast.rollouts]
+    RunFolder(tmp_path, steps=8, staleness=2).run(cast)
+    posts = list(zip(cast.trainer.posted, cast.trainer.done_when_posted, strict=True))
+    ahead = [step for (name, step), done in posts if name == "accumulate" and ("apply", step - 1) not in done]
+    assert {3, 4, 5, 6} <= set(ahead)  # their groups came before the step before them was applied
+    for (name, step), done in posts:
+        if step >= 2 and name in ("begin", "accumulate", "apply"):
+            assert ("apply", step - 2) in done
+
+
+# ---------------------------------------------------------------------------------------------- stopping and resuming
+
+
+class StoppingTrainer(FakeTrainer):
+    """Stops the run while it applies step `at`."""
+
+    at: int
+    run: Run
+
+    async def applied(self, step: int) -> StepResult:
+        if step == self.at:
+            self.run.stop("interrupted")
+        return await super().applied(step)
+
+
+def stopping(cast: Cast, at: int) -> tuple[Cast, Any]:
+    cast.trainer = StoppingTrainer(cast.weights, LongTail(1, 0.001, 0.01))
+    cast.trainer.at = at
+
+    async def course(run: Run) -> None:
+        cast.trainer.run = run  # type: ignore[attr-defined]
+
+    return cast, course
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_stopped_run_drops_what_is_left_with_a_reason(tmp_path: Path, staleness: int) -> None:
+    folder = RunFolder(tmp_path, steps=40, staleness=staleness)
+    cast, course = stopping(Cast.make(), 6)
+    summary = folder.run(cast, course)
+    assert summary.stop_reason == "interrupted"
+    assert 7 <= summary.steps <= 9  # the step that was under way, and one that was complete behind it
+    check_books(folder, summary.steps)
+    check_order(cast.trainer, 0, summary.steps)
+    dropped = folder.groups(Phase.DROPPED)
+    assert folder.dropped() == ({WHY_ENDED: len(dropped)} if dropped else {})
+    assert all(group.taken is None for group in dropped)
+    # The checkpoint of the end says what was trained, and that the prompts of the others come next.
+    position = folder.position(summary.steps)
+    assert position.version.step == summary.steps
+    assert position.stream.returned == [group.problem for group in dropped]
+    trained = {group for low, high in position.trained for group in range(low, high + 1)}
+    assert trained == {group.group_id for group in folder.groups(Phase.RETIRED)}
+    assert cast.trainer.done[-1][0] == "export"
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_resumed_run_trains_the_prompts_of_one_without_interruption(tmp_path: Path, staleness: int) -> None:
+    folder = RunFolder(tmp_path, steps=20, staleness=staleness)
+    cast, course = stopping(Cast.make(), 6)
+    steps = folder.run(cast, course).steps
+    again = Cast.make(seed=50)
+    summary = folder.run(again, resume=str(folder.checkpoint(steps)))
+    assert summary.steps == 20 - steps
+    check_books(folder, 20)
+    check_order(again.trainer, steps, 20)
+    assert folder.trained_problems() == folder.first_prompts(80)
+    assert [point["step"] for point in folder.points()] == list(range(1, 21))
+    first, second = folder.position(steps).version, folder.position(20).version
+    assert second.incarnation > first.incarnation  # a version is never named twice
+    assert all(version.incarnation == second.incarnation for version in again.generated_by().values())
+
+
+def test_a_stop_gives_up_a_batch_that_is_filled_in_part(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=5, staleness=0)
+    sent, gate = asyncio.Event(), asyncio.Event()
+    cast = gated(Cast.make(), {11: gate})  # the last group of step 2
+    cast.trainer = NotingTrainer(cast.weights)
+    cast.trainer.events = {("accumulate", 2): sent}
+
+    async def course(run: Run) -> None:
+        await sent.wait()
+        run.stop("interrupted")
+
+    summary = folder.run(cast, course)
+    assert summary.steps == 2
+    check_books(folder, 2)
+    assert folder.dropped() == {WHY_ENDED: 4}
+    assert [group.group_id for group in folder.groups(Phase.DROPPED)] == [8, 9, 10, 11]
+    assert all(group.taken is None and group.place is None for group in folder.groups(Phase.DROPPED))
+    again = Cast.make(seed=50)
+    folder.run(again, resume=str(folder.checkpoint(2)))
+    check_books(folder, 5)
+    check_order(again.trainer, 2, 5)
+    assert folder.trained_problems() == folder.first_prompts(20)
+
+
+def test_a_run_that_goes_back_to_an_older_checkpoint_trains_the_same_groups_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=8, sections={"checkpoint": config.Checkpoint(every=2, keep=9)})
+    folder.run(Cast.make())
+    before = {group.group_id: group.problem for group in folder.groups(Phase.RETIRED)}
+    folder.run(Cast.make(seed=50), resume=str(folder.checkpoint(4)))
+    check_books(folder, 8)
+    assert {group.group_id: group.problem for group in folder.groups(Phase.RETIRED)} == before
+
+
+def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=3)
+
+    async def course(run: Run) -> None:
+        run.stop("interrupted")
+
+    summary = folder.run(Cast.make(), course)
+    assert (summary.steps, summary.stop_reason) == (0, "interrupted")
+    folder.run(Cast.make(), resume=str(folder.checkpoint(0)))
+    check_books(folder, 3)
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+class BrokenRollout(FakeRollout):
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        if request.group_id >= 10:
+            raise ServiceFault(self.name, "Generate", "connection lost")
+        return await super().generate(request)
+
+
+class BrokenReward(FakeReward):
+    async def score(self, request: ScoreRequest) -> Scores:
+        if request.group_id == 9:
+            raise ServiceFault(self.name, "Score", "connection lost")
+        return await super().score(request)
+
+
+class BrokenReference(FakeReference):
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        if request.group_id == 9:
+            raise DeadlineExceeded(self.name, "Logprobs", "did not answer", 1.0)
+        return await super().logprobs(request)
+
+
+class BrokenTrainer(FakeTrainer):
+    async def applied(self, step: int) -> StepResult:
+        if step == 3:
+            raise ServiceFault(self.name, "Apply", "connection lost")
+        return await super().applied(step)
+
+
+def test_a_rollout_that_fails_ends_the_run_with_its_fault(tmp_path: Path) -> None:
+    cast = Cast.make()
+    cast.rollouts[1] = BrokenRollout("rollout-1", cast.weights)
+    fault = RunFolder(tmp_path).fails(cast)
+    assert (fault.service, fault.phase) == ("rollout-1", "Generate")
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_fault(tmp_path: Path) -> None:
+    cast = Cast.make()
+    cast.reward = BrokenReward()
+    fault = RunFolder(tmp_path).fails(cast)
+    assert (fault.service, fault.phase) == ("reward-0", "Score")
+
+
+def test_a_reference_that_does_not_answer_ends_the_run_with_its_fault(tmp_path: Path) -> None:
+    cast = Cast.make()
+    cast.reference = BrokenReference()
+    fault = RunFolder(tmp_path).fails(cast)
+    assert (type(fault), fault.service, fault.deadline) == (DeadlineExceeded, "reference-0", 1.0)
+
+
+def test_a_trainer_that_fails_ends_the_run_with_its_fault(tmp_path: Path) -> None:
+    cast = Cast.make()
+    cast.trainer = BrokenTrainer(cast.weights)
+    fault = RunFolder(tmp_path).fails(cast)
+    assert (fault.service, fault.phase) == ("trainer-0", "Apply")
+    assert not any(group.step is not None and group.step >= 3 for group in RunFolder(tmp_path).groups())
+
+
+class DeafRollout(FakeRollout):
+    """From version 2 on, nothing about weights is answered."""
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await super().receive_weights(version, epoch)
+        if version.step >= 2:
+            await asyncio.Event().wait()
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_receiver_that_never_verifies_fails_the_publication_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "ABORT_SECONDS", 0.2)
+    cast = Cast.make()
+    cast.rollouts[1] = DeafRollout("rollout-1", cast.weights)
+    settings = config.Publication(transfer_timeout=0.3, commit_timeout=0.3)
+    fault = RunFolder(tmp_path, sections={"publication": settings}).fails(cast)
+    assert (fault.service, fault.phase) == ("rollout-1", "publish")
+    assert "verify: rollout-1: no answer within 0.3 s" in fault.reason
+    assert ("commit", 1) in cast.rollouts[0].calls
+    assert ("commit", 2) not in cast.rollouts[0].calls
+    assert ("abort", 2) in cast.rollouts[0].calls
+    assert ("abort", 2) in cast.trainer.calls
+
+
+class SilentSender(FakeTrainer):
+    async def send(self, version: PolicyVersion) -> WeightsSent:
+        if version.step == 2:
+            raise ServiceFault(self.name, "transfer", "the collective was torn")
+        return await super().send(version)
+
+
+def test_a_sender_that_fails_is_named(tmp_path: Path) -> None:
+    cast = Cast.make()
+    cast.trainer = SilentSender(cast.weights)
+    fault = RunFolder(tmp_path).fails(cast)
+    assert fault.phase == "publish"
+    assert "transfer: trainer-0" in fault.reason
+    assert "the collective was torn" in fault.reason
+
+
+# ---------------------------------------------------------------------------------------------- evaluation, checkpoints
+
+
+def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:
+    return {point["step"]: point for point in folder.points() if "eval/accuracy" in point}
+
+
+def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=5, eval_problems=9, sections={"evaluation": config.Evaluation(max_new_tokens=8)})
+    summary = folder.run(Cast.make())
+    assert (summary.accuracy_before, summary.accuracy_after) == (1.0, 1.0)
+    assert evaluations(folder).keys() == {0, 5}
+    for step, point in evaluations(folder).items():
+        assert (point["eval/version_oldest"], point["eval/version_newest"]) == (step, step)
+        assert (point["eval/samples"], point["eval/errors"]) == (9, 0)
+    with LedgerReader(folder.path / "ledger") as reader:
+        assert Counter(row.step for row in reader.evaluations()) == {0: 9, 5: 9}
+
+
+class SlowToEvaluate(FakeRollout):
+    """An evaluation's groups wait for `gate`."""
+
+    gate: asyncio.Event
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        result = await super().generate(request)
+        if request.purpose == "eval":
+            await self.gate.wait()
+            result.newest = self.version
+        return result
+
+
+def test_an_evaluation_during_training_does_not_hold_up_the_trainer_and_tells_its_versions(tmp_path: Path) -> None:
+    settings = config.Evaluation(before=False, after=False, every=4, max_new_tokens=8)
+    folder = RunFolder(tmp_path, steps=8, eval_problems=9, sections={"evaluation": settings})
+    applied, cast = asyncio.Event(), Cast.make()
+
+    async def course(run: Run) -> None:
+        await applied.wait()  # step 6 is posted although the evaluation of step 4 has not got on
+        for rollout in cast.rollouts:
+            rollout.gate.set()  # type: ignore[attr-defined]
+
+    cast.rollouts = [SlowToEvaluate(rollout.name, cast.weights) for rollout in cast.rollouts]
+    for rollout in cast.rollouts:
+        rollout.gate = asyncio.Event()  # type: ignore[attr-defined]
+    cast.trainer = NotingTrainer(cast.weights)
+    cast.trainer.events = {("apply", 6): applied}
+    folder.run(cast, course)
+    assert evaluations(folder).keys() == {4}
+    point = evaluations(folder)[4]
+    assert point["eval/version_oldest"] == 4
+    assert point["eval/version_newest"] >= 6
+    check_books(folder, 8)
+
+
+class LearningReward(FakeReward):
+    """Evaluation is answered rightly at the steps `good` only."""
+
+    good: set[int]
+    trainer: FakeTrainer
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        applied = sum(name == "apply" for name, _ in self.trainer.done)
+        self.right = request.group_id >= 0 or applied in self.good
+        return await super().score(request)
+
+
+def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    sections = {
+        "checkpoint": config.Checkpoint(every=2, keep=2),
+        "evaluation": config.Evaluation(before=False, after=False, every=4, max_new_tokens=8),
+    }
+    folder = RunFolder(tmp_path, steps=14, staleness=0, eval_problems=3, sections=sections)
+    cast = Cast.make()
+    cast.trainer = FakeTrainer(cast.weights, lambda: 0.03)  # so slow that an evaluation ends within its step
+    cast.reward = LearningReward()
+    cast.reward.good, cast.reward.trainer = {4, 5}, cast.trainer
+    folder.run(cast)
+    saves = [step for name, step in cast.trainer.posted if name == "save"]
+    assert saves[:7] == [2, 4, 6, 8, 10, 12, 14]
+    assert sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()) == [4, 12, 14]
+    assert folder.position(14).best_step == 4
+    for step in (4, 12, 14):
+        position = folder.position(step)
+        assert position.version.step == step
+        assert sum(high - low + 1 for low, high in position.trained) == step * folder.groups_per_step
+    # The command to save comes right behind the weights of its version, before anything of the next step.
+    posted = cast.trainer.posted
+    assert posted[posted.index(("save", 4)) - 1] == ("send_weights", 4)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [(config.Stop(hours=1e-9), "hours are over"), (config.Stop(accuracy=0.9), "accuracy 100.0% reached 90.0%")],
+)
+def test_a_run_ends_when_its_condition_to_stop_holds(tmp_path: Path, stop: config.Stop, reason: str) -> None:
+    sections = {"stop": stop, "evaluation": config.Evaluation(before=False, after=False, every=2, max_new_tokens=8)}
+    folder = RunFolder(tmp_path, steps=100, eval_problems=3, sections=sections)
+    summary = folder.run(Cast.make())
+    assert reason in summary.stop_reason
+    assert 1 <= summary.steps < 50
+    check_books(folder, summary.steps)
+    assert folder.position(summary.steps).version.step == summary.steps
+
+

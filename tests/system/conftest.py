@@ -1,0 +1,58 @@
+"""What several whole-system tests share: a tiny model with its data, and the runs that are looked at from several sides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from runtime.config import Warmup
+from runtime.data import arithmetic
+from runtime.engines import tiny_model
+from tests.system.runs import ROOT, Live, sluice, started, summary, write_config
+
+DATA = Path(os.environ.get("SLUICE_SHARED", ROOT.parent / "shared")) / "data"
+
+
+def make_tiny(folder: Path) -> Path:
+    """model/ with random weights, train.jsonl and eval.jsonl."""
+    settings = Warmup(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=64)
+    (folder / "model").mkdir(parents=True)
+    tokenizer = tiny_model.write_tokenizer(folder / "model")
+    tiny_model.make_model(settings, tokenizer).save_pretrained(folder / "model")
+    train, held_out = arithmetic.split(10, 30, 32, 1)
+    arithmetic.write_jsonl(folder / "train.jsonl", train)
+    arithmetic.write_jsonl(folder / "eval.jsonl", held_out)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def config(tiny: Path, tmp_path: Path) -> Path:
+    """A small run on the tiny model; tests override what they need otherwise."""
+    return write_config(tmp_path / "config.yaml", tiny)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended well, and what it printed."""
+
+    folder: Path
+    output: str
+    seconds: float  # of the whole command
+
+
+@pytest.fixture(scope="session")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real file."""
+    path = DATA / "gsm8k" / "train.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no {path}; SLUICE_SHARED names the folder with the shared data")
+    return path

@@ -1,0 +1,248 @@
+"""Whole runs as a user starts them: `sluice` in a process of its own, under a deadline, with a check of what it leaves.
+
+Every process of a run says in its command line where the run lives, so that what belongs to a run can be told by its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+POLL = 0.02  # seconds between two looks at something outside that cannot be waited for
+
+START = 90.0  # seconds until a run trains
+END = 30.0  # seconds until nothing is left of a run that ended
+
+
+def sluice(*arguments: str, timeout: float = START, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """One command that is to end by itself."""
+    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+
+
+def eventually(check: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The first true value of `check()`; fails after `seconds`. For what happens in other processes."""
+    deadline = time.monotonic() + seconds
+    while not (value := check()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(POLL)
+    return value
+
+
+@dataclass
+class Live:
+    """A `sluice train` that was started, and where it lives."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    console: Path  # what it prints
+
+    @property
+    def output(self) -> str:
+        return self.console.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self.console.with_suffix(".err").read_text()
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def steps(self) -> int:
+        """Steps done so far, by its metrics."""
+        path = self.folder / "metrics.jsonl"
+        return max((point["step"] for point in points(self.folder) if "grad_norm" in point), default=0) if path.exists() else 0
+
+    def reaches(self, step: int, timeout: float = START) -> None:
+        def there() -> bool:
+            if self.steps() >= step:
+                return True
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output}{self.errors}"
+            return False
+
+        eventually(there, timeout, f"step {step} in {self.folder}")
+
+    def member(self, name: str) -> psutil.Process:
+        """The process of this run that is called `name`."""
+        module = f"services.{name.partition('-')[0]}"
+        for process in belonging(self.folder):
+            with suppress(psutil.Error):
+                command = process.cmdline()
+                if module in command and (name == "coordinator" or name in command) and "torch.distributed.run" not in command:
+                    return process
+        raise AssertionError(f"{name} does not run")
+
+
+def belonging(folder: Path) -> list[psutil.Process]:
+    """Every process whose command line names something in the run's folder, and all that descend from one."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and any(str(folder) in word for word in process.cmdline()):
+                for one in (process, *process.children(recursive=True)):
+                    if one.status() != psutil.STATUS_ZOMBIE:
+                        found[one.pid] = one
+    return list(found.values())
+
+
+def shared_files() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def forgotten(before: set[str]) -> set[str]:
+    """Files in shared memory that came since `before` and that no living process has."""
+    new = shared_files() - before
+    if not new:
+        return new
+    held = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            held += maps.read_text(errors="replace")
+    return {name for name in new & shared_files() if f"{SHARED_MEMORY / name}" not in held}
+
+
+def listening(processes: list[psutil.Process]) -> set[int]:
+    """The ports on which these processes listen."""
+    ports = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            ports |= {one.laddr.port for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    return ports
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def check_gone(folder: Path, ports: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    """No process, port or address of the run is left."""
+    eventually(lambda: not belonging(folder), END, f"the end of {[p.cmdline() for p in belonging(folder)]}")
+    eventually(lambda: all(map(is_free, ports)), END, f"ports {ports} free again")
+    assert not (folder / "coordinator.address").exists()
+
+
+@contextmanager
+def started(config: Path, *overrides: str, folder: Path) -> Iterator[Live]:
+    """`sluice train` in a process group of its own. Leaving the block ends what is left of it, and only that."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    console = folder.with_name(f"{folder.name}.console")
+    shared = shared_files()
+    with console.open("w") as out, console.with_suffix(".err").open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launcher.cli", "train", str(config), f"run.dir={folder}", *overrides],
+            cwd=ROOT,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        yield Live(process, folder, console)
+    finally:
+        leftovers = belonging(folder)
+        for one in leftovers:
+            with suppress(psutil.Error):
+                one.kill()
+        if process.poll() is None:
+            process.kill()
+        process.wait(END)
+        psutil.wait_procs(leftovers, END)
+    assert not (left := forgotten(shared)), f"left in {SHARED_MEMORY}: {left}"
+
+
+def trained(config: Path, *overrides: str, folder: Path, timeout: float) -> Live:
+    """A run to its end, which has to be a good one and leave nothing behind."""
+    with started(config, *overrides, folder=folder) as run:
+        assert run.wait(timeout) == 0, run.output + run.errors
+        check_gone(folder)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ what a run leaves
+
+
+def points(folder: Path) -> list[dict[str, Any]]:
+    """The metrics' lines that are whole."""
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The points of training steps alone."""
+    return [point for point in points(folder) if "grad_norm" in point]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------ configurations
+
+BASE: dict[str, Any] = {
+    "run": {"name": "test"},
+    "data": {"handler": "gsm8k", "max_prompt_tokens": 24},
+    "sampling": {"group_size": 4, "max_new_tokens": 16},
+    "evaluation": {"before": False, "after": False, "problems": 16},
+    "rewards": {"rules": [{"name": "gsm8k"}, {"name": "format_answer", "weight": 0.1}]},
+    "algorithm": {"kl_coefficient": 0.01},
+    "training": {"steps": 4, "groups_per_step": 4, "optimizer": {"learning_rate": 1e-4}},
+    "services": {"rollout": {"replicas": 2, "slots": 16}},
+}
+
+
+def write_config(path: Path, model: Path, **sections: Mapping[str, Any]) -> Path:
+    """A small run on the model folder's data; `sections` are merged into the base."""
+    made = {
+        "model": {"path": str(model / "model")},
+        "data": {"train": str(model / "train.jsonl"), "eval": str(model / "eval.jsonl")},
+    }
+    path.write_text(yaml.safe_dump(_merged(_merged(BASE, made), sections)))
+    return path
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = _merged(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), Mapping) else value
+    return out
+
+
+def one_line(text: str) -> str:
+    """The only line of `text`, which is no traceback."""
+    lines = text.splitlines()
+    assert len(lines) == 1, text
+    assert "Traceback" not in text
+    return lines[0]

@@ -1,0 +1,222 @@
+"""The rules of the source tree: which way imports run, what is pure, what loads nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("runtime", "services", "launcher")  # each may import those before it
+FILES = sorted(
+    file.relative_to(ROOT).as_posix()
+    for package in PACKAGES
+    for file in (ROOT / package).rglob("*.py")
+    if not file.name.endswith("_pb2.py")
+)
+TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
+
+PURE = (
+    "runtime/algorithms/",
+    "runtime/weights/plan.py",
+    "runtime/pipeline/states.py",
+    "runtime/pipeline/staleness.py",
+    "runtime/pipeline/publication.py",
+)
+IMPURE = {  # what reads a clock, the system or the configuration
+    *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
+    *("select", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile", "threading", "time"),
+    *("runtime.config", "runtime.config_checks", "runtime.config_loading", "runtime.platform"),
+}
+OPTIONAL = {  # what only some machines have, and the files that may name it
+    "vllm": {"runtime/engines/rollout_vllm.py"},
+    "megatron": {"runtime/engines/train_megatron.py"},
+    "mindspeed": {"runtime/engines/train_megatron.py"},
+    "torch_npu": {"runtime/platform.py", "runtime/weights/group.py"},
+}
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+TRANSLATORS = {"services/wire.py", "services/rpc/__init__.py"}
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere below `node`, by name; what `from` takes may be a module too.
+
+    Imports for type checking alone are left out: they are never carried out.
+    """
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children: list[ast.AST] = list(node.orelse)
+    else:
+        children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: a relative import"
+        assert node.module is not None
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
+    for child in children:
+        yield from imports(child)
+
+
+IMPORTS = {file: set(imports(tree)) for file, tree in TREES.items()}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def offenders(files: list[str], forbidden: set[str]) -> list[str]:
+    return [
+        f"{file} imports {module}"
+        for file in files
+        for module in sorted(IMPORTS[file])
+        if any(within(module, package) for package in forbidden)
+    ]
+
+
+def test_the_tree_is_there() -> None:
+    assert len(FILES) > 60
+    for name in (*PURE, *TRANSLATORS):
+        assert any(file.startswith(name) for file in FILES), name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_one_way(package: str) -> None:
+    later = set(PACKAGES[PACKAGES.index(package) + 1 :])
+    assert offenders([file for file in FILES if file.startswith(f"{package}/")], later) == []
+
+
+def test_nothing_outside_the_tests_imports_them() -> None:
+    assert offenders(FILES, {"tests", "pytest", "hypothesis"}) == []
+
+
+def test_runtime_does_not_know_grpc_or_protobuf() -> None:
+    files = [file for file in FILES if file.startswith("runtime/")]
+    assert offenders(files, {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_tools"}) == []
+
+
+def test_pure_modules_import_nothing_impure() -> None:
+    files = [file for file in FILES if file.startswith(PURE)]
+    assert offenders(files, IMPURE) == []
+
+
+def test_pure_modules_are_built_on_pure_modules() -> None:
+    """What they import of Sluice's own is pure as well."""
+    leaves = {
+        "runtime.errors",
+        "runtime.registry",
+        "runtime.types",
+        *(file[:-3].replace("/", ".") for file in FILES if file.startswith(PURE)),
+    }
+    for file in FILES:
+        if file.startswith(PURE):
+            own = {module for module in IMPORTS[file] if within(module, "runtime")}
+            assert all(any(within(module, leaf) for leaf in leaves) for module in own), file
+
+
+def test_one_module_alone_translates_between_protobuf_and_runtime() -> None:
+    for file in FILES:
+        stubs = {module for module in IMPORTS[file] if within(module, "services.rpc")} - {"services.rpc"}
+        if file not in TRANSLATORS:
+            assert stubs <= {"services.rpc.common_pb2"}, file  # frames and errors, which both ends of a stream handle
+            assert not any(within(module, "google") for module in IMPORTS[file]), file
+
+
+def test_what_only_some_machines_have_is_imported_in_its_own_file() -> None:
+    for package, files in OPTIONAL.items():
+        assert offenders([file for file in FILES if file not in files], {package}) == []
+    for file in FILES:  # nor at the top of it: the file must be importable everywhere
+        if file.endswith(("platform.py", "weights/group.py")):
+            top = {
+                module
+                for node in TREES[file].body
+                for module in imports(node)
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+            }
+            assert not any(within(module, package) for module in top for package in OPTIONAL), file
+
+
+def test_there_is_no_pickle() -> None:
+    assert offenders(FILES, PICKLES) == []
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert flags.get("weights_only") == "True", f"{file}:{node.lineno}: torch.load unpickles"
+
+
+def test_no_except_is_bare() -> None:
+    bare = [
+        f"{file}:{node.lineno}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert bare == []
+
+
+def test_top_level_names_are_sluices_alone() -> None:
+    """An import of `services`, `runtime` or `launcher` finds Sluice's: no other distribution ships one."""
+    owners = importlib.metadata.packages_distributions()
+    taken = {name: set(owners.get(name, ())) - {"sluice-rl"} for name in PACKAGES}
+    assert taken == {name: set() for name in PACKAGES}
+
+
+# ------------------------------------------------------------------------------------------------ what stays light
+
+HEAVY = ("torch", "transformers", "vllm", "megatron")
+
+
+def loaded(code: str) -> list[str]:
+    """The heavy packages that a fresh interpreter has after `code`."""
+    report = f"\nimport json, sys\nsys.stdout.write('\\n' + json.dumps([name for name in {HEAVY} if name in sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import services.coordinator, runtime.pipeline.run, runtime.trackers", id="coordinator"),
+        pytest.param(
+            "import services.reward, runtime.rewards.worker\n"
+            "from runtime.rewards.catalogue import find_rule\n"
+            "from runtime.config import Rewards, Rule\n"
+            "find_rule('gsm8k'), find_rule('format_answer')",
+            id="reward",
+        ),
+        pytest.param("import services.rollout, services.trainer, services.reference", id="before-load"),
+        pytest.param("import runtime.algorithms, runtime.config_checks, runtime.engines.tiny_model", id="checks"),
+        pytest.param(
+            "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",
+            id="sluice-help",
+        ),
+        pytest.param("import launcher.train, launcher.status, launcher.samples, launcher.known", id="launcher"),
+    ],
+)
+def test_nothing_heavy_is_loaded(code: str) -> None:
+    assert loaded(code) == []
+
+
+def test_the_check_for_heavy_modules_can_fail() -> None:
+    assert loaded("import sys, types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"]
+
+
+def test_the_command_line_answers_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert "usage: sluice" in done.stdout

@@ -1,0 +1,41 @@
+"""The generated stubs are those of proto/, and the code keeps to the oldest Python that is supported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROTOS = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "proto").glob("*.proto"))
+
+
+def test_the_stubs_are_those_of_the_protocol_files(tmp_path: Path) -> None:
+    if find_spec("grpc_tools") is None:
+        pytest.skip("grpcio-tools is not installed: the stubs cannot be generated again")
+    options = ["-I", "services/rpc=proto", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *PROTOS], cwd=ROOT, timeout=60, check=True)
+    generated = {file.name: file.read_bytes() for file in (tmp_path / "services" / "rpc").iterdir()}
+    kept = {file.name: file.read_bytes() for file in (ROOT / "services" / "rpc").glob("*_pb2.py*")}
+    assert len(generated) == 2 * len(PROTOS)
+    assert generated.keys() == kept.keys()
+    different = sorted(name for name in generated if generated[name] != kept[name])
+    assert different == [], "`make proto` generates them again"
+
+
+def test_the_code_needs_no_newer_python_than_3_10() -> None:
+    if find_spec("vermin") is None:
+        pytest.skip("vermin is not installed: the oldest Python that runs the code cannot be told")
+    options = ["--target=3.10-", "--no-tips", "--violations", "--backport", "typing", "--exclude-regex", "_pb2"]
+    done = subprocess.run(
+        [sys.executable, "-c", "import vermin; vermin.main()", *options, "runtime", "services", "launcher"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
