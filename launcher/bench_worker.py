@@ -11,8 +11,10 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property
 from itertools import count, cycle
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from runtime import config_loading, os_process
 from runtime.config import Config
 from runtime.errors import ServiceFault
 
@@ -39,27 +42,41 @@ class Measured(Struct):
     count: float
     seconds: float
 
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(self.count + other.count, self.seconds + other.seconds)
-
     @property
     def rate(self) -> float:
         return self.count / self.seconds
 
 
+def total(rounds: Iterable[Measured]) -> Measured:
+    """What was done in all rounds together."""
+    each = list(rounds)
+    return Measured(sum(one.count for one in each), sum(one.seconds for one in each))
+
+
 class Worker:
-    """A measuring process, seen from the bench. A context manager, which ends it."""
+    """A measuring process, seen from the bench."""
 
-    def __init__(self, config_path: Path, threads: int):
-        self._command = (sys.executable, "-m", "launcher.bench_worker", str(config_path))
-        self._threads = str(threads)
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
 
-    async def start(self) -> Worker:
-        env = {**os.environ, "OMP_NUM_THREADS": self._threads, "MKL_NUM_THREADS": self._threads}
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env, limit=1 << 20
-        )
-        return self
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, config: Config, threads: int) -> AsyncIterator[Worker]:
+        """A worker that computes with so many threads; it ends with the block."""
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(config_loading.to_yaml(config))
+            file.flush()
+            command = (sys.executable, "-m", "launcher.bench_worker", file.name)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env
+            )
+            try:
+                yield cls(process)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
 
     async def measure(self, what: str, seconds: float) -> Measured:
         """Raises ServiceFault when the worker ended."""
@@ -69,11 +86,6 @@ class Worker:
         if not line:
             raise ServiceFault("bench worker", what, "ended without an answer")
         return Measured(**json.loads(line))
-
-    async def end(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
 
 
 class Bench:
@@ -267,8 +279,7 @@ class Bench:
 
 
 def main() -> None:
-    from runtime import config_loading
-
+    os_process.die_with_parent()
     bench = Bench(config_loading.load(Path(sys.argv[1]), ()))
     for line in sys.stdin:
         order = json.loads(line)

@@ -95,7 +95,7 @@ class PlainLoop:
         logits = self._forward(weights, tokens, positions, cache, 0, seen)[:, -1]
 
         repeat = torch.arange(len(prompts)).repeat_interleave(self._group_size)
-        cache = [layer[:, repeat] for layer in cache]
+        cache = [layer.index_select(1, repeat) for layer in cache]
         logits, padding = logits[repeat], padding[repeat]
         visible = columns >= padding[:, None]
         rows = torch.arange(len(repeat))  # which reply each row of the batch is
@@ -113,14 +113,17 @@ class PlainLoop:
                 break
             if left < COMPACT_BELOW * len(rows):
                 kept = alive.nonzero().squeeze(1)
-                cache = [layer[:, kept] for layer in cache]
+                cache = [layer.index_select(1, kept) for layer in cache]
                 rows, padding, visible, chosen, alive = rows[kept], padding[kept], visible[kept], chosen[kept], alive[kept]
             mask = visible[:, None, : column + 1]
             logits = self._forward(weights, chosen[:, None], column - padding[:, None], cache, column, mask)[:, -1]
         return Replies(replies, decoded)
 
     def _sample(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(torch.softmax(logits, -1), 1, generator=self._random).squeeze(1)
+        """By inverse CDF: torch.multinomial draws an exponential number for every entry of the vocabulary."""
+        cumulative = torch.softmax(logits, -1).cumsum(-1)
+        drawn = torch.rand(len(logits), 1, generator=self._random) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, drawn, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
     def _fused(self) -> list[dict[str, torch.Tensor]]:
         """The layers' weights of now, projections that share their input joined."""

@@ -22,7 +22,6 @@ from launcher.view import View
 from runtime import config_checks, config_loading, os_process
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, SluiceError
-from runtime.status import Progress
 from runtime.summary import PeakMemory, Summary
 from services import session
 
@@ -132,10 +131,7 @@ class _Run:
     async def _watch(self, address: str) -> None:
         with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
             async for progress in session.watch(address):
-                self._show(progress)
-
-    def _show(self, progress: Progress) -> None:
-        self._view.progress(progress)
+                self._view.progress(progress)
 
     async def _guarded(self, work: Awaitable[T]) -> T:
         """Wait for `work`, or for the first process that dies: then for the coordinator's word on it, then its own."""

@@ -6,7 +6,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from runtime import status
 
@@ -14,16 +15,16 @@ LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 
 
 class View:
-    """A context manager. One bar for the phase that is under way; figures beside it."""
+    """A context manager. One line a phase, the newest with figures beside its bar."""
 
     def __init__(self, console: Console):
         self._console = console
         self._bars = Progress(
             TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}"),
+            BarColumn(bar_width=12, table_column=Column(min_width=12)),
+            TextColumn("{task.fields[count]}", justify="right"),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
+            TextColumn("{task.fields[detail]}", table_column=Column(ratio=1, no_wrap=True, overflow="crop")),
             console=console,
             disable=not console.is_terminal,
         )
@@ -38,25 +39,31 @@ class View:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bars.stop()
 
-    def phase(self, name: str, done: int = 0, total: int | None = None, detail: str = "") -> None:
-        """What is going on, and how far it is."""
+    def phase(self, name: str, done: int = 0, total: int = 0, detail: str = "") -> None:
+        """What is going on, and how far it is; `total` 0 is not known."""
         fresh = name != self._phase
         if fresh:
-            if self._task is not None:
-                self._bars.stop_task(self._task)
-            self._task = self._bars.add_task(name, total=total, detail=detail)
+            self._close()
+            self._task = self._bars.add_task(name, total=None, count="", detail="")
             self._phase = name
         assert self._task is not None
-        self._bars.update(self._task, completed=done, total=total, detail=detail)
-        if self._console.is_terminal:
-            return
+        count = f"{done}/{total}" if total else ""
+        self._bars.update(self._task, completed=done, total=total or None, count=count, detail=detail)
         now = time.monotonic()
-        if fresh or now - self._last_line >= LINE_INTERVAL:
+        if not self._console.is_terminal and (fresh or now - self._last_line >= LINE_INTERVAL):
             self._last_line = now
-            counted = f" {done}/{total}" if total else ""
-            self._console.print(f"{name}{counted}{'  ' + detail if detail else ''}", highlight=False)
+            self._console.print("  ".join(filter(None, (name, count, detail))), highlight=False)
+
+    def _close(self) -> None:
+        """The phase before is over: its bar stands still, and full."""
+        if self._task is not None:
+            total = self._bars.tasks[self._task].total or 1
+            self._bars.update(self._task, total=total, completed=total, detail="")
+            self._bars.stop_task(self._task)
 
     def progress(self, progress: status.Progress) -> None:
         """The run's own word on where it is."""
-        total = progress.steps if progress.phase == "training" else None
-        self.phase(progress.phase, progress.step if total else 0, total, progress.detail)
+        if progress.phase in ("finished", "failed"):
+            self._close()
+            return
+        self.phase(progress.phase, progress.done, progress.total, progress.detail)

@@ -6,17 +6,14 @@ import sys
 
 if sys.version_info >= (3, 11):
     from asyncio import TaskGroup  # novermin
-
-    ExceptionGroups = BaseExceptionGroup  # noqa: F821  # novermin
 else:
-    from exceptiongroup import BaseExceptionGroup as ExceptionGroups
     from taskgroup import TaskGroup
 
-__all__ = ["ExceptionGroups", "TaskGroup", "first_error"]
+__all__ = ["TaskGroup", "first_error"]
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception in a group of groups, or the exception itself."""
-    while isinstance(error, ExceptionGroups):
-        error = error.exceptions[0]
+    """The first exception in an exception group, however deep, or the exception itself."""
+    while nested := getattr(error, "exceptions", ()):
+        error = nested[0]
     return error

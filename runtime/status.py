@@ -42,11 +42,16 @@ class Registration(Struct, kw_only=True):
 
 
 class Progress(Struct, kw_only=True):
-    """Where the run is. `phase`: starting, evaluating, training, saving, finished or failed."""
+    """Where the run is: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
+
+    `phase`: starting, evaluating, training, saving, finished or failed.
+    """
 
     phase: str = "starting"
     step: int = 0
     steps: int = 0
+    done: int = 0
+    total: int = 0
     detail: str = ""
     metrics: dict[str, float] = {}
 

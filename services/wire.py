@@ -184,10 +184,24 @@ METHODS: dict[tuple[str, str], Method] = {
 }
 
 
+# The errors that arrive as they were. Unreachable and Unanswered are not among them: they are what a caller finds out about
+# its own peer, and the caller's caller must not take them for its.
+TOLD = (
+    errors.UserError,
+    errors.ConfigError,
+    errors.InvalidMessage,
+    errors.Overloaded,
+    errors.Cancelled,
+    errors.ServiceFault,
+    errors.DeadlineExceeded,
+    errors.InvariantViolated,
+)
+
+
 def error_to_wire(error: BaseException) -> common_pb2.Error:
     """Any exception as a message; what is not Sluice's own becomes a ServiceFault at the other end."""
-    own = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-    out = common_pb2.Error(kind=next(own, type(error).__name__), message=text(str(error)))
+    kind = next((kind for kind in type(error).__mro__ if kind in TOLD), type(error))
+    out = common_pb2.Error(kind=kind.__name__, message=text(str(error)))
     if isinstance(error, errors.ServiceFault):
         out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
         out.deadline = error.deadline or 0.0

@@ -208,7 +208,7 @@ class Run:
         step = self._buffer.committed
 
         def report(done: int, total: int) -> None:
-            self._report("evaluating", f"{done}/{total} problems")
+            self._report("evaluating", done, total)
 
         evaluating = self._evaluating = self._tasks.create_task(self._evaluator.run(step, alone=True, progress=report))
         await self._evaluation_over()
@@ -293,13 +293,15 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ what is said of it
 
-    def _report(self, phase: str, detail: str = "") -> None:
+    def _report(self, phase: str, done: int = 0, total: int = 0) -> None:
         figures = {name: value for name, value in self._books.newest.items() if isinstance(value, float)}
         if self._accuracy:
             figures["eval/accuracy"] = self._accuracy[max(self._accuracy)]
-        last = self._config.training.steps
+        step, steps = self._buffer.committed, self._config.training.steps
+        if phase == "training":
+            done, total = step, steps
         self._material.report(
-            Progress(phase=phase, step=self._buffer.committed, steps=last, detail=detail or _line(figures), metrics=figures)
+            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=_line(figures), metrics=figures)
         )
 
     def _summary(self, before: float | None, after: float | None, seconds: float) -> Summary:
@@ -324,8 +326,8 @@ def _line(figures: dict[str, float]) -> str:
     shown = (
         ("eval/accuracy", "accuracy {:.1%}"),
         ("grpo/score/mean", "reward {:.2f}"),
-        ("staleness/mean", "staleness {:.1f}"),
         ("timing/all", "{:.0f} ms/step"),
+        ("staleness/mean", "staleness {:.1f}"),
     )
     scale = {"timing/all": 1000.0}
     return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import checkpoint, config
-from runtime.aio import ExceptionGroups, first_error
+from runtime.aio import first_error
 from runtime.commands import WeightsSent
 from runtime.config import Config
 from runtime.data.handlers import Problem
@@ -126,19 +126,22 @@ class FakeRollout:
 
 
 class FakeReward:
-    """Everything is right, or what `accuracy` of the version that generated it says. Groups are scored as sent."""
+    """Finds every reply right."""
 
     name = "reward-0"
 
     def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2):
         self._seconds = seconds
-        self.group_size = {True: group_size, False: 1}  # of training, of evaluation
-        self.right = True
+        self._group_size = group_size
+
+    def value(self, request: ScoreRequest) -> float:
+        return 1.0
 
     async def score(self, request: ScoreRequest) -> Scores:
+        value = self.value(request)
         await asyncio.sleep(self._seconds())
-        n = self.group_size[request.group_id >= 0]
-        values = np.full(n, 1.0 if self.right else 0.0, np.float32)
+        n = self._group_size if request.group_id >= 0 else 1  # an evaluation's groups count down from -1
+        values = np.full(n, value, np.float32)
         return Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={"gsm8k": values})
 
 
@@ -260,6 +263,13 @@ class Cast:
             FakeReference(LongTail(seed + 3)),
         )
 
+    @classmethod
+    def prompt(cls) -> Cast:
+        """Nothing takes any time."""
+        weights = Weights()
+        rollouts = [FakeRollout(f"rollout-{i}", weights) for i in range(2)]
+        return cls(weights, FakeTrainer(weights), rollouts, FakeReward(), FakeReference())
+
     @property
     def roles(self) -> Roles:
         return Roles(trainer=self.trainer, rollouts=self.rollouts, rewards=[self.reward], references=[self.reference])
@@ -331,7 +341,7 @@ class RunFolder:
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
             try:
                 summary = await run.execute()
-            except ExceptionGroups as error:
+            except BaseException as error:
                 raise first_error(error) from None
             if beside is not None:
                 await beside

@@ -130,9 +130,8 @@ def test_without_staleness_a_step_is_accumulated_while_its_other_groups_are_gene
 
 
 def test_the_trainer_holds_one_batch_ahead_and_no_more(tmp_path: Path) -> None:
-    cast = Cast.make()
+    cast = Cast.prompt()
     cast.trainer = FakeTrainer(cast.weights, lambda: 0.02)  # slower than everything else
-    cast.rollouts = [FakeRollout(rollout.name, cast.weights) for rollout in cast.rollouts]
     RunFolder(tmp_path, steps=8, staleness=2).run(cast)
     posts = list(zip(cast.trainer.posted, cast.trainer.done_when_posted, strict=True))
     ahead = [step for (name, step), done in posts if name == "accumulate" and ("apply", step - 1) not in done]
@@ -415,10 +414,9 @@ class LearningReward(FakeReward):
     good: set[int]
     trainer: FakeTrainer
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    def value(self, request: ScoreRequest) -> float:
         applied = sum(name == "apply" for name, _ in self.trainer.done)
-        self.right = request.group_id >= 0 or applied in self.good
-        return await super().score(request)
+        return float(request.group_id >= 0 or applied in self.good)
 
 
 def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_path: Path) -> None:
@@ -427,7 +425,7 @@ def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_pat
         "evaluation": config.Evaluation(before=False, after=False, every=4, max_new_tokens=8),
     }
     folder = RunFolder(tmp_path, steps=14, staleness=0, eval_problems=3, sections=sections)
-    cast = Cast.make()
+    cast = Cast.prompt()
     cast.trainer = FakeTrainer(cast.weights, lambda: 0.03)  # so slow that an evaluation ends within its step
     cast.reward = LearningReward()
     cast.reward.good, cast.reward.trainer = {4, 5}, cast.trainer
@@ -440,9 +438,10 @@ def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_pat
         position = folder.position(step)
         assert position.version.step == step
         assert sum(high - low + 1 for low, high in position.trained) == step * folder.groups_per_step
-    # The command to save comes right behind the weights of its version, before anything of the next step.
+    # A checkpoint holds its version: it is ordered after the step that makes it, and before the next is applied.
     posted = cast.trainer.posted
-    assert posted[posted.index(("save", 4)) - 1] == ("send_weights", 4)
+    for step in saves[:6]:
+        assert posted.index(("apply", step - 1)) < posted.index(("save", step)) < posted.index(("apply", step))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from runtime import codec, config_loading
 from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run
 from runtime.engines.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
-from runtime.errors import ServiceFault, UserError
+from runtime.errors import Unreachable, UserError
 from runtime.status import Registration, Status, Stop
 from runtime.types import GroupPayload, Sample, ScoreRequest, Scores, Segment
 from services.server import OPTIONS, Server
@@ -203,7 +203,7 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
 
             await session.unary("Process", "Stop", Stop(drain_seconds=1.0))
             assert await service.ended() == 0
-            with pytest.raises(ServiceFault, match="reward-0"):
+            with pytest.raises(Unreachable, match="reward-0"):
                 await session.call("Score", request, 5.0)
             assert "Traceback" not in service.log
 
@@ -229,7 +229,7 @@ def test_a_process_that_is_killed_fails_the_calls_under_way(tmp_path: Path) -> N
             calls = [session.post("Score", score_request("1"), 60.0) for _ in range(3)]
             service.process.kill()
             for outcome in await asyncio.gather(*calls, return_exceptions=True):
-                assert type(outcome) is ServiceFault
+                assert type(outcome) is Unreachable
                 assert (outcome.service, outcome.phase) == ("reward-0", "Score")
 
     run(test())

@@ -129,11 +129,12 @@ def test_a_full_mailbox_refuses_data_with_a_delay_and_lets_control_in() -> None:
     async def test() -> None:
         desk = Desk()
         actor = Actor("desk", desk, capacity=2)
-        futures = [actor.send("a"), actor.send("b"), actor.send("C", priority=Priority.CONTROL)]
+        futures = [actor.send("a"), actor.send("b")]
+        futures += [actor.send(name, priority=Priority.CONTROL) for name in "CDE"]
         with pytest.raises(Overloaded, match=r"desk: mailbox is full \(2 letters\)") as refused:
             actor.send("c")
         assert refused.value.retry_after > 0
-        assert (actor.stats.depth, actor.stats.capacity, actor.stats.refused) == (3, 2, 1)
+        assert (actor.stats.depth, actor.stats.capacity, actor.stats.refused) == (5, 2, 1)
         async with running(actor):
             await asyncio.gather(*futures)
             assert await actor.send("d") == "d"  # there is room again

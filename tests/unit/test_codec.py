@@ -35,6 +35,12 @@ def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
     assert decoded.tobytes() == values.tobytes()  # NaN's bits and the sign of 0 included
 
 
+@pytest.mark.parametrize(("index", "dtype"), list(enumerate(DTYPES)))
+def test_an_array_on_the_wire_is_its_dtypes_number_and_its_bytes(index: int, dtype: str) -> None:
+    values = np.array([1, 2], dtype)
+    assert codec.encode(Box(values)) == extension(1, bytes([index]) + values.tobytes())
+
+
 def test_a_view_with_gaps_is_packed() -> None:
     values = np.arange(10, dtype=np.int32)[::3]
     np.testing.assert_array_equal(codec.decode(Box, codec.encode(Box(values))).values, [0, 3, 6, 9])
@@ -107,6 +113,11 @@ def test_a_foreign_object_is_not_encoded() -> None:
 def test_what_is_not_the_message_is_refused(data: bytes, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
         codec.decode(Box, data)
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(InvalidMessage, match="utf-8"):
+        codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
 @settings(max_examples=150, deadline=None)

@@ -120,7 +120,7 @@ def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading)
             "training.optimizer.lerning_rate: unknown key; nearest is 'learning_rate'",
             "training.optimizer.betas: has 1 items, not 2",
             "services.rollout.slots: 'many' is not an integer >= 1",
-            "services.rollout.dtype: 'fp32' is not one of auto, bfloat16, float16, float32",
+            "services.rollout.dtype: 'fp32' is not one of auto, bfloat16, float32",
             "services.rollout.env.A: 1 is not a string; put it in quotes",
             "services.trainer: 5 is not a section of keys",
             "evaluation.before: 'yes' is not true or false",
@@ -367,7 +367,7 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
     assert kv_cache_bytes(qwen | {"head_dim": 64}, 1, 1, 2) == 57_344 * 7 // 2
 
     needed = 2 * (2 * 2 * 2 * 16 * 2) * 64 * 128  # 2 replicas of bf16
-    services = {"rollout": {"replicas": 2}}
+    services = {"rollout": {"replicas": 2, "dtype": "bfloat16"}}
     assert checked(sound, available_bytes=needed, services=services) == []
     (fault,) = checked(sound, available_bytes=needed - 1, services=services)
     assert fault.startswith("services.rollout.slots: 64 slots of 128 tokens in 2 replica(s) need 0.0 GiB of KV cache")

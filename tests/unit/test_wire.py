@@ -309,6 +309,18 @@ def test_sluices_own_errors_arrive_as_they_were(error: errors.SluiceError) -> No
     assert vars(arrived) == vars(error)
 
 
+@pytest.mark.parametrize(
+    ("found", "told"), [(errors.Unreachable, errors.ServiceFault), (errors.Unanswered, errors.DeadlineExceeded)]
+)
+def test_what_a_caller_finds_out_about_its_peer_is_not_taken_for_its_own_fault(
+    found: type[errors.ServiceFault], told: type[errors.ServiceFault]
+) -> None:
+    error = found("rollout-1", "transfer", "is gone", 2.0)
+    arrived = over_the_wire(error)
+    assert type(arrived) is told
+    assert vars(arrived) == vars(error)
+
+
 def test_an_overload_keeps_its_delay() -> None:
     arrived = over_the_wire(errors.Overloaded("reward-0: mailbox is full", 0.375))
     assert isinstance(arrived, errors.Overloaded)

@@ -1,0 +1,49 @@
+"""`sluice bench NAME`: what this machine does with Sluice, beside a plain loop in the same minutes.
+
+Everything that is compared is measured in turn, several rounds of each, so that a machine that slows down does so for both
+sides; figures are sums over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+
+MATERIAL = Path("runs") / ".cache" / "bench"
+
+
+class Machine(Struct):
+    """Where it was measured."""
+
+    cores: int
+    processor: str
+    python: str
+
+
+def run(name: str, json_path: Path | None) -> None:
+    """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
+    from launcher import bench_engine, bench_train
+
+    report: bench_engine.Report | bench_train.Report
+    if name == "engine":
+        report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings()))
+        tables = [bench_engine.render(report)]
+    else:
+        report = asyncio.run(bench_train.measure(MATERIAL, bench_train.Settings()))
+        tables = bench_train.render(report)
+    console = Console()
+    for table in tables:
+        console.print(table)
+    if json_path is not None:
+        figures = {"bench": name, "machine": msgspec.to_builtins(machine()), **msgspec.to_builtins(report)}
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+
+
+def machine() -> Machine:
+    return Machine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
