@@ -5,6 +5,7 @@ The trainer's rank 0 writes them; the coordinator's position lies beside the mod
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from runtime import codec
 from runtime.errors import InvalidMessage, UserError
+from runtime.payloads import StorageFull
 from runtime.position import Position
 
 FOLDER = "checkpoints"
@@ -27,7 +29,10 @@ def folder_for(run_dir: Path, step: int) -> Path:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its name once the block ends well; what lay there before is replaced."""
+    """A temporary folder beside `folder` that takes its name once the block ends well; what lay there before is replaced.
+
+    Raises StorageFull when there is no room, whatever library it was that met it.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -38,8 +43,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(folder)
         partial.replace(folder)
         _sync(folder.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if os.strerror(errno.ENOSPC) in str(error):
+            raise StorageFull(folder) from error
         raise
 
 

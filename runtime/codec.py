@@ -55,5 +55,5 @@ def decode(type_: type[T], data: bytes | memoryview) -> T:
     """Decode `data` as `type_`; arrays are read-only views into `data`. Raises InvalidMessage, with the path of the fault."""
     try:
         return _decoder(type_).decode(data)  # type: ignore[arg-type]
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise InvalidMessage(f"not a {getattr(type_, '__name__', type_)}: {error}") from error

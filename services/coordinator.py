@@ -54,7 +54,7 @@ class Coordinator:
         # CLOCK_MONOTONIC is one for all processes of a machine.
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", self._started))
         self._progress = Progress(steps=config.training.steps)
-        self._changed = asyncio.Event()
+        self._watchers: set[asyncio.Event] = set()
         self._registered: dict[Member, Registration] = {}
         self._arrived = asyncio.Event()
         self._sessions: list[Session] = []
@@ -212,16 +212,23 @@ class Coordinator:
 
     def _report(self, progress: Progress) -> None:
         self._progress = progress
-        self._changed.set()
+        for watcher in self._watchers:
+            watcher.set()
 
     async def _watch(self) -> AsyncIterator[Progress]:
         """Every change, or the newest of several that came together."""
-        while True:
-            self._changed.clear()
-            yield self._progress
-            if self._progress.phase in ("finished", "failed"):
-                return
-            await self._changed.wait()
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                progress = self._progress
+                yield progress
+                if progress.phase in ("finished", "failed"):
+                    return
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
 
 
 def _told(registration: Registration) -> tuple[str, int, str, str]:

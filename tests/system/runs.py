@@ -87,15 +87,19 @@ class Live:
 
         eventually(there, timeout, f"step {step} in {self.folder}")
 
-    def member(self, name: str) -> psutil.Process:
-        """The process of this run that is called `name`."""
-        module = f"services.{name.partition('-')[0]}"
+    def says(self, words: str, timeout: float = START) -> None:
+        """Waits until it has printed `words`."""
+        eventually(lambda: words in self.output, timeout, f"{words!r} on the console of {self.folder}")
+
+    def member(self, name: str, rank: int = 0) -> psutil.Process:
+        """The process of this run that was started as `name`, or that rank of it."""
+        module, found = f"services.{name.partition('-')[0]}", []
         for process in belonging(self.folder):
             with suppress(psutil.Error):
                 command = process.cmdline()
                 if module in command and (name == "coordinator" or name in command) and "torch.distributed.run" not in command:
-                    return process
-        raise AssertionError(f"{name} does not run")
+                    found.append((int(process.environ().get("RANK", "0")), process))
+        return dict(found)[rank]
 
 
 def belonging(folder: Path) -> list[psutil.Process]:

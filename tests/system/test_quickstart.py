@@ -1,0 +1,185 @@
+"""The main job as it is shipped: what it learns, how long it takes, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runtime.ledger_reader import LedgerReader
+from tests.system.runs import ROOT, Live, points, sluice, steps, summary, trained
+
+pytestmark = pytest.mark.timeout(900)
+
+TOTAL = 800.0  # seconds, the warm-up on a busy machine included
+RL_SECONDS = 120.0
+MEMORY = 4 << 30
+BOUND = 2  # η of the quickstart
+
+FIELDS = {
+    "accuracy_before",
+    "accuracy_after",
+    "steps",
+    "rl_seconds",
+    "total_seconds",
+    "peak_pss_bytes",
+    "samples_per_second",
+    "tokens_per_second",
+    "staleness_mean",
+    "staleness_max",
+    "staleness_histogram",
+    "idle_trainer",
+    "idle_rollout",
+    "groups",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Live:
+    folder = tmp_path_factory.mktemp("quickstart")
+    overrides = [f"warmup.cache={folder / 'cache'}", "warmup.max_seconds=500"]
+    return trained(ROOT / "configs" / "quickstart.yaml", *overrides, folder=folder / "run", timeout=TOTAL)
+
+
+def test_it_learns_to_add_in_time_and_memory(run: Live) -> None:
+    result = summary(run.folder)
+    assert result.keys() >= FIELDS
+    assert 0.30 <= result["accuracy_before"] <= 0.60
+    assert result["accuracy_after"] >= 0.90
+    assert result["rl_seconds"] <= RL_SECONDS
+    assert 0 < result["peak_pss_bytes"] < MEMORY
+    assert result["total_seconds"] >= result["rl_seconds"]
+
+
+def test_it_is_stale_within_its_bound(run: Live) -> None:
+    result = summary(run.folder)
+    histogram = {int(value): count for value, count in result["staleness_histogram"].items()}
+    assert max(histogram) == result["staleness_max"] <= BOUND
+    assert any(histogram.get(value) for value in (1, 2))
+    samples = sum(histogram.values())
+    assert samples == 64 * result["steps"]
+    mean = sum(value * count for value, count in histogram.items()) / samples
+    assert result["staleness_mean"] == pytest.approx(mean)
+    assert result["samples_per_second"] == pytest.approx(samples / result["rl_seconds"])
+    with LedgerReader(run.folder / "ledger") as reader:
+        for group in reader.groups():
+            if group.step is not None:
+                assert group.oldest is not None
+                assert 0 <= group.step - group.oldest.step <= BOUND
+
+
+def test_every_group_ended_in_one_final_state(run: Live) -> None:
+    result = summary(run.folder)
+    with LedgerReader(run.folder / "ledger") as reader:
+        counts = reader.check_final(8)
+    assert {state: count for state, count in counts.items() if count or state in ("retired", "dropped")} == result["groups"]
+    assert result["groups"]["retired"] == 8 * result["steps"]
+
+
+def test_its_folder_has_everything(run: Live) -> None:
+    folder = run.folder
+    members = ("coordinator", "rollout-0", "rollout-1", "reward-0", "reference-0", "trainer-0")
+    for name in members:
+        log = (folder / "logs" / f"{name}.log").read_text()
+        assert log
+        assert "Traceback" not in log
+    assert (folder / "metrics.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert any((folder / "tensorboard").glob("events.out.tfevents.*"))
+    resolved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert resolved["training"]["staleness"] == BOUND
+    assert resolved["model"]["path"]
+    assert not (folder / "coordinator.address").exists()
+
+
+def test_its_metrics_name_what_each_step_did(run: Live) -> None:
+    found = steps(run.folder)
+    assert [point["step"] for point in found] == list(range(1, summary(run.folder)["steps"] + 1))
+    names = {
+        "timing/all",
+        "timing/rollout",
+        "timing/update",
+        "timing/reference_model",
+        "timing/rule_reward",
+        "timing/resharding_to_infer",
+        "e2e_tps",
+        "update_tps",
+        "vllm_tps",
+        "grad_norm",
+        "actor/pg_loss",
+        "actor/kl_loss",
+        "actor/lr",
+        "grpo/score/mean",
+        "gsm8k_rewards/mean",
+        "response_length/mean",
+        "staleness/mean",
+        "staleness/histogram",
+        "publication/seconds",
+        "publication/pause_seconds",
+        "publication/bytes",
+        "idle/trainer",
+        "idle/rollout",
+    }
+    for point in found:
+        assert names <= point.keys(), names - point.keys()
+        assert all(math.isfinite(value) for value in point.values() if isinstance(value, float))
+        # Tokens over time and accelerators: a trainer, two rollouts, a reference.
+        tokens = (point["response_length/mean"] + point["prompt_length/mean"]) * 64 / 4
+        for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("vllm_tps", "rollout")):
+            assert point[name] == pytest.approx(tokens / point[f"timing/{phase}"])
+
+
+def test_it_is_evaluated_before_during_and_after(run: Live) -> None:
+    result, found = summary(run.folder), {p["step"]: p for p in points(run.folder) if "eval/accuracy" in p}
+    assert sorted(found) == [0, 25, 50, 75, 100, 125, 150, 175, 200]
+    assert found[0]["eval/accuracy"] == result["accuracy_before"]
+    assert found[200]["eval/accuracy"] == result["accuracy_after"]
+    for step in (0, 200):
+        assert found[step]["eval/version_oldest"] == found[step]["eval/version_newest"] == step
+    for step in range(25, 200, 25):
+        assert step <= found[step]["eval/version_oldest"] <= found[step]["eval/version_newest"]
+
+
+def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None:
+    torch.set_num_threads(1)
+    folder = run.folder / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    shown = sluice("samples", str(run.folder), "--eval", "--step", "200", "--jsonl", "--limit", "16")
+    samples = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert len(samples) == 16
+    for sample in samples:
+        question = sample["prompt"].removeprefix("<|user|>").removesuffix("<|im_end|><|assistant|>")
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+        assert text == sample["prompt"]
+        prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        reply = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(reply, skip_special_tokens=False) == sample["reply"]
+
+
+def test_it_says_how_it_went(run: Live) -> None:
+    result = summary(run.folder)
+    assert f"{result['accuracy_before']:.1%} → {result['accuracy_after']:.1%}" in run.output
+    assert f"run folder: {run.folder}" in run.output
+    assert not run.errors
+
+
+def test_its_samples_can_be_looked_at(run: Live) -> None:
+    shown = sluice("samples", str(run.folder), "--step", "199", "--limit", "1").stdout
+    assert "<|user|>" in shown
+    assert "####" in shown
+    lines = sluice("samples", str(run.folder), "--step", "10:11", "--jsonl", "--limit", "0").stdout.splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 2 * 64
+    for sample in samples:
+        assert sample["step"] in (10, 11)
+        assert sample["state"] == "retired"
+        assert sample["reward"] == pytest.approx(sample["rules"]["gsm8k"] + 0.1 * sample["rules"]["format_answer"])
+        right = sample["reply"].removesuffix("<|im_end|>").rpartition("####")[2].strip() == sample["label"]
+        if sample["finish"] == "stop" and "####" in sample["reply"]:
+            assert sample["rules"]["gsm8k"] == float(right), sample
+    good = sluice("samples", str(run.folder), "--reward", "1.05:", "--jsonl", "--limit", "3").stdout.splitlines()
+    assert len(good) == 3 * 8

@@ -1,0 +1,60 @@
+"""A trainer of two ranks computes what one rank computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.pipeline.states import Phase
+from tests.system.runs import Live, steps, trained, write_config
+
+pytestmark = pytest.mark.timeout(300)
+
+RUN = 150.0
+STEPS = 3
+COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "grad_norm")
+
+# Random weights earn nothing from rules of arithmetic, and without differences in reward there is no gradient.
+VARIETY = """
+from runtime.rewards.rules import rule
+
+
+@rule("variety")
+def variety(text, label, context):
+    return len(set(text)) / 16
+"""
+
+
+def trained_groups(run: Live) -> list[GroupRow]:
+    with LedgerReader(run.folder / "ledger") as reader:
+        return sorted(reader.groups(states=[Phase.RETIRED]), key=lambda group: group.group_id)
+
+
+def test_two_ranks_have_the_losses_of_one(tiny: Path, tmp_path: Path) -> None:
+    rule = tmp_path / "variety.py"
+    rule.write_text(VARIETY)
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny,
+        rewards={"rules": [{"name": f"{rule}:variety"}]},
+        algorithm={"kl_coefficient": 0.1},
+        # On-policy, so that both runs train the same groups: what is generated depends on the weights and seeds alone.
+        training={"steps": STEPS, "staleness": 0, "optimizer": {"learning_rate": 1e-3}},
+    )
+    one, two = (
+        trained(config, f"services.trainer.processes={ranks}", folder=tmp_path / f"ranks-{ranks}", timeout=RUN)
+        for ranks in (1, 2)
+    )
+    for alone, shared in zip(trained_groups(one), trained_groups(two), strict=True):
+        assert (alone.group_id, alone.problem, alone.step) == (shared.group_id, shared.problem, shared.step)
+        assert alone.response_tokens == shared.response_tokens
+        assert alone.reward == shared.reward
+    points = list(zip(steps(one.folder), steps(two.folder), strict=True))
+    assert len(points) == STEPS
+    for alone, shared in points:
+        assert alone["grad_norm"] > 1e-3
+        for name in COMPARED:
+            assert shared[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-5), f"{name} of step {alone['step']}"
+    assert points[-1][0]["actor/kl_loss"] > 1e-5  # the weights have moved
