@@ -190,7 +190,6 @@ class Rollout(Process, frozen=True):
     engine: Literal["torch"] = "torch"
     slots: Positive = 64
     dtype: DType = "auto"
-    in_flight: Literal["keep"] = "keep"
 
 
 class Reward(Process, frozen=True):
