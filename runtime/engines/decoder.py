@@ -169,31 +169,19 @@ class Decoder:
         """
         config, (b, t) = self.config, tokens.shape
         widths = [config.heads, config.kv_heads, config.kv_heads]
-        dense = allowed is not None and self.device.type == "cpu"
-        mask = None if allowed is None else self._dense_bias(allowed) if dense else allowed.unsqueeze(1)
+        mask = None if allowed is None else allowed.unsqueeze(1)
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
             if kept is not None:
                 kept[layer, 0].copy_(key)
                 kept[layer, 1].copy_(value)
-            if dense:
-                assert mask is not None
-                shared = query.reshape(b, config.kv_heads, -1, config.head_dim)
-                out = _attend_batched(shared, key, value, mask).view(b, config.heads, t, -1)
-            else:
-                out = F.scaled_dot_product_attention(
-                    query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
-                )
+            out = F.scaled_dot_product_attention(
+                query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
+            )
             return out.transpose(1, 2).reshape(b * t, -1)
 
         return self._run(tokens.flatten(), positions.flatten(), attend).view(b, t, -1)
-
-    def _dense_bias(self, allowed: torch.Tensor) -> torch.Tensor:
-        """[b, kv_heads, heads / kv_heads * t, t] of `allowed` [b, t, t]: 0 where a query sees a key, else -inf."""
-        config, (b, t, _) = self.config, allowed.shape
-        bias = torch.zeros(allowed.shape, device=self.device, dtype=self.dtype).masked_fill_(~allowed, -math.inf)
-        return bias.unsqueeze(1).expand(-1, config.heads, -1, -1).reshape(b, config.kv_heads, -1, t)
 
     def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Rows = tuple[torch.Tensor, torch.Tensor]  # tokens int64 [N, T], padded right; mask of the reply's tokens bool [N, T]
 
-RECIPE = 1  # part of the cache's key: raise it when this file changes what a setting produces
+RECIPE = 2  # part of the cache's key: raise it when this file changes what a setting produces
 CHECK_EVERY = 10  # steps between two looks at the held-out accuracy
 RAMP_STEPS = 20  # of the learning rate
 AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is measured and saved

@@ -12,6 +12,7 @@ from runtime.config import Config
 from runtime.data.prompts import PromptStream
 from runtime.ledger import Ledger
 from runtime.ledger_records import CheckpointSaved
+from runtime.pipeline.buffer import Buffer
 from runtime.ports import Answer, TrainerPort
 from runtime.position import Position
 from runtime.types import PolicyVersion
@@ -20,13 +21,16 @@ from runtime.types import PolicyVersion
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(self, folder: Path, config: Config, trainer: TrainerPort, ledger: Ledger, stream: PromptStream):
+    def __init__(
+        self, folder: Path, config: Config, trainer: TrainerPort, ledger: Ledger, stream: PromptStream, buffer: Buffer
+    ):
         self._folder = folder
         self._settings = config.checkpoint
         self._retain_bytes = config.ledger.retain_bytes
         self._trainer = trainer
         self._ledger = ledger
         self._stream = stream
+        self._buffer = buffer
         self._incarnation = 0
         self.accuracy: dict[int, float] = {}
 
@@ -51,10 +55,12 @@ class Checkpoints:
     async def position(self, step: int) -> bytes:
         """Where the run is once version `step` is made."""
         best = self._best(self.accuracy)
+        untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
         position = Position(
             version=PolicyVersion(self._incarnation, step),
             stream=self._stream.state(),
             trained=await self._ledger.trained(step),
+            pending=[group.ticket.problem for group in sorted(untrained, key=lambda group: group.group_id)],
             accuracy=self.newest_accuracy,
             best_accuracy=None if best is None else self.accuracy[best],
             best_step=best,

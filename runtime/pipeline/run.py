@@ -73,7 +73,7 @@ class Run:
             journal=material.ledger.record,
             step=first,
         )
-        self._checkpoints = Checkpoints(material.folder, config, roles.trainer, material.ledger, self._stream)
+        self._checkpoints = Checkpoints(material.folder, config, roles.trainer, material.ledger, self._stream, self._buffer)
         self._spans = SpanClock()
         self._pool = RolloutPool(roles.rollouts)
         self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
@@ -106,6 +106,7 @@ class Run:
             else None
         )
         self._evaluating: asyncio.Task[Any] | None = None
+        self._skipped_evaluations = 0
         self._stop_reason = ""
         self._rl_began = 0.0
 
@@ -184,7 +185,9 @@ class Run:
             self.stop(f"{config.stop.hours:g} hours are over")
         every = config.evaluation.every
         if self._evaluator and every and step % every == 0 and step < self._training.last_step:
-            await self._evaluation_over()
+            if self._evaluating is not None and not self._evaluating.done():
+                self._skipped_evaluations += 1  # training waits for none
+                return self._report("training")
             self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
         self._report("training")
 
@@ -226,6 +229,7 @@ class Run:
             "eval/samples": float(evaluation.samples),
             "eval/errors": float(evaluation.errors),
             "eval/seconds": evaluation.seconds,
+            "eval/skipped": float(self._skipped_evaluations),
             "eval/version_oldest": float(evaluation.oldest.step),
             "eval/version_newest": float(evaluation.newest.step),
         }
@@ -251,6 +255,9 @@ class Run:
         """Take over what the ledger has of the groups that the checkpoint does not name as trained, as a new incarnation."""
         if (newest := await self._material.ledger.note(STREAM)) is not None:
             self._stream.restore(codec.decode(StreamState, newest))
+        else:  # the checkpoint of another folder, whose ledger knows the groups that were on their way
+            for problem in position.pending:
+                self._stream.give_back(problem)
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
         self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)
