@@ -81,8 +81,8 @@ def throughput_metrics(
     *, prompt_mean: float, response_mean: float, samples: int, world_size: int, timing: Mapping[str, float]
 ) -> dict[str, float]:
     """Tokens per second and accelerator: (response_mean + prompt_mean) · samples / world_size / time, with samples =
-    global_batch_size · n, and time that of the whole step (e2e), the update, or generation (vllm: whichever engine it is). 0 where a phase
-    took no time within the step.
+    global_batch_size · n, and time that of the whole step (e2e), the update, or generation (vllm: whichever engine it is).
+    0 where a phase took no time within the step.
     """
     tokens = (response_mean + prompt_mean) * samples / world_size
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "vllm_tps": "timing/rollout"}

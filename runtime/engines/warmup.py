@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -230,6 +231,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         import torch
 
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the scratch folder goes too
         torch.set_num_threads(1)  # so small a model gains little from two, and loses all of it on busy cores
         warm_up(settings, folder, emit)
     except UserError as error:

@@ -187,8 +187,8 @@ class Run:
         if self._evaluator and every and step % every == 0 and step < self._training.last_step:
             if self._evaluating is not None and not self._evaluating.done():
                 self._skipped_evaluations += 1  # training waits for none
-                return self._report("training")
-            self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
+            else:
+                self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
         self._report("training")
 
     async def _evaluate_beside(self, step: int) -> None:
