@@ -28,7 +28,7 @@ from services import session
 
 T = TypeVar("T")
 
-MEMORY_INTERVAL = 2.0  # seconds between two samples of the processes' memory
+MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
 INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C
 FAILED_GRACE = 3.0  # seconds the others have after a process died
 

@@ -272,9 +272,7 @@ class Run:
         step, steps = self._buffer.committed, self._config.training.steps
         if phase == "training":
             done, total = step, steps
-        self._material.report(
-            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=_line(figures), metrics=figures)
-        )
+        self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=_line(figures)))
 
     def _summary(self, before: float | None, after: float | None, seconds: float) -> Summary:
         with LedgerReader(self._material.ledger.folder) as reader:
