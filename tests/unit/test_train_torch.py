@@ -1,11 +1,10 @@
-"""The training engine on one rank, against a plain loop over samples with a stock Hugging Face model."""
+"""A step of the training engine on one rank, against a plain loop over samples with a stock Hugging Face model."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,37 +13,11 @@ from runtime import codec
 from runtime.config import Config, Trainer
 from runtime.engines import packed_attention, train_objective
 from runtime.engines.train_torch import TorchTrainEngine
-from runtime.errors import InvalidMessage, InvariantViolated, ServiceFault, UserError
-from runtime.types import GroupPayload, Logprobs, StepResult, TrainGroup
+from runtime.errors import UserError
+from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup]) -> StepResult:
-    engine.begin_step(engine.step)
-    for batch in batches:
-        engine.accumulate(batch)
-    return engine.apply()
-
-
-def weights(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
-    specs = engine.tensor_specs()
-    out = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-    engine.snapshot(out)
-    return {spec.name: tensor for spec, tensor in zip(specs, out, strict=True)}
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        torch.testing.assert_close(
-            tensor, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+from tests.unit.training_steps import LOSS_TERMS, assert_same, run_step, weights
 
 
 class Oracle:
@@ -90,7 +63,6 @@ class Oracle:
         return metrics, gradients
 
 
-LOSS_TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 SMOOTH = {"eps": 1e-2}  # Adam's first step divides by |g| + eps, which would make signs of the rounding of near-zero gradients
 
 
@@ -206,15 +178,6 @@ def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.Monk
     assert run_step(TorchTrainEngine(make_config(policy)), groups).metrics == pytest.approx(expected, rel=1e-6)
 
 
-def test_models_that_would_mix_packed_sequences_are_refused(tmp_path: Path):
-    from transformers import FalconMambaConfig, FalconMambaForCausalLM
-
-    shape = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
-    FalconMambaForCausalLM(FalconMambaConfig(**shape)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot be trained packed"):
-        TorchTrainEngine(make_config(str(tmp_path)))
-
-
 def test_what_lies_outside_the_mask_has_no_say(policy: str):
     groups, altered = make_groups(12), make_groups(12)
     for group in altered:
@@ -266,79 +229,6 @@ def test_learning_raises_the_log_probability_of_rewarded_tokens(policy: str):
     assert losses[-1] < losses[0] - 0.05
 
 
-class TestCheckpoint:
-    def test_next_steps_are_bit_equal(self, policy: str, tmp_path: Path):
-        schedule = {"schedule": "cosine", "warmup_steps": 2}
-        config = make_config(policy, algorithm=LOSS_TERMS, optimizer=schedule, training={"steps": 9})
-        first = TorchTrainEngine(config)
-        for seed in range(3):
-            run_step(first, make_groups(seed))
-        first.save(str(tmp_path))
-        second = TorchTrainEngine(config)
-        run_step(second, make_groups(40))  # a history that the checkpoint must erase
-        torch.manual_seed(99)
-        generator = torch.get_rng_state()
-        second.load(str(tmp_path))
-        assert second.step == 3
-        assert not torch.equal(torch.get_rng_state(), generator)
-        for seed in range(3, 6):
-            left, right = run_step(first, make_groups(seed)), run_step(second, make_groups(seed))
-            assert (left.step, left.metrics) == (right.step, right.metrics)
-        assert_same(weights(first), weights(second))
-
-    def test_before_the_first_step(self, policy: str, tmp_path: Path):
-        config = make_config(policy)
-        first, second = TorchTrainEngine(config), TorchTrainEngine(config)
-        first.save(str(tmp_path))
-        run_step(second, make_groups(0))
-        second.load(str(tmp_path))
-        assert run_step(first, make_groups(1)).metrics == run_step(second, make_groups(1)).metrics
-        assert_same(weights(first), weights(second))
-
-    def test_holds_no_pickle_and_splits_large_files(self, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("runtime.engines.hf_policy.SHARD_BYTES", 20_000)
-        engine = TorchTrainEngine(make_config(policy))
-        run_step(engine, make_groups(0))
-        engine.save(str(tmp_path))
-        kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-        assert kinds == {".json", ".safetensors"}
-        assert len(list(tmp_path.glob("optimizer-*.safetensors"))) > 1
-        other = TorchTrainEngine(make_config(policy))
-        other.load(str(tmp_path))
-        assert_same(weights(other), weights(engine))
-
-    def test_of_another_model_is_refused(self, policy: str, tmp_path: Path):
-        (tmp_path / "other").mkdir()
-        (tmp_path / "save").mkdir()
-        TorchTrainEngine(make_config(make_policy(tmp_path / "other", tied=False))).save(str(tmp_path / "save"))
-        engine = TorchTrainEngine(make_config(policy))
-        before = weights(engine)
-        with pytest.raises(UserError, match=r"another model; 1 tensors differ, such as lm_head\.weight"):
-            engine.load(str(tmp_path / "save"))
-        assert_same(weights(engine), before)
-        with pytest.raises(UserError, match=r"trainer\.json cannot be read"):
-            engine.load(str(tmp_path / "other"))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_export_is_a_hugging_face_folder(tmp_path: Path, tied: bool):
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "export").mkdir()
-    path = make_policy(tmp_path / "policy", tied=tied)
-    engine = TorchTrainEngine(make_config(path))
-    run_step(engine, make_groups(0))
-    engine.export(str(tmp_path / "export"))
-    assert (tmp_path / "export" / "tokenizer.json").read_bytes() == (tmp_path / "policy" / "tokenizer.json").read_bytes()
-    names = load_file(tmp_path / "export" / "model.safetensors").keys()
-    assert names == load_file(tmp_path / "policy" / "model.safetensors").keys() == {spec.name for spec in engine.tensor_specs()}
-    assert ("lm_head.weight" in names) is not tied
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert_same({name: tensor.detach() for name, tensor in model.named_parameters()}, weights(engine))
-
-
 def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     engine = TorchTrainEngine(make_config(policy, dtype="bfloat16"))
     exact = TorchTrainEngine(make_config(policy))
@@ -352,77 +242,3 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     assert "bfloat16" in (tmp_path / "config.json").read_text()
     with pytest.raises(UserError, match=r"model\.dtype: 'float16'"):
         TorchTrainEngine(make_config(policy, dtype="float16"))
-
-
-class TestFaults:
-    def test_non_finite_gradient_is_an_error_and_changes_nothing(self, policy: str):
-        groups = make_groups(0)
-        groups[0].rewards = groups[0].rewards.copy()
-        groups[0].rewards[0] = np.inf
-        engine = TorchTrainEngine(make_config(policy))
-        before = weights(engine)
-        with pytest.raises(ServiceFault, match="trainer: apply: step 0: the gradient norm is nan") as caught:
-            run_step(engine, groups)
-        assert caught.value.phase == "apply"
-        assert_same(weights(engine), before)
-        assert run_step(engine, make_groups(0)).step == 0
-
-    def test_steps_come_in_order(self, policy: str):
-        engine = TorchTrainEngine(make_config(policy))
-        with pytest.raises(InvariantViolated, match="step 0, but step 2 begins"):
-            engine.begin_step(2)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda group: setattr(group, "reference", None), "group 0: has no reference log-probabilities"),
-            (lambda group: setattr(group, "rewards", group.rewards[1:]), "group 0: .* 4 samples, with 3 rewards"),
-            (lambda group: setattr(group, "payload", b"\x00"), "not a GroupPayload"),
-            (lambda group: edit_sample(group, tokens=np.array([VOCAB], np.int32)), "lengths"),
-            (lambda group: edit_tokens(group, VOCAB), f"a token outside the vocabulary of {VOCAB}"),
-        ],
-    )
-    def test_malformed_groups_are_refused_whole(self, policy: str, change, message: str):
-        engine = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS))
-        groups = make_groups(0)
-        change(groups[0])
-        engine.begin_step(0)
-        with pytest.raises(InvalidMessage, match=message):
-            engine.accumulate(groups)
-        engine.accumulate(make_groups(0))
-        clean = run_step(TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS)), make_groups(0))
-        assert engine.apply().metrics == clean.metrics
-
-    def test_bad_model_folders(self, policy: str, tmp_path: Path):
-        with pytest.raises(UserError, match=r"model\.path: .* no config\.json"):
-            TorchTrainEngine(make_config(str(tmp_path)))
-        (tmp_path / "config.json").write_bytes((Path(policy) / "config.json").read_bytes())
-        with pytest.raises(UserError, match=r"model\.path: .* cannot be loaded: .*safetensors"):
-            TorchTrainEngine(make_config(str(tmp_path)))
-
-    def test_a_missing_weight_is_named(self, policy: str, tmp_path: Path):
-        from safetensors.torch import load_file, save_file
-
-        (tmp_path / "config.json").write_bytes((Path(policy) / "config.json").read_bytes())
-        tensors = load_file(Path(policy) / "model.safetensors")
-        tensors.pop("model.norm.weight")
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(UserError, match=r"1 weights are wrong \(missing_keys: model\.norm\.weight"):
-            TorchTrainEngine(make_config(str(tmp_path)))
-
-    def test_unknown_names_and_impossible_options(self, policy: str):
-        with pytest.raises(UserError, match=r"algorithm\.aggregation: unknown name"):
-            TorchTrainEngine(make_config(policy, algorithm={"aggregation": "mean"}))
-        with pytest.raises(UserError, match=r"services\.trainer\.cpu_offload"):
-            TorchTrainEngine(make_config(policy, trainer=Trainer(cpu_offload=True)))
-
-
-def edit_tokens(group: TrainGroup, token: int) -> None:
-    payload = codec.decode(GroupPayload, group.payload)
-    edit_sample(group, tokens=np.full_like(payload.samples[0].tokens, token))
-
-
-def edit_sample(group: TrainGroup, **fields: np.ndarray) -> None:
-    payload = codec.decode(GroupPayload, group.payload)
-    payload.samples[0] = msgspec.structs.replace(payload.samples[0], **fields)
-    group.payload = codec.encode(payload)

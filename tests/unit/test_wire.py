@@ -1,9 +1,7 @@
-"""Between protobuf and Sluice's own types: every method both ways, errors, and how bodies become frames."""
+"""Between protobuf and Sluice's own types: every method both ways, and messages that are damaged."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -29,11 +27,15 @@ from runtime.types import (
     TrainGroup,
 )
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
-from services import stream, wire
+from services import wire
 from services.rpc import common_pb2, coordinator_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2
 
 VERSION = PolicyVersion(3, 1 << 20)
+
+
 ADDRESS = GroupAddress(epoch=4, host="10.0.0.7", port=65535, rank=2, world_size=9, backend="gloo", timeout=12.5)
+
+
 MANIFEST = Manifest(
     (
         TensorSpec("model.embed.weight", "bfloat16", (151936, 4096)),
@@ -42,6 +44,8 @@ MANIFEST = Manifest(
     ),
     64 << 20,
 )
+
+
 GROUPS = [
     TrainGroup(
         group_id=group_id,
@@ -53,6 +57,8 @@ GROUPS = [
     )
     for group_id, reference in ((1, None), (1 << 40, codec.encode(Logprobs(group_id=1, values=np.ones(2, np.float32)))))
 ]
+
+
 STATUS = status.Status(
     role="rollout",
     name="rollout-1",
@@ -77,9 +83,12 @@ STATUS = status.Status(
     address="127.0.0.1:1",
     uptime_seconds=1.5,
 )
+
+
 REGISTRATION = status.Registration(
     role="trainer", name="trainer-3", rank=3, address="[::1]:5", pid=9, host="node", seconds={"load": 2.5}
 )
+
 
 MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Process", "Status"): (None, STATUS),
@@ -134,6 +143,8 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Trainer", "Save"): (commands.Save("runs/a/checkpoint", b"\x00position"), None),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),
 }
+
+
 SIDES = [
     pytest.param(side, value, id=f"{service}.{name}-{direction}")
     for (service, name), values in MESSAGES.items()
@@ -148,7 +159,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and msgspec.msgpack.decode(codec.encode(one)) == msgspec.msgpack.decode(codec.encode(other))
 
 
-# ------------------------------------------------------------------------------------------------------- the methods
+# ---------------------------------------------------------------------------------------------------------- the methods
 
 
 def test_every_method_has_an_example() -> None:
@@ -247,7 +258,7 @@ def test_what_steers_a_role_goes_before_its_data() -> None:
     assert control == {"Status", "Stop", "Cancel", "JoinWeights", "ReceiveWeights", "CommitWeights", "AbortWeights"}
 
 
-# -------------------------------------------------------------------------------------------------- damaged messages
+# ----------------------------------------------------------------------------------------------------- damaged messages
 
 
 @pytest.mark.parametrize(
@@ -280,215 +291,3 @@ def test_another_schema_is_refused() -> None:
     for schema in (0, 2):
         with pytest.raises(errors.InvalidMessage, match=f"schema {schema} is not supported; this process speaks 1"):
             wire.check_schema(schema)
-
-
-# ------------------------------------------------------------------------------------------------------------ errors
-
-
-def over_the_wire(error: BaseException) -> Exception:
-    message = common_pb2.Error.FromString(wire.error_to_wire(error).SerializeToString())
-    return wire.error_from_wire(message, "rollout-0", "Generate")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.UserError("data.train: no such file"),
-        errors.InvalidMessage("schema 2"),
-        errors.Cancelled("group 5 was cancelled"),
-        errors.InvariantViolated("trained twice"),
-        errors.ServiceFault("reward-1", "score", "a worker died"),
-        errors.ServiceFault("reward-1", "score", "a worker died", 2.5),
-        errors.DeadlineExceeded("trainer-0", "mailbox", "was not reached in time", 30.0),
-    ],
-)
-def test_sluices_own_errors_arrive_as_they_were(error: errors.SluiceError) -> None:
-    arrived = over_the_wire(error)
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
-    assert vars(arrived) == vars(error)
-
-
-@pytest.mark.parametrize(
-    ("found", "told"), [(errors.Unreachable, errors.ServiceFault), (errors.Unanswered, errors.DeadlineExceeded)]
-)
-def test_what_a_caller_finds_out_about_its_peer_is_not_taken_for_its_own_fault(
-    found: type[errors.ServiceFault], told: type[errors.ServiceFault]
-) -> None:
-    error = found("rollout-1", "transfer", "is gone", 2.0)
-    arrived = over_the_wire(error)
-    assert type(arrived) is told
-    assert vars(arrived) == vars(error)
-
-
-def test_an_overload_keeps_its_delay() -> None:
-    arrived = over_the_wire(errors.Overloaded("reward-0: mailbox is full", 0.375))
-    assert isinstance(arrived, errors.Overloaded)
-    assert (str(arrived), arrived.retry_after) == ("reward-0: mailbox is full", 0.375)
-
-
-def test_faults_of_a_configuration_arrive_one_by_one() -> None:
-    arrived = over_the_wire(errors.ConfigError(["run.name: is missing", "training.steps: must be >= 1"]))
-    assert isinstance(arrived, errors.ConfigError)
-    assert arrived.faults == ["run.name: is missing", "training.steps: must be >= 1"]
-
-
-class Hung(errors.DeadlineExceeded):
-    """An error that only one side knows."""
-
-
-def test_an_error_that_the_other_end_does_not_know_arrives_as_the_nearest_that_it_does() -> None:
-    arrived = over_the_wire(Hung("trainer-0", "step", "rank 3 is silent", 30.0))
-    assert type(arrived) is errors.DeadlineExceeded
-    assert str(arrived) == "trainer-0: step: rank 3 is silent (deadline 30 s)"
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (ValueError("bad shape"), "rollout-0: Generate: ValueError: bad shape"),
-        (KeyError("x"), "rollout-0: Generate: KeyError: 'x'"),
-        (asyncio.CancelledError(), "rollout-0: Generate: CancelledError: "),
-        (errors.SluiceError("plain"), "rollout-0: Generate: SluiceError: plain"),
-    ],
-)
-def test_any_other_error_is_a_fault_of_the_service(error: BaseException, message: str) -> None:
-    arrived = over_the_wire(error)
-    assert type(arrived) is errors.ServiceFault
-    assert str(arrived) == message
-
-
-@pytest.mark.parametrize("kind", ["", "Sequence", "annotations", "SluiceError", "__name__", "Exception"])
-def test_an_unknown_kind_is_a_fault_of_the_service(kind: str) -> None:
-    arrived = wire.error_from_wire(common_pb2.Error(kind=kind, message="m"), "reward-0", "Score")
-    assert type(arrived) is errors.ServiceFault
-    assert (arrived.service, arrived.phase) == ("reward-0", "Score")
-
-
-def test_an_error_that_is_not_utf8_arrives() -> None:
-    for error in (ValueError("no file \udcff"), errors.ServiceFault("a", "b", "no file \udcff")):
-        assert "no file ?" in str(over_the_wire(error))
-
-
-# ------------------------------------------------------------------------------------------------- bodies and frames
-
-
-@pytest.mark.parametrize(("size", "chunks"), [(0, 1), (1, 1), (stream.CHUNK, 1), (stream.CHUNK + 1, 2), (3 * stream.CHUNK, 3)])
-def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
-    body = np.random.default_rng(0).bytes(size)
-    pieces = list(stream.split(body))
-    assert [more for _, more in pieces] == [True] * (chunks - 1) + [False]
-    assert all(len(chunk) <= stream.CHUNK for chunk, _ in pieces)
-    joiner = stream.Joiner()
-    joined = [joiner.add(1, chunk, more) for chunk, more in pieces]
-    assert joined[:-1] == [None] * (chunks - 1)
-    assert joined[-1] == body
-
-
-def test_bodies_of_several_calls_may_interleave() -> None:
-    joiner = stream.Joiner()
-    assert joiner.add(1, b"a", True) is None
-    assert joiner.add(2, b"x", True) is None
-    assert joiner.add(3, b"whole", False) == b"whole"
-    assert joiner.add(2, b"y", False) == b"xy"
-    assert joiner.add(1, b"b", False) == b"ab"
-    assert joiner.add(1, b"again", False) == b"again"
-
-
-def test_a_forgotten_body_leaves_nothing() -> None:
-    joiner = stream.Joiner()
-    joiner.add(1, b"a", True)
-    joiner.forget(1)
-    joiner.forget(2)
-    assert joiner.add(1, b"b", False) == b"b"
-
-
-def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "LARGEST", 10)
-    joiner = stream.Joiner()
-    joiner.add(1, bytes(6), True)
-    joiner.add(2, bytes(6), True)
-    with pytest.raises(errors.InvalidMessage, match="more than 10 bytes"):
-        joiner.add(1, bytes(6), True)
-    assert joiner.add(2, bytes(4), False) == bytes(10)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(test, 10)
-
-    asyncio.run(within())
-
-
-def call(id_: int, size: int = 0) -> common_pb2.Call:
-    return common_pb2.Call(id=id_, body=bytes(size))
-
-
-def ids(calls: list[Any]) -> list[int]:
-    return [call.id for call in calls]
-
-
-def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 0.05)
-
-    async def test() -> None:
-        loop, outbox = asyncio.get_running_loop(), stream.Outbox()
-        before = loop.time()
-        outbox.put(call(1))
-        loop.call_later(0.01, outbox.put, call(2))
-        assert ids(await outbox.frame()) == [1, 2]
-        assert loop.time() - before >= 0.04
-        outbox.put(call(3))
-        before = loop.time()
-        assert ids(await outbox.frame()) == [3]
-        assert loop.time() - before >= 0.04
-
-    run(test())
-
-
-def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 60.0)
-
-    async def test() -> None:
-        outbox = stream.Outbox()
-        outbox.put(call(1))
-        frame = asyncio.create_task(outbox.frame())
-        await asyncio.sleep(0)
-        outbox.put(call(2), urgent=True)
-        assert ids(await frame) == [1, 2]
-        outbox.put(call(3))  # the urgency is over
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(outbox.frame(), 0.02)
-
-    run(test())
-
-
-def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        outbox = stream.Outbox()
-        for number in range(5):
-            outbox.put(call(number, stream.CHUNK))
-        assert ids(await outbox.frame()) == [0, 1, 2, 3]
-        monkeypatch.setattr(stream, "WINDOW", 60.0)
-        assert ids(await outbox.frame()) == [4]
-
-    run(test())
-
-
-def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 60.0)
-
-    async def test() -> None:
-        outbox = stream.Outbox()
-        outbox.put(call(1))
-        outbox.close()
-        assert ids(await outbox.frame()) == [1]
-        assert await outbox.frame() == []
-        assert await outbox.frame() == []
-        waiting = stream.Outbox()
-        frame = asyncio.create_task(waiting.frame())
-        await asyncio.sleep(0)
-        waiting.close()
-        assert await frame == []
-
-    run(test())

@@ -1,0 +1,126 @@
+"""What the tests of sessions and servers share: peers of the reference role, and the stream without either end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from runtime.types import LogprobRequest
+from services import wire
+from services.rpc import common_pb2, reference_pb2
+from services.server import OPTIONS, Handler, Server
+from services.session import Session, open_channel
+
+DEADLINE = 20.0  # seconds that one test may take
+
+
+PATIENCE = 5.0  # seconds that one call may take where it is to succeed
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def within() -> None:
+        await asyncio.wait_for(test, DEADLINE)
+
+    asyncio.run(within())
+
+
+def request(payload: bytes = b"") -> LogprobRequest:
+    return LogprobRequest(group_id=1, payload=payload)
+
+
+async def echo(message: LogprobRequest, timeout: float | None) -> bytes:
+    return message.payload
+
+
+class Peer:
+    """Handlers of the reference role that note what they get, and answer when `gate` is set."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        self.gate = asyncio.Event()
+        self.arrived = asyncio.Event()
+        self.withdrawn = asyncio.Event()
+
+    async def logprobs(self, message: LogprobRequest, timeout: float | None) -> bytes:
+        self.seen.append(message.payload)
+        self.arrived.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.withdrawn.set()
+            raise
+        return message.payload + b"!"
+
+
+@asynccontextmanager
+async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIterator[str]:
+    """A server of the reference role with one handler; yields its address."""
+    server = Server({"Reference": {"Logprobs": handler}, **others}, {})
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def connected(address: str, service: str = "Reference") -> AsyncIterator[Session]:
+    session = Session(address, f"{service.lower()}-0", service)
+    try:
+        await session.open(PATIENCE)
+        yield session
+    finally:
+        await session.close()
+
+
+@asynccontextmanager
+async def raw_stream(address: str) -> AsyncIterator[Any]:
+    """The session stream without `Session`."""
+    async with open_channel(address) as channel:
+        rpc = channel.stream_stream(
+            "/sluice.v1.Reference/Session", common_pb2.CallFrame.SerializeToString, common_pb2.ReplyFrame.FromString
+        )()
+        yield rpc
+        rpc.cancel()
+
+
+def frame(*calls: common_pb2.Call, peer: str = "raw", schema: int = 1) -> common_pb2.CallFrame:
+    return common_pb2.CallFrame(schema=schema, peer=peer, calls=calls)
+
+
+def logprobs(id_: int, payload: bytes, **fields: Any) -> common_pb2.Call:
+    body = wire.METHODS["Reference", "Logprobs"].request.pack(request(payload)).SerializeToString()
+    return common_pb2.Call(**{"id": id_, "method": "Logprobs", "timeout_ms": 5000, "body": body} | fields)
+
+
+def answer(reply: common_pb2.Reply) -> bytes:
+    assert not reply.HasField("error"), reply.error
+    return reference_pb2.LogprobReply.FromString(reply.body).logprobs
+
+
+async def replies(rpc: Any, count: int) -> list[common_pb2.Reply]:
+    out: list[common_pb2.Reply] = []
+    while len(out) < count:
+        out += (await rpc.read()).replies
+    return out
+
+
+@asynccontextmanager
+async def raw_peer(serve: Callable[[Any, Any], AsyncIterator[common_pb2.ReplyFrame]]) -> AsyncIterator[str]:
+    """A server of the session stream without `Server`; yields its address."""
+    server = grpc.aio.server(options=OPTIONS)
+    handler = grpc.stream_stream_rpc_method_handler(
+        serve, common_pb2.CallFrame.FromString, common_pb2.ReplyFrame.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("sluice.v1.Reference", {"Session": handler}),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)

@@ -1,0 +1,159 @@
+"""What a server offers over real gRPC beside plain session calls: unary calls, watches, health, reflection, its port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from runtime import commands, errors
+from runtime.status import Progress, Status
+from runtime.types import LogprobRequest, PolicyVersion
+from services.server import OPTIONS, Server
+from services.session import open_channel, watch
+from tests.loopback.session_peers import (
+    PATIENCE,
+    Peer,
+    connected,
+    echo,
+    request,
+    run,
+    serving,
+)
+
+# ---------------------------------------------------------------------------------------------- unary calls and streams
+
+
+def test_unary_calls_reach_the_same_handlers() -> None:
+    async def test() -> None:
+        timeouts: list[float | None] = []
+
+        async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+            timeouts.append(timeout)
+            return message.payload
+
+        async def status(_: None, timeout: float | None) -> Status:
+            return Status(role="reference", name="reference-0", version=PolicyVersion(1, 2), rates={"tokens": 2.0})
+
+        async with serving(handler, Process={"Status": status}) as address, connected(address) as session:
+            assert await session.unary("Reference", "Logprobs", request(b"x"), 3.0) == b"x"
+            assert timeouts[0] == pytest.approx(3.0, abs=1.0)
+            told = await session.unary("Process", "Status")
+            assert (told.name, told.version, told.rates) == ("reference-0", PolicyVersion(1, 2), {"tokens": 2.0})
+
+    run(test())
+
+
+def test_a_unary_call_that_its_caller_gives_up_is_withdrawn() -> None:
+    async def test() -> None:
+        peer = Peer()
+        async with serving(peer.logprobs) as address, connected(address) as session:
+            with pytest.raises(errors.Unanswered, match="reference-0: Logprobs: did not answer"):
+                await session.unary("Reference", "Logprobs", request(), 0.1)
+            await peer.withdrawn.wait()
+
+    run(test())
+
+
+def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
+    async def source() -> AsyncIterator[Progress]:
+        for step in range(3):
+            yield Progress(phase="training", step=step, steps=3, detail=f"{step / 2}")
+
+    async def test() -> None:
+        server = Server({"Coordinator": {}}, {("Coordinator", "Watch"): source})
+        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        await server.start()
+        try:
+            assert [(one.step, one.detail) async for one in watch(address)] == [(step, f"{step / 2}") for step in range(3)]
+        finally:
+            await server.stop(0)
+
+    run(test())
+
+
+def test_control_commands_arrive_as_their_structs() -> None:
+    async def test() -> None:
+        seen: list[Any] = []
+
+        async def commit(message: commands.CommitWeights, timeout: float | None) -> commands.WeightsCommitted:
+            seen.append(message)
+            return commands.WeightsCommitted(0.25)
+
+        async with serving(echo, Rollout={"CommitWeights": commit}) as address, connected(address, "Rollout") as session:
+            command = commands.CommitWeights(PolicyVersion(2, 5), 3)
+            assert await session.call("CommitWeights", command, PATIENCE) == commands.WeightsCommitted(0.25)
+            assert seen == [command]
+
+    run(test())
+
+
+# ----------------------------------------------------------------------------------------- health, reflection, the port
+
+
+def test_health_is_told_for_the_process_and_each_service() -> None:
+    async def test() -> None:
+        server = Server({"Reference": {"Logprobs": echo}}, {})
+        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        await server.start()
+        try:
+            async with open_channel(address) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                for serving_, status in ((False, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
+                    await server.set_serving(serving_)
+                    for name in ("", "sluice.v1.Reference"):
+                        reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE)
+                        assert health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status) == status
+                with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                    await stub.Check(health_pb2.HealthCheckRequest(service="sluice.v1.Trainer"), timeout=PATIENCE)
+                assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        finally:
+            await server.stop(0)
+
+    run(test())
+
+
+def test_reflection_describes_what_is_served() -> None:
+    def reflect(address: str) -> tuple[set[str], list[str]]:
+        with grpc.insecure_channel(address, options=OPTIONS) as channel:
+            database = ProtoReflectionDescriptorDatabase(channel)
+            file = database.FindFileContainingSymbol("sluice.v1.Reference")
+            return set(database.get_services()), [method.name for service in file.service for method in service.method]
+
+    async def test() -> None:
+        async with serving(echo) as address:
+            services, methods = await asyncio.to_thread(reflect, address)
+        assert services == {"sluice.v1.Reference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        assert methods == ["Session", "Logprobs"]
+
+    run(test())
+
+
+def test_a_proxy_for_http_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def test() -> None:
+        async with serving(echo) as address, connected(address) as session:
+            assert await session.call("Logprobs", request(b"x"), PATIENCE) == b"x"
+            assert await session.unary("Reference", "Logprobs", request(b"y"), PATIENCE) == b"y"
+
+    run(test())
+
+
+def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
+    async def test() -> None:
+        async with serving(echo) as address:
+            port = int(address.rpartition(":")[2])
+            with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use") as taken:
+                Server({"Reference": {"Logprobs": echo}}, {}).bind("127.0.0.1", port)
+            assert "\n" not in str(taken.value)
+
+    run(test())

@@ -1,0 +1,141 @@
+"""A session's calls that are not answered in time: deadlines, withdrawal, and a full mailbox."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from runtime import errors
+from runtime.actor import Actor, Letter
+from runtime.types import LogprobRequest
+from tests.loopback.session_peers import (
+    PATIENCE,
+    Peer,
+    connected,
+    request,
+    run,
+    serving,
+)
+
+
+def test_a_deadline_names_service_and_method_and_withdraws_the_call() -> None:
+    async def test() -> None:
+        peer = Peer()
+        async with serving(peer.logprobs) as address, connected(address) as session:
+            with pytest.raises(errors.Unanswered, match=r"^reference-0: Logprobs: did not answer \(deadline 0\.1 s\)$"):
+                await session.call("Logprobs", request(), 0.1)
+            await peer.withdrawn.wait()
+            peer.gate.set()
+            assert await session.call("Logprobs", request(b"next"), PATIENCE) == b"next!"
+
+    run(test())
+
+
+@pytest.mark.parametrize(("timeout", "told"), [(2.5, 2.5), (1e9, 4294967.295)])
+def test_the_handler_is_told_the_callers_deadline(timeout: float, told: float) -> None:
+    async def test() -> None:
+        timeouts: asyncio.Queue[float | None] = asyncio.Queue()
+
+        async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+            timeouts.put_nowait(timeout)
+            return b""
+
+        async with serving(handler) as address, connected(address) as session:
+            waiting = asyncio.gather(session.post("Logprobs", request(), timeout), return_exceptions=True)
+            assert await timeouts.get() == pytest.approx(told)
+            await waiting
+
+    run(test())
+
+
+def test_a_cancelled_call_is_withdrawn_from_the_actors_mailbox() -> None:
+    class Busy:
+        busy = False
+
+        def __init__(self) -> None:
+            self.seen: list[bytes] = []
+            self.gate = asyncio.Event()
+            self.arrived = asyncio.Event()
+
+        async def receive(self, letters: Sequence[Letter]) -> None:
+            for letter in letters:
+                self.seen.append(letter.message.payload)
+                self.arrived.set()
+                await self.gate.wait()
+                letter.reply(b"")
+
+        async def advance(self, interrupted: Callable[[], bool]) -> None: ...
+
+    async def test() -> None:
+        behaviour = Busy()
+        actor = Actor("reference-0", behaviour, capacity=8)
+        serve = asyncio.create_task(actor.run())
+        mailed = asyncio.Event()
+
+        def handler(message: LogprobRequest, timeout: float | None) -> Awaitable[Any]:
+            future = actor.send(message, timeout=timeout)
+            if message.payload == b"second":
+                future.add_done_callback(lambda _: mailed.set())
+            return future
+
+        async with serving(handler) as address, connected(address) as session:
+            first = asyncio.create_task(session.call("Logprobs", request(b"first"), PATIENCE))
+            second = asyncio.create_task(session.call("Logprobs", request(b"second"), PATIENCE))
+            await behaviour.arrived.wait()
+            second.cancel()
+            await mailed.wait()
+            behaviour.gate.set()
+            await first
+            assert await session.call("Logprobs", request(b"third"), PATIENCE) == b""
+            assert second.cancelled()
+        assert behaviour.seen == [b"first", b"third"]
+        assert (actor.stats.cancelled, actor.stats.handled) == (1, 2)
+        serve.cancel()
+
+    run(test())
+
+
+def test_closing_the_session_withdraws_its_calls() -> None:
+    async def test() -> None:
+        peer = Peer()
+        async with serving(peer.logprobs) as address:
+            async with connected(address) as session:
+                waiting = asyncio.gather(session.call("Logprobs", request(), PATIENCE), return_exceptions=True)
+                await peer.arrived.wait()
+            await peer.withdrawn.wait()
+            (fault,) = await waiting
+            assert isinstance(fault, errors.ServiceFault)
+            assert "reference-0: Logprobs: was closed" in str(fault)
+
+    run(test())
+
+
+def test_a_full_mailbox_is_tried_again_after_the_delay_that_it_names() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        times: list[float] = []
+
+        async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+            times.append(loop.time())
+            if len(times) <= 2:
+                raise errors.Overloaded("reference-0: mailbox is full", 0.05)
+            return b"at last"
+
+        async with serving(handler) as address, connected(address) as session:
+            assert await session.call("Logprobs", request(), PATIENCE) == b"at last"
+            assert len(times) == 3
+            assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.045
+            times.clear()
+            with pytest.raises(errors.Overloaded) as refused:
+                await session.post("Logprobs", request(), PATIENCE)  # `post` leaves it to the caller
+            assert refused.value.retry_after == 0.05
+            times.clear()
+            with pytest.raises(errors.Overloaded):  # the delay is longer than what is left
+                await session.call("Logprobs", request(), 0.03)
+            assert len(times) == 1
+
+    run(test())

@@ -1,0 +1,48 @@
+"""How the members of a weight group find each other, and what a user may have set wrongly."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+import pytest
+
+from runtime.errors import ServiceFault, UserError
+from runtime.weights.group import host, join
+from runtime.weights.plan import GroupAddress
+from runtime.weights.sender import in_thread
+
+
+def test_the_rendezvous_names_who_is_missing() -> None:
+    pending = host(1, 4, "127.0.0.1", "gloo", 3.0, "trainer")
+    other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-1"))
+    with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 3 s\)"):
+        pending.connect(["trainer", "rollout-0", "rollout-1"])
+    with pytest.raises(ServiceFault, match="rollout-1: rendezvous: "):
+        other.result(15)
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    address = GroupAddress(epoch=1, host="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo", timeout=0.3)
+    with pytest.raises(ServiceFault, match=f"rollout-0: rendezvous: rank 0 at 127.0.0.1:{port} cannot be reached"):
+        join(address, "rollout-0")
+
+
+def test_the_rendezvous_listens_on_the_given_interface_alone() -> None:
+    pending = host(1, 2, "lo", "gloo", 1.0)
+    assert pending.address.host == "127.0.0.1"
+    with socket.create_connection(("127.0.0.1", pending.address.port), 1.0):
+        pass
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", pending.address.port), 1.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("interface", "backend", "fault"), [("nowhere0", "gloo", "network.interface"), ("lo", "mpi", "backend")]
+)
+def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) -> None:
+    with pytest.raises(UserError, match=fault) as caught:
+        host(1, 2, interface, backend, 1.0)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,54 @@
+"""A manifest of several buckets with weights that a seed determines, and what a transfer may leave behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from runtime.weights.plan import Manifest, TensorSpec
+
+SPECS = (
+    TensorSpec("embed", "bfloat16", (50, 128)),
+    TensorSpec("bias", "float32", (7,)),
+    TensorSpec("scale", "float32", ()),
+    TensorSpec("steps", "int64", (3, 5)),
+    *(TensorSpec(f"layer.{index}", "float32", (64, 100)) for index in range(8)),
+)
+
+
+MANIFEST = Manifest(SPECS, 64 << 10)
+
+
+def fill(tensors: list[torch.Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 100)
+
+
+def expected(seed: int) -> dict[str, torch.Tensor]:
+    tensors = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in SPECS]
+    fill(tensors, seed)
+    return dict(zip((spec.name for spec in SPECS), tensors, strict=True))
+
+
+def same(tensors: dict[str, torch.Tensor], seed: int) -> bool:
+    want = expected(seed)
+    return tensors.keys() == want.keys() and all(
+        tensors[name].dtype == want[name].dtype and torch.equal(tensors[name], want[name]) for name in want
+    )
+
+
+def threads_and_files() -> list[int]:
+    return [len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))]
+
+
+def settles(counts: Callable[[], list[int]], most: list[int], seconds: float = 2.0) -> bool:
+    """Whether threads that are just ending are gone in time."""
+    give_up = time.monotonic() + seconds
+    while any(count > limit for count, limit in zip(counts(), most, strict=True)):
+        if time.monotonic() > give_up:
+            return False
+    return True

@@ -1,0 +1,70 @@
+"""What the tests of the actor share: a behaviour that notes what it is handed, and an actor that runs meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from runtime.actor import Actor, Letter
+
+DEADLINE = 10.0  # seconds that one test may take
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def within() -> None:
+        await asyncio.wait_for(test, DEADLINE)
+
+    asyncio.run(within())
+
+
+class Desk:
+    """A behaviour that notes what it is handed and echoes it, unless `serve` says otherwise. It advances `work` times."""
+
+    def __init__(self, serve: Callable[[Sequence[Letter]], Awaitable[None]] | None = None):
+        self.seen: list[list[Any]] = []
+        self.kept: dict[Any, Letter] = {}
+        self.work = 0
+        self._serve = serve
+
+    @property
+    def busy(self) -> bool:
+        return self.work > 0
+
+    async def receive(self, letters: Sequence[Letter]) -> None:
+        self.seen.append([letter.message for letter in letters])
+        if self._serve is not None:
+            await self._serve(letters)
+            return
+        for letter in letters:
+            letter.reply(letter.message)
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        self.work -= 1
+
+    async def keep(self, letters: Sequence[Letter]) -> None:
+        """A `serve` that answers nothing yet."""
+        self.kept |= {letter.message: letter for letter in letters}
+
+
+def keeper() -> Desk:
+    desk = Desk()
+    desk._serve = desk.keep
+    return desk
+
+
+@asynccontextmanager
+async def running(actor: Actor) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(actor.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def settle() -> None:
+    """Let everything that is ready to run do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)

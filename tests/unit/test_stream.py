@@ -1,0 +1,140 @@
+"""How bodies become frames: cut up and joined, and when a frame leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import errors
+from services import stream
+from services.rpc import common_pb2
+
+# --------------------------------------------------------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(0, 1), (1, 1), (stream.CHUNK, 1), (stream.CHUNK + 1, 2), (3 * stream.CHUNK, 3)])
+def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
+    body = np.random.default_rng(0).bytes(size)
+    pieces = list(stream.split(body))
+    assert [more for _, more in pieces] == [True] * (chunks - 1) + [False]
+    assert all(len(chunk) <= stream.CHUNK for chunk, _ in pieces)
+    joiner = stream.Joiner()
+    joined = [joiner.add(1, chunk, more) for chunk, more in pieces]
+    assert joined[:-1] == [None] * (chunks - 1)
+    assert joined[-1] == body
+
+
+def test_bodies_of_several_calls_may_interleave() -> None:
+    joiner = stream.Joiner()
+    assert joiner.add(1, b"a", True) is None
+    assert joiner.add(2, b"x", True) is None
+    assert joiner.add(3, b"whole", False) == b"whole"
+    assert joiner.add(2, b"y", False) == b"xy"
+    assert joiner.add(1, b"b", False) == b"ab"
+    assert joiner.add(1, b"again", False) == b"again"
+
+
+def test_a_forgotten_body_leaves_nothing() -> None:
+    joiner = stream.Joiner()
+    joiner.add(1, b"a", True)
+    joiner.forget(1)
+    joiner.forget(2)
+    assert joiner.add(1, b"b", False) == b"b"
+
+
+def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "LARGEST", 10)
+    joiner = stream.Joiner()
+    joiner.add(1, bytes(6), True)
+    joiner.add(2, bytes(6), True)
+    with pytest.raises(errors.InvalidMessage, match="more than 10 bytes"):
+        joiner.add(1, bytes(6), True)
+    assert joiner.add(2, bytes(4), False) == bytes(10)
+
+
+# --------------------------------------------------------------------------------------------------------------- frames
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def within() -> None:
+        await asyncio.wait_for(test, 10)
+
+    asyncio.run(within())
+
+
+def call(id_: int, size: int = 0) -> common_pb2.Call:
+    return common_pb2.Call(id=id_, body=bytes(size))
+
+
+def ids(calls: list[Any]) -> list[int]:
+    return [call.id for call in calls]
+
+
+def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 0.05)
+
+    async def test() -> None:
+        loop, outbox = asyncio.get_running_loop(), stream.Outbox()
+        before = loop.time()
+        outbox.put(call(1))
+        loop.call_later(0.01, outbox.put, call(2))
+        assert ids(await outbox.frame()) == [1, 2]
+        assert loop.time() - before >= 0.04
+        outbox.put(call(3))
+        before = loop.time()
+        assert ids(await outbox.frame()) == [3]
+        assert loop.time() - before >= 0.04
+
+    run(test())
+
+
+def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 60.0)
+
+    async def test() -> None:
+        outbox = stream.Outbox()
+        outbox.put(call(1))
+        frame = asyncio.create_task(outbox.frame())
+        await asyncio.sleep(0)
+        outbox.put(call(2), urgent=True)
+        assert ids(await frame) == [1, 2]
+        outbox.put(call(3))  # the urgency is over
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(outbox.frame(), 0.02)
+
+    run(test())
+
+
+def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        outbox = stream.Outbox()
+        for number in range(5):
+            outbox.put(call(number, stream.CHUNK))
+        assert ids(await outbox.frame()) == [0, 1, 2, 3]
+        monkeypatch.setattr(stream, "WINDOW", 60.0)
+        assert ids(await outbox.frame()) == [4]
+
+    run(test())
+
+
+def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 60.0)
+
+    async def test() -> None:
+        outbox = stream.Outbox()
+        outbox.put(call(1))
+        outbox.close()
+        assert ids(await outbox.frame()) == [1]
+        assert await outbox.frame() == []
+        assert await outbox.frame() == []
+        waiting = stream.Outbox()
+        frame = asyncio.create_task(waiting.frame())
+        await asyncio.sleep(0)
+        waiting.close()
+        assert await frame == []
+
+    run(test())

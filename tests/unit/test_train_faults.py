@@ -1,0 +1,100 @@
+"""What the training engine refuses: groups, gradients, model folders and options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from runtime import codec
+from runtime.config import Trainer
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.errors import InvalidMessage, InvariantViolated, ServiceFault, UserError
+from runtime.types import GroupPayload, TrainGroup
+from tests.unit.training_cases import VOCAB, make_config, make_groups
+from tests.unit.training_steps import LOSS_TERMS, assert_same, run_step, weights
+
+
+def test_models_that_would_mix_packed_sequences_are_refused(tmp_path: Path):
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
+    FalconMambaForCausalLM(FalconMambaConfig(**shape)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot be trained packed"):
+        TorchTrainEngine(make_config(str(tmp_path)))
+
+
+class TestFaults:
+    def test_non_finite_gradient_is_an_error_and_changes_nothing(self, policy: str):
+        groups = make_groups(0)
+        groups[0].rewards = groups[0].rewards.copy()
+        groups[0].rewards[0] = np.inf
+        engine = TorchTrainEngine(make_config(policy))
+        before = weights(engine)
+        with pytest.raises(ServiceFault, match="trainer: apply: step 0: the gradient norm is nan") as caught:
+            run_step(engine, groups)
+        assert caught.value.phase == "apply"
+        assert_same(weights(engine), before)
+        assert run_step(engine, make_groups(0)).step == 0
+
+    def test_steps_come_in_order(self, policy: str):
+        engine = TorchTrainEngine(make_config(policy))
+        with pytest.raises(InvariantViolated, match="step 0, but step 2 begins"):
+            engine.begin_step(2)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda group: setattr(group, "reference", None), "group 0: has no reference log-probabilities"),
+            (lambda group: setattr(group, "rewards", group.rewards[1:]), "group 0: .* 4 samples, with 3 rewards"),
+            (lambda group: setattr(group, "payload", b"\x00"), "not a GroupPayload"),
+            (lambda group: edit_sample(group, tokens=np.array([VOCAB], np.int32)), "lengths"),
+            (lambda group: edit_tokens(group, VOCAB), f"a token outside the vocabulary of {VOCAB}"),
+        ],
+    )
+    def test_malformed_groups_are_refused_whole(self, policy: str, change, message: str):
+        engine = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS))
+        groups = make_groups(0)
+        change(groups[0])
+        engine.begin_step(0)
+        with pytest.raises(InvalidMessage, match=message):
+            engine.accumulate(groups)
+        engine.accumulate(make_groups(0))
+        clean = run_step(TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS)), make_groups(0))
+        assert engine.apply().metrics == clean.metrics
+
+    def test_bad_model_folders(self, policy: str, tmp_path: Path):
+        with pytest.raises(UserError, match=r"model\.path: .* no config\.json"):
+            TorchTrainEngine(make_config(str(tmp_path)))
+        (tmp_path / "config.json").write_bytes((Path(policy) / "config.json").read_bytes())
+        with pytest.raises(UserError, match=r"model\.path: .* cannot be loaded: .*safetensors"):
+            TorchTrainEngine(make_config(str(tmp_path)))
+
+    def test_a_missing_weight_is_named(self, policy: str, tmp_path: Path):
+        from safetensors.torch import load_file, save_file
+
+        (tmp_path / "config.json").write_bytes((Path(policy) / "config.json").read_bytes())
+        tensors = load_file(Path(policy) / "model.safetensors")
+        tensors.pop("model.norm.weight")
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=r"1 weights are wrong \(missing_keys: model\.norm\.weight"):
+            TorchTrainEngine(make_config(str(tmp_path)))
+
+    def test_unknown_names_and_impossible_options(self, policy: str):
+        with pytest.raises(UserError, match=r"algorithm\.aggregation: unknown name"):
+            TorchTrainEngine(make_config(policy, algorithm={"aggregation": "mean"}))
+        with pytest.raises(UserError, match=r"services\.trainer\.cpu_offload"):
+            TorchTrainEngine(make_config(policy, trainer=Trainer(cpu_offload=True)))
+
+
+def edit_tokens(group: TrainGroup, token: int) -> None:
+    payload = codec.decode(GroupPayload, group.payload)
+    edit_sample(group, tokens=np.full_like(payload.samples[0].tokens, token))
+
+
+def edit_sample(group: TrainGroup, **fields: np.ndarray) -> None:
+    payload = codec.decode(GroupPayload, group.payload)
+    payload.samples[0] = msgspec.structs.replace(payload.samples[0], **fields)
+    group.payload = codec.encode(payload)

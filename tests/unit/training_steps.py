@@ -1,0 +1,32 @@
+"""Steps of the training engine and the weights that they leave, for its tests."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.types import StepResult, TrainGroup
+
+LOSS_TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
+
+
+def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup]) -> StepResult:
+    engine.begin_step(engine.step)
+    for batch in batches:
+        engine.accumulate(batch)
+    return engine.apply()
+
+
+def weights(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
+    specs = engine.tensor_specs()
+    out = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+    engine.snapshot(out)
+    return {spec.name: tensor for spec, tensor in zip(specs, out, strict=True)}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(
+            tensor, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
