@@ -144,7 +144,6 @@ class TorchTrainEngine(TrainEngine):
         with self._timed():
             if not self._algorithm.streamable:
                 self._train(train_batch.join(self._held or [train_batch.decode_groups([], 0, self._needs_reference)]))
-                self._held = []
             if self._world_size > 1:
                 train_sharding.reshard(self._model)
             gradients = self._gradients()

@@ -22,6 +22,7 @@ from tests.unit.training_cases import VOCAB, make_config, make_groups, make_poli
 
 SMOOTH = {"eps": 1e-2, "max_grad_norm": 0.0}
 REINFORCE = {"advantage": "reinforce_plus_plus", "gamma": 0.9, "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1}
+CAP = 0.05  # below the weights of some samples of a random policy
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md"
 
 
@@ -76,13 +77,14 @@ def plain_reinforce(path: str, groups: list[TrainGroup], cap: float) -> tuple[fl
 
 @pytest.mark.parametrize("budget", [8192, 1])
 def test_reinforce_plus_plus_under_sequence_tis_is_that_of_a_plain_loop(policy: str, budget: int):
-    algorithm = {**REINFORCE, "loss": "ppo", "correction": "sequence_tis", "correction_cap": 1.5}
+    algorithm = {**REINFORCE, "loss": "ppo", "correction": "sequence_tis", "correction_cap": CAP}
     training = {"max_tokens_per_microbatch": budget}
     groups = make_groups(0)
-    loss, norm = plain_reinforce(policy, groups, 1.5)
+    loss, norm = plain_reinforce(policy, groups, CAP)
     got = run_step(TorchTrainEngine(make_config(policy, algorithm=algorithm, training=training)), groups).metrics
     assert (got["actor/pg_loss"], got["grad_norm"]) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
-    assert 0 < got["correction/weight"] <= 1.5
+    assert 0 < got["correction/weight"] <= CAP
+    assert 0 < got["correction/altered"] < 1
     assert "actor/kl_loss" not in got  # the KL is in the rewards, not in the loss
 
 
@@ -108,6 +110,47 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5, abs=1e-6)
     assert results[0][0]["grad_norm"] > 0
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value"),
+    [
+        ({}, "group_std", "none"),
+        ({}, "group_std_ddof", 0),
+        ({}, "group_std_eps", 0.5),
+        ({"advantage": "reinforce_plus_plus"}, "gamma", 0.5),
+        ({}, "overlong_buffer", 0.5),
+        ({}, "missing_eos_penalty", 1.0),
+        ({"aggregation": "dr_grpo"}, "aggregation_norm", 5),
+        ({"loss": "ppo"}, "clip_low", 0.5),
+        ({"loss": "ppo"}, "clip_high", 20.0),
+        ({"loss": "ppo"}, "dual_clip", 1.1),
+        ({"loss": "sapo"}, "sapo_tau_positive", 2.0),
+        ({"loss": "sapo"}, "sapo_tau_negative", 2.0),
+        ({}, "behaviour_weight_cap", 0.5),
+        ({}, "behaviour_weight_over", "drop"),
+        ({"loss": "ppo"}, "correction", "icepop"),
+        ({"loss": "ppo", "correction": "token_tis"}, "correction_cap", 0.5),
+        ({"loss": "ppo", "correction": "icepop"}, "correction_low", 0.9),
+        ({"loss": "ppo", "correction": "icepop"}, "correction_high", 1.1),
+        ({"kl_coefficient": 0.1}, "kl", "k2"),
+        ({}, "kl_coefficient", 0.1),
+        ({"kl_coefficient": 0.1}, "kl_placement", "reward"),
+        ({"kl_coefficient": 0.1}, "kl_importance_weighted", True),
+        ({}, "entropy_coefficient", 0.1),
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_gradient(policy: str, algorithm: dict[str, Any], key: str, value: Any):
+    groups = make_groups(12)
+    payload = codec.decode(GroupPayload, groups[2].payload)
+    payload.samples[0].finish_reason = "length"
+    groups[2].payload = codec.encode(payload)
+    norms = []
+    for section in (algorithm, {**algorithm, key: value}):
+        config = make_config(policy, algorithm=section, sampling={"max_new_tokens": 12})
+        norms.append(run_step(TorchTrainEngine(config), groups).metrics["grad_norm"])
+    assert norms[0] != pytest.approx(norms[1], rel=1e-4)
 
 
 class TestHeldGroups:
