@@ -47,7 +47,7 @@ class TestGspo:
         outputs = gspo(inputs, options)
         for i in range(2):
             kept = [t for t in range(4) if MASK[i, t]]
-            s = math.exp(sum(float(inputs.logp[i, t] - inputs.old_logp[i, t]) for t in kept) / len(kept))
+            s = math.exp(sum((inputs.logp[i, t] - inputs.old_logp[i, t]).item() for t in kept) / len(kept))
             a = float(inputs.advantages[i])
             expected = max(-s * a, -min(max(s, 0.9), 1.15) * a)
             np.testing.assert_allclose(outputs.loss[i].detach().numpy(), [expected] * 4, rtol=1e-12)
