@@ -14,6 +14,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 from rich.console import Console
+from rich.table import Table
+
+from runtime.errors import UserError
 
 MATERIAL = Path("runs") / ".cache" / "bench"
 
@@ -30,14 +33,18 @@ def run(name: str, json_path: Path | None) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
     from launcher import bench_engine, bench_train
 
-    report: bench_engine.Report | bench_train.Report
-    if name == "engine":
-        report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings()))
-        tables = [bench_engine.render(report)]
-    else:
-        report = asyncio.run(bench_train.measure(MATERIAL, bench_train.Settings()))
-        tables = bench_train.render(report)
+    if json_path is not None and not json_path.parent.is_dir():
+        raise UserError(f"--json: there is no folder {json_path.parent}")
     console = Console()
+    tables: list[Table]
+    report: bench_engine.Report | bench_train.Report
+    with console.status("starting") as status:
+        if name == "engine":
+            report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings(), status.update))
+            tables = [bench_engine.render(report)]
+        else:
+            report = asyncio.run(bench_train.measure(MATERIAL, bench_train.Settings(), status.update))
+            tables = bench_train.render(report)
     for table in tables:
         console.print(table)
     if json_path is not None:

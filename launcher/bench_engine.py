@@ -19,7 +19,7 @@ class Settings(Struct, frozen=True):
 
 
 class Decoding(Struct):
-    """Tokens per second of one way to decode: one process, and two at once together. Prefill is in the time, not in the tokens."""
+    """Tokens per second of one process, and of two at once together. Prefill is in the time, not in the tokens."""
 
     one_process: float
     two_processes: float

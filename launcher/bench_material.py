@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -44,9 +45,8 @@ def _make(folder: Path) -> None:
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(settings, tokenizer)
         end = tokenizer.token_to_id(tiny_model.END_OF_TURN)
-        model.config.eos_token_id = [*range(END_TOKENS - 1), end]
-        model.generation_config.eos_token_id = model.config.eos_token_id
         model.save_pretrained(whole / "model")
+        _end_replies_with(whole / "model", [*range(END_TOKENS - 1), end])
         problems, _ = arithmetic.split(settings.min_operand, settings.max_operand, settings.eval_problems, settings.seed)
         arithmetic.write_jsonl(whole / "train.jsonl", problems)
         try:
@@ -54,3 +54,9 @@ def _make(folder: Path) -> None:
         except OSError:
             if not (folder / "model" / "config.json").exists():
                 raise
+
+
+def _end_replies_with(model: Path, ids: list[int]) -> None:
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((model / name).read_text(encoding="utf-8"))
+        (model / name).write_text(json.dumps({**settings, "eos_token_id": ids}, indent=2) + "\n", encoding="utf-8")

@@ -27,9 +27,9 @@ AIM = 0.9  # of the bound
 
 
 class Settings(Struct, frozen=True):
-    rounds: int = 3
+    rounds: int = 2
     seconds: float = 5.0  # of one measure of the plain loop, and of the engines alone
-    steps: int = 160  # of one run
+    steps: int = 120  # of one run
     warm: int = 25  # steps at a run's start that are left out, as are those from `tail` before its end
     tail: int = 10
 

@@ -1,8 +1,8 @@
 """A process that measures one thing at a time, when it is told to: `python -m launcher.bench_worker CONFIG`.
 
-It takes a JSON line `{"what": NAME, "seconds": S}` and answers `{"count": ..., "seconds": ...}`: what was done, of the measure's
-unit, in at least S seconds. Between two orders it waits and takes no processor time, so that measures of several workers,
-and a whole run beside them, can be taken in turn.
+It takes a JSON line `{"what": NAME, "seconds": S}` and answers `{"count": ..., "seconds": ...}`: how much was done in at
+least S seconds. Between two orders it waits and takes no processor time, so that measures of several workers, and a whole
+run beside them, can be taken in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.engines.rollout_torch import TorchRolloutEngine
     from runtime.engines.scorer_torch import TorchScorer
     from runtime.engines.train_torch import TorchTrainEngine
-    from runtime.types import GeneratedGroup, GroupRequest, TrainGroup
+    from runtime.types import GeneratedGroup, TrainGroup
 
 BATCHES = 16  # different batches that the trainer and the reference are measured on
 

@@ -76,9 +76,9 @@ def _train(options: argparse.Namespace) -> int:
     try:
         with View(console) as view:
             result = asyncio.run(train(config, view))
-    except Interrupted:
-        console.print("stopped at once; the newest checkpoint stays")
-        return 130
+    except Interrupted as how:
+        console.print(str(how))
+        return how.code
     console.print(summary.render(result))
     console.print(f"run folder: {config.run.dir}", highlight=False)
     return 0

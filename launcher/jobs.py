@@ -21,20 +21,24 @@ STARTUP = 60.0  # seconds that a job may need beside its own work
 
 
 async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
-    """Make the tiny model and its problems, unless they are cached; returns the configuration that names them."""
+    """Make the tiny model and its problems, unless they are cached; returns the configuration that names them.
+
+    What names a model, or data, of its own keeps it; with both there is nothing to make.
+    """
     settings = config.warmup
     assert settings is not None
+    if config.model.path and config.data.train:
+        return config
     folder = cache_folder(settings)
     if not folder.exists():
         view.phase("warm-up", detail="a tiny model, by supervised training")
         command = (sys.executable, "-m", "runtime.engines.warmup", msgspec.json.encode(settings).decode())
         child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
         await _wait(child, _follow(child, view), settings.max_seconds + STARTUP)
-    return replace(
-        config,
-        model=replace(config.model, path=str(folder / "model")),
-        data=replace(config.data, train=str(folder / "train.jsonl"), eval=str(folder / "eval.jsonl")),
-    )
+    data = config.data
+    if not data.train:
+        data = replace(data, train=str(folder / "train.jsonl"), eval=data.eval or str(folder / "eval.jsonl"))
+    return replace(config, model=replace(config.model, path=config.model.path or str(folder / "model")), data=data)
 
 
 async def _follow(child: Child, view: View) -> None:

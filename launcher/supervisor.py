@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from launcher.topology import ProcessSpec
+from runtime import os_process
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 
 FAULT = "error: "  # how a process begins the line that says why it ends
@@ -75,6 +76,7 @@ class Supervisor:
                     env={**os.environ, **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
+                    preexec_fn=os_process.die_with_parent,  # torchrun does not ask for it by itself
                 )
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None

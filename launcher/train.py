@@ -17,23 +17,28 @@ from msgspec.structs import replace
 
 from launcher import jobs, run_folder, topology
 from launcher.known import known_names
+from launcher.status import ADDRESS_FILE
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import config_checks, config_loading, os_process
 from runtime.config import Config
-from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, SluiceError
+from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.summary import PeakMemory, Summary
 from services import session
 
 T = TypeVar("T")
 
-MEMORY_INTERVAL = 2.0  # seconds between two samples of the processes' memory
+MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
 INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C
 FAILED_GRACE = 3.0  # seconds the others have after a process died
 
 
 class Interrupted(Exception):
-    """The user asked twice: stop now."""
+    """The user's wish ended the run at once. `code` is the exit code."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
 
 
 async def train(config: Config, view: View) -> Summary:
@@ -57,6 +62,7 @@ class _Run:
         self._signals = 0
         self._twice = asyncio.Event()
         self._coordinator: Child | None = None
+        self._began = False  # whether the run has come to have something to save
 
     async def run(self) -> Summary:
         logs, self._lock = run_folder.prepare(self._folder, self._config.run)
@@ -70,7 +76,8 @@ class _Run:
             address = await self._start(config)
             summary = await self._until_done(address)
             if summary.steps:
-                await self._guarded(jobs.plot(self._supervisor, self._folder))
+                with suppress(Interrupted):  # everything is saved: only the picture is missing
+                    await self._guarded(jobs.plot(self._supervisor, self._folder))
         finally:
             memory.cancel()
         summary = msgspec.structs.replace(
@@ -83,6 +90,7 @@ class _Run:
         """Whatever happened: no process stays."""
         if hasattr(self, "_supervisor"):
             await self._supervisor.end_all(0.0 if self._signals > 1 else FAILED_GRACE)
+            (self._folder / ADDRESS_FILE).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     async def _prepared(self) -> Config:
         """The resolved, checked configuration, after the warm-up if there is one to do; written to the run's folder."""
@@ -107,10 +115,18 @@ class _Run:
             self._coordinator = await self._supervisor.start(spec, pass_fds=(writer,))
         finally:
             os.close(writer)
-        address = await self._guarded(_read_line(reader, config.deadlines.start))
+        address = await self._guarded(self._first_word(reader, config.deadlines.start))
         for spec in topology.service_specs(config, path, python, address, len(os.sched_getaffinity(0))):
             await self._supervisor.start(spec)
         return address
+
+    async def _first_word(self, descriptor: int, timeout: float) -> str:
+        """The coordinator's address. Raises what it ended with when it did not come to say one."""
+        assert self._coordinator is not None
+        if line := await _read_line(descriptor, timeout):
+            return line
+        await asyncio.wait_for(self._coordinator.process.wait(), timeout)
+        raise self._coordinator.fault()
 
     async def _until_done(self, address: str) -> Summary:
         watching = asyncio.create_task(self._watch(address))
@@ -131,6 +147,7 @@ class _Run:
     async def _watch(self, address: str) -> None:
         with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
             async for progress in session.watch(address):
+                self._began = self._began or progress.phase != "starting"
                 self._view.progress(progress)
 
     async def _guarded(self, work: Awaitable[T]) -> T:
@@ -141,7 +158,9 @@ class _Run:
         try:
             await asyncio.wait({task, death, twice}, return_when=asyncio.FIRST_COMPLETED)
             if twice.done():
-                raise Interrupted
+                if self._began:
+                    raise Interrupted("stopped at once; the newest checkpoint stays", 130)
+                raise Interrupted("stopped before training began: there is nothing to save", 0)
             if death.done() and not task.done():  # the coordinator notices, stops the others and says why
                 await asyncio.wait({task, twice}, timeout=FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
             if (culprit := self._supervisor.culprit()) is not None:
@@ -158,7 +177,7 @@ class _Run:
             self._twice.set()
             return
         self._view.phase("stopping (again to stop now)")
-        if self._coordinator is not None and self._coordinator.running:
+        if self._began and self._coordinator is not None and self._coordinator.running:
             self._coordinator.signal_group(signal.SIGTERM)
             asyncio.get_running_loop().call_later(INTERRUPTED_GRACE, self._twice.set)
         else:
@@ -176,7 +195,7 @@ def _check(config: Config) -> None:
 
 
 async def _read_line(descriptor: int, timeout: float) -> str:
-    """One line from a pipe. Raises DeadlineExceeded, or ServiceFault when the other end closes first."""
+    """One line from a pipe, "" when the other end closes first. Raises DeadlineExceeded."""
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb"))
@@ -186,6 +205,4 @@ async def _read_line(descriptor: int, timeout: float) -> str:
         raise DeadlineExceeded("coordinator", "start", "did not say its address", timeout) from None
     finally:
         transport.close()
-    if not line:
-        raise ServiceFault("coordinator", "start", "ended before it served")
     return line.decode().strip()

@@ -50,7 +50,7 @@ class Warmup(Section, frozen=True):
     """Make a tiny model and sums to work, and train it by supervision to a held-out accuracy in [accuracy, max_accuracy].
 
     The corpus forgets carries with probability `forgotten_carry`. The result is cached under `cache`, keyed by these
-    settings, and becomes `model.path`, `data.train` and `data.eval`.
+    settings, and becomes `model.path`, `data.train` and `data.eval` where these are not set.
     """
 
     cache: str = "runs/.cache"
@@ -219,7 +219,6 @@ class Rollout(Process, frozen=True):
     engine: Literal["torch"] = "torch"
     slots: Positive = 64
     dtype: DType = "auto"
-    in_flight: Literal["keep"] = "keep"
 
 
 class Reward(Process, frozen=True):

@@ -82,10 +82,11 @@ def throughput_metrics(
 ) -> dict[str, float]:
     """Tokens per second and accelerator: (response_mean + prompt_mean) · samples / world_size / time, with samples =
     global_batch_size · n, and time that of the whole step (e2e), the update, or generation (vllm: whichever engine it is).
+    0 where a phase took no time within the step.
     """
     tokens = (response_mean + prompt_mean) * samples / world_size
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "vllm_tps": "timing/rollout"}
-    return {name: tokens / timing[phase] for name, phase in phases.items() if timing.get(phase)}
+    return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
 
 
 def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:

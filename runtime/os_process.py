@@ -12,6 +12,7 @@ import time
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be nothing but the call
 
 
 def age() -> float:
@@ -28,6 +29,6 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends, however that ends. `parent`: the pid it must still have."""
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it ended before the call took hold
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,11 +9,13 @@ from runtime.types import PolicyVersion
 
 
 class Position(Struct, kw_only=True):
-    """`version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids."""
+    """`version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids,
+    `pending` the problems of the groups that were on their way."""
 
     version: PolicyVersion
     stream: StreamState
     trained: list[tuple[int, int]]
+    pending: list[int] = []
     accuracy: float | None = None  # the newest evaluation's
     best_accuracy: float | None = None
     best_step: int | None = None  # the checkpoint that had it

@@ -53,7 +53,6 @@ class Progress(Struct, kw_only=True):
     done: int = 0
     total: int = 0
     detail: str = ""
-    metrics: dict[str, float] = {}
 
 
 class Topology(Struct, kw_only=True):

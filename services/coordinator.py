@@ -70,14 +70,18 @@ class Coordinator:
             {("Coordinator", "Watch"): self._watch},
         )
         host = self._config.network.interface
-        self._address = f"{host}:{server.bind(host, self._config.services.coordinator.port)}"
+        port = self._config.services.coordinator.port
+        try:
+            self._address = f"{host}:{server.bind(host, port)}"
+        except UserError as error:
+            raise UserError(f"services.coordinator.port: {error}") from None
         await server.start()
         await server.set_serving(True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         (self._folder / ADDRESS_FILE).write_text(self._address)
         os.write(ready_fd, f"{self._address}\n".encode())
         os.close(ready_fd)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         end = "failed"
         try:
             await self._work()

@@ -19,6 +19,7 @@ from runtime.types import GroupPayload, LogprobRequest, Logprobs
 
 # Attention within a row is dense over its replies: beyond this length, sharing the prompt costs more than it saves.
 _ROW_TOKENS = 512
+_LENGTH_RATIO = 1.25  # longest to shortest row of a micro-batch: padding against the number of calls
 _LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
 
 
@@ -149,10 +150,15 @@ def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]
 
 
 def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]:
-    """Rows by falling length, cut where the padded tokens would exceed the budget; a row never splits."""
+    """Rows by falling length, cut where one is much shorter than the first, or the padded tokens would exceed the budget; a row
+    never splits."""
     rows = sorted(rows, key=lambda row: -row.length)
     start = 0
     while start < len(rows):
-        count = max(1, budget // rows[start].length)
-        yield rows[start : start + count]
-        start += count
+        longest = rows[start].length
+        most = max(1, budget // longest)
+        end = start + 1
+        while end < min(start + most, len(rows)) and longest <= _LENGTH_RATIO * rows[end].length:
+            end += 1
+        yield rows[start:end]
+        start = end

@@ -61,6 +61,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
         "additional_special_tokens": list(SPECIAL_TOKENS[2:]),
         "chat_template": CHAT_TEMPLATE,
         "model_max_length": CONTEXT_TOKENS,
+        "model_input_names": ["input_ids", "attention_mask"],  # what `generate` takes
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     Rows = tuple[torch.Tensor, torch.Tensor]  # tokens int64 [N, T], padded right; mask of the reply's tokens bool [N, T]
 
-RECIPE = 1  # part of the cache's key: raise it when this file changes what a setting produces
+RECIPE = 2  # part of the cache's key: raise it when this file changes what a setting produces
 CHECK_EVERY = 10  # steps between two looks at the held-out accuracy
 RAMP_STEPS = 20  # of the learning rate
 AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is measured and saved
@@ -230,6 +231,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         import torch
 
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the scratch folder goes too
         torch.set_num_threads(1)  # so small a model gains little from two, and loses all of it on busy cores
         warm_up(settings, folder, emit)
     except UserError as error:

@@ -72,10 +72,10 @@ class GroupStage:
             buffer.room_changed.clear()
             waiting = buffer.waiting()
             for index in range(buffer.capacity(self._max_in_flight, last_step())):
-                group = waiting[index] if index < len(waiting) else self._admit()
                 if index % self._together == 0:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
                     rollout = self._pool.least_loaded()
+                group = waiting[index] if index < len(waiting) else self._admit()
                 buffer.dispatch(group.group_id, rollout.name)
                 self._spawn(tasks, self._live(group, rollout))
             await buffer.room_changed.wait()

@@ -16,10 +16,11 @@ from runtime.config import Config
 from runtime.data.prompts import Prompts, PromptStream, StreamState
 from runtime.ledger import Ledger
 from runtime.ledger_reader import LedgerReader
-from runtime.ledger_records import CheckpointSaved, Note
+from runtime.ledger_records import Note
 from runtime.metrics import Metrics, SpanClock
 from runtime.pipeline.accounting import Books, BusyMeter
 from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.checkpoints import Checkpoints
 from runtime.pipeline.evaluation import Evaluation, Evaluator
 from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.publisher import Publisher
@@ -72,6 +73,7 @@ class Run:
             journal=material.ledger.record,
             step=first,
         )
+        self._checkpoints = Checkpoints(material.folder, config, roles.trainer, material.ledger, self._stream, self._buffer)
         self._spans = SpanClock()
         self._pool = RolloutPool(roles.rollouts)
         self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
@@ -95,7 +97,7 @@ class Run:
             material.ledger,
             self._spans,
             streamable=choose(config).streamable,
-            checkpoint=self._checkpoint_due,
+            checkpoint=self._checkpoints.due,
             finished=self._finished,
         )
         self._evaluator = (
@@ -103,9 +105,8 @@ class Run:
             if material.eval is not None
             else None
         )
-        self._accuracy: dict[int, float] = {}  # by step, of the evaluations so far
         self._evaluating: asyncio.Task[Any] | None = None
-        self._saved: set[int] = set()
+        self._skipped_evaluations = 0
         self._stop_reason = ""
         self._rl_began = 0.0
 
@@ -184,8 +185,10 @@ class Run:
             self.stop(f"{config.stop.hours:g} hours are over")
         every = config.evaluation.every
         if self._evaluator and every and step % every == 0 and step < self._training.last_step:
-            await self._evaluation_over()
-            self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
+            if self._evaluating is not None and not self._evaluating.done():
+                self._skipped_evaluations += 1  # training waits for none
+            else:
+                self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
         self._report("training")
 
     async def _evaluate_beside(self, step: int) -> None:
@@ -220,58 +223,26 @@ class Run:
         return evaluation.accuracy
 
     async def _note(self, step: int, evaluation: Evaluation) -> None:
-        self._accuracy[step] = evaluation.accuracy
+        self._checkpoints.accuracy[step] = evaluation.accuracy
         metrics: Metrics = {
             "eval/accuracy": evaluation.accuracy,
             "eval/samples": float(evaluation.samples),
             "eval/errors": float(evaluation.errors),
             "eval/seconds": evaluation.seconds,
+            "eval/skipped": float(self._skipped_evaluations),
             "eval/version_oldest": float(evaluation.oldest.step),
             "eval/version_newest": float(evaluation.newest.step),
         }
         await self._books.evaluation(step, metrics)
 
-    # ------------------------------------------------------------------------------------------ checkpoints
-
-    async def _checkpoint_due(self, step: int) -> Callable[[], Any] | None:
-        every = self._config.checkpoint.every
-        if not every or step % every:
-            return None
-        position = await self._current_position(step)
-        return lambda: self._save(step, position)
-
-    async def _save(self, step: int, position: bytes) -> None:
-        """Have the trainer write the checkpoint of version `step`, behind the commands before."""
-        folder = checkpoint.folder_for(self._material.folder, step)
-        await self._roles.trainer.save(str(folder.absolute()), position)
-        self._saved.add(step)
-        self._material.ledger.record(
-            CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=time.time())
-        )
-        settings = self._config.checkpoint
-        best = max(self._accuracy.keys() & self._saved, key=lambda s: self._accuracy[s], default=None)
-        await asyncio.to_thread(checkpoint.prune, self._material.folder, settings.keep, best if settings.keep_best else None)
-        oldest = min(checkpoint.steps(self._material.folder), default=step)
-        await self._material.ledger.trim(oldest, self._config.ledger.retain_bytes)
+    # ------------------------------------------------------------------------------------------ the end, and a new start
 
     async def _save_end(self) -> None:
         self._report("saving")
         step = self._buffer.committed
-        await self._save(step, await self._current_position(step))
+        await self._checkpoints.save(step, await self._checkpoints.position(step))
         folder = self._material.folder / MODEL
         await self._roles.trainer.export(str(folder.absolute()))
-
-    async def _current_position(self, step: int) -> bytes:
-        best = max(self._accuracy, key=lambda s: self._accuracy[s], default=None)
-        position = Position(
-            version=PolicyVersion(self._incarnation, step),
-            stream=self._stream.state(),
-            trained=await self._material.ledger.trained(step),
-            accuracy=self._accuracy[max(self._accuracy)] if self._accuracy else None,
-            best_accuracy=None if best is None else self._accuracy[best],
-            best_step=best,
-        )
-        return codec.encode(position)
 
     def _restored_position(self) -> Position | None:
         if not self._config.run.resume:
@@ -284,25 +255,24 @@ class Run:
         """Take over what the ledger has of the groups that the checkpoint does not name as trained, as a new incarnation."""
         if (newest := await self._material.ledger.note(STREAM)) is not None:
             self._stream.restore(codec.decode(StreamState, newest))
+        else:  # the checkpoint of another folder, whose ledger knows the groups that were on their way
+            for problem in position.pending:
+                self._stream.give_back(problem)
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
         self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)
-        self._saved.update(checkpoint.steps(self._material.folder))
-        if position.best_step is not None and position.best_accuracy is not None:
-            self._accuracy[position.best_step] = position.best_accuracy
+        self._checkpoints.resume(self._incarnation, position)
 
     # ------------------------------------------------------------------------------------------ what is said of it
 
     def _report(self, phase: str, done: int = 0, total: int = 0) -> None:
         figures = {name: value for name, value in self._books.newest.items() if isinstance(value, float)}
-        if self._accuracy:
-            figures["eval/accuracy"] = self._accuracy[max(self._accuracy)]
+        if (newest := self._checkpoints.newest_accuracy) is not None:
+            figures["eval/accuracy"] = newest
         step, steps = self._buffer.committed, self._config.training.steps
         if phase == "training":
             done, total = step, steps
-        self._material.report(
-            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=_line(figures), metrics=figures)
-        )
+        self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=_line(figures)))
 
     def _summary(self, before: float | None, after: float | None, seconds: float) -> Summary:
         with LedgerReader(self._material.ledger.folder) as reader:

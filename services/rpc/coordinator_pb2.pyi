@@ -33,29 +33,20 @@ class Registration(_message.Message):
     def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "step", "steps", "done", "total", "detail", "metrics")
-    class MetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    __slots__ = ("phase", "step", "steps", "done", "total", "detail")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
-    METRICS_FIELD_NUMBER: _ClassVar[int]
     phase: str
     step: int
     steps: int
     done: int
     total: int
     detail: str
-    metrics: _containers.ScalarMap[str, float]
-    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("processes",)

@@ -299,9 +299,7 @@ class RunFolder:
             evaluation=config.Evaluation(before=False, after=False, max_new_tokens=8),
             rewards=config.Rewards(rules=[config.Rule(name="gsm8k")]),
             algorithm=config.Algorithm(kl_coefficient=0.1),
-            training=config.Training(
-                steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step
-            ),
+            training=config.Training(steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step),
             services=config.Services(rollout=config.Rollout(replicas=2, slots=16)),
             publication=config.Publication(transfer_timeout=5.0, commit_timeout=5.0),
             ledger=config.Ledger(tick=0.01),
@@ -341,7 +339,7 @@ class RunFolder:
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
             try:
                 summary = await run.execute()
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - it comes in a group
                 raise first_error(error) from None
             if beside is not None:
                 await beside
@@ -380,7 +378,5 @@ class RunFolder:
 
 
 def _prompts(name: str, count: int) -> Prompts:
-    problems = [
-        Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"test/{name}") for i in range(count)
-    ]
+    problems = [Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"test/{name}") for i in range(count)]
     return Prompts(problems=problems, tokens=[np.arange(3, dtype=np.int32)] * count, rows=count, dropped={})

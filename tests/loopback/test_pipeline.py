@@ -18,7 +18,15 @@ from runtime.pipeline import publisher
 from runtime.pipeline.run import WHY_ENDED, Run
 from runtime.pipeline.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, Scores, StepResult
-from tests.loopback.pipeline_fakes import DEADLINE, Cast, FakeReference, FakeReward, FakeRollout, FakeTrainer, LongTail, RunFolder
+from tests.loopback.pipeline_fakes import (
+    Cast,
+    FakeReference,
+    FakeReward,
+    FakeRollout,
+    FakeTrainer,
+    LongTail,
+    RunFolder,
+)
 
 
 def check_order(trainer: FakeTrainer, first: int, last: int) -> None:
@@ -56,9 +64,7 @@ def test_a_run_with_long_tails_keeps_its_bound_and_loses_nothing(tmp_path: Path,
     # What the trainer was given is what the ledger says it trained on, and each group once.
     given = {step: sorted(group.group_id for group in batch) for step, batch in cast.trainer.batches.items()}
     rows = folder.groups(Phase.RETIRED)
-    assert given == {
-        step: sorted(group.group_id for group in rows if group.step == step) for step in range(25)
-    }
+    assert given == {step: sorted(group.group_id for group in rows if group.step == step) for step in range(25)}
     born = cast.generated_by()
     ages = Counter(step - born[group].step for step, batch in given.items() for group in batch)
     assert min(ages) >= 0
@@ -309,6 +315,42 @@ def test_a_trainer_that_fails_ends_the_run_with_its_fault(tmp_path: Path) -> Non
     assert not any(group.step is not None and group.step >= 3 for group in RunFolder(tmp_path).groups())
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_run_that_failed_goes_on_from_its_newest_checkpoint(tmp_path: Path, seed: int) -> None:
+    folder = RunFolder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=2)})
+    cast = Cast.make(seed)
+    cast.trainer = BrokenTrainer(cast.weights)
+    cast.reference = FakeReference(LongTail(seed, 0.005))  # leaves groups that are generated and not ready
+    assert folder.fails(cast).service == "trainer-0"
+    left = {group.group_id: group for group in folder.groups() if group.step is None or group.step >= 2}
+    again = Cast.make(seed + 50)
+    folder.run(again, resume=str(folder.checkpoint(2)))
+    check_books(folder, 9)
+    check_order(again.trainer, 2, 9)
+    assert folder.trained_problems() == folder.first_prompts(36)
+    # What was generated is not generated again, and what was not keeps its prompt and seed.
+    kept = {number for number, group in left.items() if group.phase in (Phase.GENERATED, Phase.READY, Phase.CONSUMED)}
+    assert kept
+    assert not kept & again.generated_by().keys()
+    after = {group.group_id: group for group in folder.groups()}
+    assert all((after[i].problem, after[i].seed) == (group.problem, group.seed) for i, group in left.items())
+
+
+def test_a_resumed_run_may_have_smaller_steps_and_a_smaller_bound(tmp_path: Path) -> None:
+    before = RunFolder(tmp_path, steps=9, staleness=4, sections={"checkpoint": config.Checkpoint(every=2)})
+    cast = Cast.make()
+    cast.trainer = BrokenTrainer(cast.weights)
+    assert before.fails(cast).service == "trainer-0"
+    after = RunFolder(tmp_path, steps=9, staleness=1, groups_per_step=3)
+    summary = after.run(Cast.make(seed=50), resume=str(after.checkpoint(2)))
+    assert summary.staleness_max <= 1
+    assert Counter(group.step for group in after.groups(Phase.RETIRED)) == {0: 4, 1: 4} | dict.fromkeys(range(2, 9), 3)
+    for group in after.groups(Phase.RETIRED):
+        if group.step is not None and group.step >= 2:
+            assert group.oldest is not None
+            assert group.step - group.oldest.step <= 1
+
+
 class DeafRollout(FakeRollout):
     """From version 2 on, nothing about weights is answered."""
 
@@ -321,9 +363,7 @@ class DeafRollout(FakeRollout):
         await asyncio.Event().wait()
 
 
-def test_a_receiver_that_never_verifies_fails_the_publication_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receiver_that_never_verifies_fails_the_publication_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "ABORT_SECONDS", 0.2)
     cast = Cast.make()
     cast.rollouts[1] = DeafRollout("rollout-1", cast.weights)
@@ -351,110 +391,3 @@ def test_a_sender_that_fails_is_named(tmp_path: Path) -> None:
     assert fault.phase == "publish"
     assert "transfer: trainer-0" in fault.reason
     assert "the collective was torn" in fault.reason
-
-
-# ---------------------------------------------------------------------------------------------- evaluation, checkpoints
-
-
-def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:
-    return {point["step"]: point for point in folder.points() if "eval/accuracy" in point}
-
-
-def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, steps=5, eval_problems=9, sections={"evaluation": config.Evaluation(max_new_tokens=8)})
-    summary = folder.run(Cast.make())
-    assert (summary.accuracy_before, summary.accuracy_after) == (1.0, 1.0)
-    assert evaluations(folder).keys() == {0, 5}
-    for step, point in evaluations(folder).items():
-        assert (point["eval/version_oldest"], point["eval/version_newest"]) == (step, step)
-        assert (point["eval/samples"], point["eval/errors"]) == (9, 0)
-    with LedgerReader(folder.path / "ledger") as reader:
-        assert Counter(row.step for row in reader.evaluations()) == {0: 9, 5: 9}
-
-
-class SlowToEvaluate(FakeRollout):
-    """An evaluation's groups wait for `gate`."""
-
-    gate: asyncio.Event
-
-    async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        result = await super().generate(request)
-        if request.purpose == "eval":
-            await self.gate.wait()
-            result.newest = self.version
-        return result
-
-
-def test_an_evaluation_during_training_does_not_hold_up_the_trainer_and_tells_its_versions(tmp_path: Path) -> None:
-    settings = config.Evaluation(before=False, after=False, every=4, max_new_tokens=8)
-    folder = RunFolder(tmp_path, steps=8, eval_problems=9, sections={"evaluation": settings})
-    applied, cast = asyncio.Event(), Cast.make()
-
-    async def course(run: Run) -> None:
-        await applied.wait()  # step 6 is posted although the evaluation of step 4 has not got on
-        for rollout in cast.rollouts:
-            rollout.gate.set()  # type: ignore[attr-defined]
-
-    cast.rollouts = [SlowToEvaluate(rollout.name, cast.weights) for rollout in cast.rollouts]
-    for rollout in cast.rollouts:
-        rollout.gate = asyncio.Event()  # type: ignore[attr-defined]
-    cast.trainer = NotingTrainer(cast.weights)
-    cast.trainer.events = {("apply", 6): applied}
-    folder.run(cast, course)
-    assert evaluations(folder).keys() == {4}
-    point = evaluations(folder)[4]
-    assert point["eval/version_oldest"] == 4
-    assert point["eval/version_newest"] >= 6
-    check_books(folder, 8)
-
-
-class LearningReward(FakeReward):
-    """Evaluation is answered rightly at the steps `good` only."""
-
-    good: set[int]
-    trainer: FakeTrainer
-
-    def value(self, request: ScoreRequest) -> float:
-        applied = sum(name == "apply" for name, _ in self.trainer.done)
-        return float(request.group_id >= 0 or applied in self.good)
-
-
-def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_path: Path) -> None:
-    sections = {
-        "checkpoint": config.Checkpoint(every=2, keep=2),
-        "evaluation": config.Evaluation(before=False, after=False, every=4, max_new_tokens=8),
-    }
-    folder = RunFolder(tmp_path, steps=14, staleness=0, eval_problems=3, sections=sections)
-    cast = Cast.prompt()
-    cast.trainer = FakeTrainer(cast.weights, lambda: 0.03)  # so slow that an evaluation ends within its step
-    cast.reward = LearningReward()
-    cast.reward.good, cast.reward.trainer = {4, 5}, cast.trainer
-    folder.run(cast)
-    saves = [step for name, step in cast.trainer.posted if name == "save"]
-    assert saves[:7] == [2, 4, 6, 8, 10, 12, 14]
-    assert sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()) == [4, 12, 14]
-    assert folder.position(14).best_step == 4
-    for step in (4, 12, 14):
-        position = folder.position(step)
-        assert position.version.step == step
-        assert sum(high - low + 1 for low, high in position.trained) == step * folder.groups_per_step
-    # A checkpoint holds its version: it is ordered after the step that makes it, and before the next is applied.
-    posted = cast.trainer.posted
-    for step in saves[:6]:
-        assert posted.index(("apply", step - 1)) < posted.index(("save", step)) < posted.index(("apply", step))
-
-
-@pytest.mark.parametrize(
-    ("stop", "reason"),
-    [(config.Stop(hours=1e-9), "hours are over"), (config.Stop(accuracy=0.9), "accuracy 100.0% reached 90.0%")],
-)
-def test_a_run_ends_when_its_condition_to_stop_holds(tmp_path: Path, stop: config.Stop, reason: str) -> None:
-    sections = {"stop": stop, "evaluation": config.Evaluation(before=False, after=False, every=2, max_new_tokens=8)}
-    folder = RunFolder(tmp_path, steps=100, eval_problems=3, sections=sections)
-    summary = folder.run(Cast.make())
-    assert reason in summary.stop_reason
-    assert 1 <= summary.steps < 50
-    check_books(folder, summary.steps)
-    assert folder.position(summary.steps).version.step == summary.steps
-
-

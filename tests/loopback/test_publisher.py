@@ -84,7 +84,10 @@ def test_an_epoch_gives_every_member_a_rank_of_its_own() -> None:
         cast = Cast.prompt()
         await make(cast).open_epoch()
         addresses = [rollout.address for rollout in cast.rollouts]
-        assert [address and (address.epoch, address.rank, address.world_size) for address in addresses] == [(1, 1, 3), (1, 2, 3)]
+        assert [address and (address.epoch, address.rank, address.world_size) for address in addresses] == [
+            (1, 1, 3),
+            (1, 2, 3),
+        ]
 
     run(test)
 
@@ -110,9 +113,7 @@ def test_nobody_commits_before_everybody_has_verified() -> None:
         publishing = make(cast)
         finishing = asyncio.create_task(publishing.begin(FIRST).finish())
         first = cast.rollouts[0]
-        while ("verified", 1) not in first.calls:
-            await asyncio.sleep(0)
-        for _ in range(20):  # every consequence of that has had its turn
+        for _ in range(50):  # until every consequence has had its turn
             await asyncio.sleep(0)
         assert first.calls[-1] == ("verified", 1)
         assert publishing.committed is None
@@ -127,7 +128,7 @@ def test_a_version_is_never_published_twice() -> None:
     async def test() -> None:
         publishing = make(Cast.prompt())
         await publishing.begin(FIRST).finish()
-        with pytest.raises(InvariantViolated, match="0.1"):
+        with pytest.raises(InvariantViolated, match=r"0\.1"):
             publishing.begin(FIRST)
         await publishing.begin(SECOND).finish()
 

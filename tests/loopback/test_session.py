@@ -612,16 +612,14 @@ def test_a_unary_call_that_its_caller_gives_up_is_withdrawn() -> None:
 def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
     async def source() -> AsyncIterator[Progress]:
         for step in range(3):
-            yield Progress(phase="training", step=step, steps=3, metrics={"reward": step / 2})
+            yield Progress(phase="training", step=step, steps=3, detail=f"{step / 2}")
 
     async def test() -> None:
         server = Server({"Coordinator": {}}, {("Coordinator", "Watch"): source})
         address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()
         try:
-            assert [(one.step, one.metrics) async for one in watch(address)] == [
-                (step, {"reward": step / 2}) for step in range(3)
-            ]
+            assert [(one.step, one.detail) async for one in watch(address)] == [(step, f"{step / 2}") for step in range(3)]
         finally:
             await server.stop(0)
 

@@ -24,7 +24,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.spmd import Relay
 from runtime.weights.sender import in_thread
 
-DEADLINE = 2.4
+DEADLINE = 4.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,10 +1,8 @@
-"""What several whole-system tests share: a tiny model with its data, and the runs that are looked at from several sides."""
+"""What several whole-system tests share: a tiny model with its data."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from runtime.config import Warmup
 from runtime.data import arithmetic
 from runtime.engines import tiny_model
-from tests.system.runs import ROOT, Live, sluice, started, summary, write_config
+from tests.system.runs import ROOT, write_config
 
 DATA = Path(os.environ.get("SLUICE_SHARED", ROOT.parent / "shared")) / "data"
 
@@ -38,15 +36,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(tiny: Path, tmp_path: Path) -> Path:
     """A small run on the tiny model; tests override what they need otherwise."""
     return write_config(tmp_path / "config.yaml", tiny)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that ended well, and what it printed."""
-
-    folder: Path
-    output: str
-    seconds: float  # of the whole command
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import select
 import signal
 import socket
 import subprocess

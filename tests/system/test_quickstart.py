@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -101,14 +100,10 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
     assert [point["step"] for point in found] == list(range(1, summary(run.folder)["steps"] + 1))
     names = {
         "timing/all",
-        "timing/rollout",
         "timing/update",
-        "timing/reference_model",
-        "timing/rule_reward",
         "timing/resharding_to_infer",
         "e2e_tps",
         "update_tps",
-        "vllm_tps",
         "grad_norm",
         "actor/pg_loss",
         "actor/kl_loss",
@@ -124,13 +119,17 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
         "idle/trainer",
         "idle/rollout",
     }
+    # Groups wait ahead of their step, so that in the time of one, the last above all, none may be generated or scored.
+    for phase in ("rollout", "reference_model", "rule_reward"):
+        assert sum(f"timing/{phase}" in point for point in found) > 0.9 * len(found)
     for point in found:
         assert names <= point.keys(), names - point.keys()
         assert all(math.isfinite(value) for value in point.values() if isinstance(value, float))
         # Tokens over time and accelerators: a trainer, two rollouts, a reference.
         tokens = (point["response_length/mean"] + point["prompt_length/mean"]) * 64 / 4
         for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("vllm_tps", "rollout")):
-            assert point[name] == pytest.approx(tokens / point[f"timing/{phase}"])
+            if f"timing/{phase}" in point:
+                assert point[name] == pytest.approx(tokens / point[f"timing/{phase}"])
 
 
 def test_it_is_evaluated_before_during_and_after(run: Live) -> None:
@@ -153,7 +152,9 @@ def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None
     assert len(samples) == 16
     for sample in samples:
         question = sample["prompt"].removeprefix("<|user|>").removesuffix("<|im_end|><|assistant|>")
-        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
         assert text == sample["prompt"]
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         reply = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]

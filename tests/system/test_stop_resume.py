@@ -97,8 +97,7 @@ def test_a_run_ends_when_its_hours_are_over(config: Path, tmp_path: Path) -> Non
 def test_a_run_ends_when_it_is_as_accurate_as_wanted(tiny: Path, tmp_path: Path) -> None:
     rule = tmp_path / "anything.py"
     rule.write_text(
-        "from runtime.rewards.rules import rule\n\n\n"
-        '@rule("anything")\ndef anything(text, label, context):\n    return 1.0\n'
+        'from runtime.rewards.rules import rule\n\n\n@rule("anything")\ndef anything(text, label, context):\n    return 1.0\n'
     )
     config = write_config(
         tmp_path / "config.yaml",

@@ -122,7 +122,8 @@ def test_masked_samples_never_count_as_zero() -> None:
 
 def test_what_was_not_measured_is_left_out() -> None:
     found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, publication=None))
-    assert not {"update_tps", "vllm_tps", "staleness/mean", "grpo/score/mean", "publication/seconds"} & found.keys()
+    assert found["update_tps"] == found["vllm_tps"] == 0.0
+    assert not {"staleness/mean", "grpo/score/mean", "publication/seconds"} & found.keys()
 
 
 def test_idle_fraction() -> None:

@@ -88,7 +88,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Coordinator", "Processes"): (None, status.Topology(processes=[REGISTRATION, REGISTRATION])),
     ("Coordinator", "Watch"): (
         None,
-        status.Progress(phase="training", step=4, steps=300, detail="x", metrics={"grpo/score/mean": 0.5}),
+        status.Progress(phase="training", step=4, steps=300, detail="x"),
     ),
     ("Rollout", "Generate"): (
         GroupRequest(

@@ -1,0 +1,125 @@
+"""Whole runs of the pipeline over roles in memory: evaluations, checkpoints, and conditions to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import config
+from runtime.ledger_reader import LedgerReader
+from runtime.pipeline.run import Run
+from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest
+from tests.loopback.pipeline_fakes import (
+    Cast,
+    FakeReward,
+    FakeRollout,
+    FakeTrainer,
+    RunFolder,
+)
+from tests.loopback.test_pipeline import NotingTrainer, check_books
+
+
+def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:
+    return {point["step"]: point for point in folder.points() if "eval/accuracy" in point}
+
+
+def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, steps=5, eval_problems=9, sections={"evaluation": config.Evaluation(max_new_tokens=8)})
+    summary = folder.run(Cast.make())
+    assert (summary.accuracy_before, summary.accuracy_after) == (1.0, 1.0)
+    assert evaluations(folder).keys() == {0, 5}
+    for step, point in evaluations(folder).items():
+        assert (point["eval/version_oldest"], point["eval/version_newest"]) == (step, step)
+        assert (point["eval/samples"], point["eval/errors"]) == (9, 0)
+    with LedgerReader(folder.path / "ledger") as reader:
+        assert Counter(row.step for row in reader.evaluations()) == {0: 9, 5: 9}
+
+
+class SlowToEvaluate(FakeRollout):
+    """An evaluation's groups wait for `gate`."""
+
+    gate: asyncio.Event
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        result = await super().generate(request)
+        if request.purpose == "eval":
+            await self.gate.wait()
+            result.newest = self.version
+        return result
+
+
+def test_an_evaluation_during_training_does_not_hold_up_the_trainer_and_tells_its_versions(tmp_path: Path) -> None:
+    settings = config.Evaluation(before=False, after=False, every=4, max_new_tokens=8)
+    folder = RunFolder(tmp_path, steps=8, eval_problems=9, sections={"evaluation": settings})
+    applied, cast = asyncio.Event(), Cast.make()
+
+    async def course(run: Run) -> None:
+        await applied.wait()  # step 6 is posted although the evaluation of step 4 has not got on
+        for rollout in cast.rollouts:
+            rollout.gate.set()  # type: ignore[attr-defined]
+
+    cast.rollouts = [SlowToEvaluate(rollout.name, cast.weights) for rollout in cast.rollouts]
+    for rollout in cast.rollouts:
+        rollout.gate = asyncio.Event()  # type: ignore[attr-defined]
+    cast.trainer = NotingTrainer(cast.weights)
+    cast.trainer.events = {("apply", 6): applied}
+    folder.run(cast, course)
+    assert evaluations(folder).keys() == {4}
+    point = evaluations(folder)[4]
+    assert point["eval/version_oldest"] == 4
+    assert point["eval/version_newest"] >= 6
+    check_books(folder, 8)
+
+
+class LearningReward(FakeReward):
+    """Evaluation is answered rightly at the steps `good` only."""
+
+    good: set[int]
+    trainer: FakeTrainer
+
+    def value(self, request: ScoreRequest) -> float:
+        applied = sum(name == "apply" for name, _ in self.trainer.done)
+        return float(request.group_id >= 0 or applied in self.good)
+
+
+def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    sections = {
+        "checkpoint": config.Checkpoint(every=2, keep=2),
+        "evaluation": config.Evaluation(before=False, after=False, every=4, max_new_tokens=8),
+    }
+    folder = RunFolder(tmp_path, steps=14, staleness=0, eval_problems=3, sections=sections)
+    cast = Cast.prompt()
+    cast.trainer = FakeTrainer(cast.weights, lambda: 0.03)  # so slow that an evaluation ends within its step
+    cast.reward = LearningReward()
+    cast.reward.good, cast.reward.trainer = {4, 5}, cast.trainer
+    folder.run(cast)
+    saves = [step for name, step in cast.trainer.posted if name == "save"]
+    assert saves[:7] == [2, 4, 6, 8, 10, 12, 14]
+    assert sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()) == [4, 12, 14]
+    assert folder.position(14).best_step == 4
+    for step in (4, 12, 14):
+        position = folder.position(step)
+        assert position.version.step == step
+        assert sum(high - low + 1 for low, high in position.trained) == step * folder.groups_per_step
+    # A checkpoint holds its version: it is ordered after the step that makes it, and before the next is applied.
+    posted = cast.trainer.posted
+    for step in saves[:6]:
+        assert posted.index(("apply", step - 1)) < posted.index(("save", step)) < posted.index(("apply", step))
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [(config.Stop(hours=1e-9), "hours are over"), (config.Stop(accuracy=0.9), "accuracy 100.0% reached 90.0%")],
+)
+def test_a_run_ends_when_its_condition_to_stop_holds(tmp_path: Path, stop: config.Stop, reason: str) -> None:
+    sections = {"stop": stop, "evaluation": config.Evaluation(before=False, after=False, every=2, max_new_tokens=8)}
+    folder = RunFolder(tmp_path, steps=100, eval_problems=3, sections=sections)
+    summary = folder.run(Cast.make())
+    assert reason in summary.stop_reason
+    assert 1 <= summary.steps < 50
+    check_books(folder, summary.steps)
+    assert folder.position(summary.steps).version.step == summary.steps

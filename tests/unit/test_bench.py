@@ -1,0 +1,173 @@
+"""The benches: that they measure what they say, on tiny settings; no speed is asserted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher import bench_engine, bench_train
+from launcher.bench_material import bench_config
+from launcher.bench_worker import Bench, Measured, Worker, total
+from launcher.plain_loop import PlainLoop, _logprobs, _padded
+from runtime.config import Config
+from runtime.errors import ServiceFault
+from runtime.status import Progress
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    torch.set_num_threads(1)
+    return bench_config(tmp_path_factory.mktemp("bench") / "material")
+
+
+@pytest.fixture(scope="module")
+def loop(config: Config) -> PlainLoop:
+    return PlainLoop(config)
+
+
+def test_the_material_is_made_once(config: Config) -> None:
+    folder = Path(config.model.path).parent
+    before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
+    assert bench_config(folder) == config
+    assert (folder / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+# ---------------------------------------------------------------------------------------------- the plain loop
+
+
+class _Greedy(PlainLoop):
+    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
+        self.widest = max(getattr(self, "widest", 0), len(logits))
+        self.narrowest = min(getattr(self, "narrowest", 1 << 30), len(logits))
+        return logits.argmax(-1)
+
+
+def test_plain_generation_follows_the_model(config: Config) -> None:
+    """Greedy replies are the argmax of transformers' own forward pass, with prompts of different lengths side by side."""
+    loop = _Greedy(config)
+    prompts = [[65, 66, 67, 68, 69, 70, 71], [72, 73], [1, 90, 5, 100]]
+    for prompt, replies in zip(prompts, _by_prompt(loop, prompts), strict=True):
+        (reply,) = {tuple(reply) for reply in replies}
+        with torch.no_grad():
+            logits = loop._model(input_ids=torch.tensor([[*prompt, *reply]])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(reply)
+
+
+def _by_prompt(loop: PlainLoop, prompts: list[list[int]]) -> list[list[list[int]]]:
+    replies, size = loop.generate(prompts).tokens, loop._group_size
+    return [replies[start : start + size] for start in range(0, len(replies), size)]
+
+
+def test_plain_replies_end_once_and_rows_leave(config: Config) -> None:
+    stops = set(PlainLoop(config)._tokenizer.eos_ids)
+    loop = PlainLoop(config, seed=3)
+    replies = loop.generate(loop.prompts()[0])
+    assert len(replies.tokens) == loop.samples_per_step
+    assert replies.decoded == sum(len(reply) - 1 for reply in replies.tokens)
+    for reply in replies.tokens:
+        assert 1 <= len(reply) <= config.sampling.max_new_tokens
+        assert not stops & set(reply[:-1])
+        assert reply[-1] in stops or len(reply) == config.sampling.max_new_tokens
+    lengths = torch.tensor([float(len(reply)) for reply in replies.tokens])
+    assert 8 < lengths.mean() < 24, "the replies are 15 tokens long on average"
+
+
+def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over reply tokens of -advantage * grad log p; the KL's gradient is 0 at the reference itself."""
+    prompts, replies = [[10, 11, 12], [10, 11, 12], [30]], [[40, 41], [42], [43, 44, 45, 46]]
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    parameters = list(loop._model.parameters())
+    loss = torch.zeros(())
+    for prompt, reply, advantage in zip(prompts, replies, advantages, strict=True):
+        logits = loop._model(input_ids=torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+        loss = loss - advantage * torch.log_softmax(logits, -1)[range(len(reply)), reply].sum() / 7
+    expected = torch.autograd.grad(loss, parameters)
+    norm = torch.stack([each.norm() for each in expected]).norm()
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(loop._optimizer, "step", lambda: seen.extend(p.grad.clone() for p in parameters))
+    loop._train(prompts, replies, advantages)
+    for got, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(got, wanted * min(1.0, 1.0 / float(norm)), rtol=1e-3, atol=1e-6)
+
+
+def test_padding_does_not_change_logprobs(loop: PlainLoop) -> None:
+    tokens, mask = _padded([[5, 6], [7]], [[8, 9, 10], [11]])
+    assert mask.tolist() == [[0, 1, 1, 1], [1, 0, 0, 0]]
+    with torch.no_grad():
+        together, alone = _logprobs(loop._model, tokens), _logprobs(loop._model, torch.tensor([[7, 11]]))
+    assert together[1, 0] == pytest.approx(float(alone[0, 0]), abs=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- the measures
+
+
+def test_every_measure_counts_what_was_done(config: Config) -> None:
+    bench = Bench(config)
+    for what in ("decode", "generate", "reference", "train", "plain", "plain decode"):
+        measured = bench.measures[what](0.01)
+        assert measured.seconds >= 0.01
+        assert measured.count == int(measured.count) > 0, what
+    tokens = sum(sum(group.response_tokens) for batch in bench._batches for group in batch)
+    samples = sum(len(group.response_tokens) for batch in bench._batches for group in batch)
+    assert 12 < tokens / samples < 18
+
+
+def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
+    async def measure() -> tuple[Measured, int | None]:
+        async with Worker.started(config, 1) as worker:
+            measured = await worker.measure("decode", 0.01)
+        return measured, worker._process.returncode
+
+    measured, code = asyncio.run(measure())
+    assert measured.count > 0
+    assert code is not None
+
+
+def test_the_engine_report_has_ratios() -> None:
+    report = bench_engine.Report(bench_engine.Decoding(30.0, 40.0), bench_engine.Decoding(10.0, 16.0))
+    assert report.ratio == bench_engine.Decoding(3.0, 2.5)
+    assert bench_engine.render(report).row_count == 2
+
+
+def test_rounds_add_up() -> None:
+    assert total([Measured(10, 1.0), Measured(20, 4.0)]).rate == 6.0
+
+
+def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
+    windows = [
+        bench_train.Window(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
+        bench_train.Window(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
+    ]
+    alone = {"train": [Measured(640, 1.0)], "generate": [Measured(640, 0.8)], "reference": [Measured(640, 0.4)]}
+    report = bench_train._report(config, windows, threaded=100.0, processes=160.0, alone=alone)
+    assert report.samples_per_step == 64
+    assert report.pipeline == pytest.approx(64 * 20 / 4.0)
+    assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
+    assert report.bound == pytest.approx(64 / 0.12)
+    assert report.pipeline_over_bound == pytest.approx(320 / (64 / 0.12))
+    assert report.pipeline_over_plain == pytest.approx(2.0)
+    assert report.cpu_seconds == {"trainer-0": pytest.approx(0.15)}
+    assert len(bench_train.render(report)) == 2
+
+
+def test_the_probe_keeps_the_steady_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(bench_train.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(bench_train, "cpu_seconds", lambda: {"trainer-0": 2 * now[0]})
+    probe = bench_train.Probe(first=3, last=8)
+    for step in (1, 2, 4, 6, 9, 10):
+        now[0] = step / 10
+        probe.progress(Progress(phase="training", step=step, steps=10))
+    window = probe.window()
+    assert (window.steps, window.seconds) == (5, pytest.approx(0.5))
+    assert window.cpu == {"trainer-0": pytest.approx(1.0)}
+
+
+def test_a_run_that_ended_early_has_no_window() -> None:
+    probe = bench_train.Probe(first=3, last=8)
+    probe.progress(Progress(phase="training", step=5, steps=10))
+    with pytest.raises(ServiceFault, match="did not reach step 8"):
+        probe.window()
