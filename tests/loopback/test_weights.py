@@ -379,14 +379,14 @@ def test_many_aborts_leave_no_thread_and_no_file() -> None:
 
 
 def test_the_rendezvous_names_who_is_missing() -> None:
-    pending = host(1, 4, "127.0.0.1", "gloo", 0.5, "trainer")
+    pending = host(1, 4, "127.0.0.1", "gloo", 3.0, "trainer")
     other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-1"))
     with pytest.raises(
-        ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 0.5 s\)"
+        ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 3 s\)"
     ):
         pending.connect(["trainer", "rollout-0", "rollout-1"])
     with pytest.raises(ServiceFault, match="rollout-1: rendezvous: "):
-        other.result(5)
+        other.result(15)
 
 
 def test_nobody_at_the_address() -> None:
