@@ -13,6 +13,7 @@ def known_names() -> dict[str, list[str]]:
     return {
         "algorithm.advantage": list(interfaces.ADVANTAGES),
         "algorithm.loss": list(interfaces.POLICY_LOSSES),
+        "algorithm.correction": ["none", *interfaces.CORRECTIONS],
         "algorithm.aggregation": list(interfaces.AGGREGATIONS),
         "algorithm.kl": list(interfaces.KL_ESTIMATORS),
         "data.handler": list(handlers.HANDLERS),

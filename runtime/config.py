@@ -14,6 +14,7 @@ Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Rate = Annotated[float, Meta(ge=0)]
+PositiveRate = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 DType = Literal["auto", "float32", "bfloat16"]
@@ -125,17 +126,45 @@ class Rewards(Section, frozen=True):
 
 
 class Algorithm(Section, frozen=True):
-    """An algorithm is data: advantage + loss + aggregation + KL, each by its registered name."""
+    """An algorithm is data: advantage + loss + correction + aggregation + KL, each by its registered name or `FILE.py:NAME`.
 
+    `preset` names a file of these keys (configs/algorithms/NAME.yaml, or a path); the file's values stand in for the keys
+    that the configuration leaves out.
+    """
+
+    preset: str = ""
+    # Advantages
     advantage: str = "group_norm"
+    group_std: Literal["group", "batch", "none"] = "group"  # what group_norm divides by
+    group_std_ddof: Literal[0, 1] = 1
+    group_std_eps: Rate = 1e-6
+    gamma: Fraction = 1.0  # discount of reinforce_plus_plus
+    # What is added to the rewards
+    overlong_buffer: Fraction = 0.0  # share of sampling.max_new_tokens over which the soft penalty grows to 1; 0 = off
+    missing_eos_penalty: Rate = 0.0  # subtracted from replies cut off by length
+    # Policy loss
     loss: str = "decoupled"
     aggregation: str = "token_mean"
+    aggregation_norm: NonNegative = 0  # of dr_grpo; 0 = sampling.max_new_tokens
     clip_low: Rate = 0.2
     clip_high: Rate = 0.28
     dual_clip: Rate = 0.0  # 0 = off
-    behaviour_weight_cap: Rate = 2.0
+    sapo_tau_positive: PositiveRate = 1.0
+    sapo_tau_negative: PositiveRate = 1.05
+    behaviour_weight_cap: PositiveRate = 2.0
+    behaviour_weight_over: Literal["clamp", "drop"] = "clamp"
+    # For the gap between the engine that sampled and the one that trains
+    correction: str = "none"
+    correction_cap: PositiveRate = 2.0  # of token_tis and sequence_tis
+    correction_low: Rate = 0.5  # of icepop and geometric_mask
+    correction_high: Rate = 5.0
+    # KL to the reference, entropy
     kl: str = "k3"
     kl_coefficient: Rate = 0.0  # β; 0 = no reference service
+    kl_placement: Literal["loss", "reward"] = "loss"
+    kl_importance_weighted: bool = False
+    kl_target: Rate = 0.0  # per token; 0 = β stays
+    kl_horizon: Positive = 10_000  # samples over which β adapts
     entropy_coefficient: Rate = 0.0
 
 

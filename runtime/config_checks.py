@@ -14,11 +14,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from runtime.config import Config, Warmup
+from runtime.config import Algorithm, Config, Sampling, Warmup
+from runtime.registry import OWN
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
+_NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
+_WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,9 +30,10 @@ def semantic_faults(
 ) -> list[str]:
     """One line per fault, [] when there is none.
 
-    `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.aggregation",
-    "algorithm.kl", "data.handler" and "rewards.rules"; what it leaves out is not checked. `available_bytes` is the memory
-    for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will name may be empty.
+    `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.correction",
+    "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules"; what it leaves out is not checked.
+    `available_bytes` is the memory for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will
+    name may be empty.
     """
     policy = _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
     if available_bytes is None:
@@ -37,6 +41,7 @@ def semantic_faults(
     return [
         *_run(config),
         *_names(config, known or {}),
+        *_algorithm(config.algorithm, config.sampling),
         *_values(config),
         *_data(config),
         *_models(config, policy),
@@ -74,28 +79,51 @@ def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
     chosen = {
         "algorithm.advantage": algorithm.advantage,
         "algorithm.loss": algorithm.loss,
+        "algorithm.correction": algorithm.correction,
         "algorithm.aggregation": algorithm.aggregation,
         "algorithm.kl": algorithm.kl,
         "data.handler": config.data.handler,
     }
     for path, name in chosen.items():
-        if path in known and name not in known[path]:
-            yield f"{path}: '{name}' is not one of {', '.join(sorted(known[path]))}"
-    rules = known.get("rewards.rules")
+        yield from _name(path, name, known.get(path), own=path != "data.handler")
     for index, rule in enumerate(config.rewards.rules):
-        file, own, _ = rule.name.rpartition(".py:")
-        if own and not Path(f"{file}.py").is_file():
-            yield f"rewards.rules.{index}.name: '{file}.py' is not a file"
-        elif not own and rules is not None and rule.name not in rules:
-            yield f"rewards.rules.{index}.name: '{rule.name}' is not one of {', '.join(sorted(rules))}, nor FILE.py:NAME"
+        yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"), own=True)
+
+
+def _name(path: str, name: str, known: Sequence[str] | None, own: bool) -> Iterator[str]:
+    """`own`: FILE.py:NAME is allowed."""
+    file, mark, _ = name.rpartition(OWN)
+    if own and mark:
+        if not Path(f"{file}.py").is_file():
+            yield f"{path}: '{file}.py' is not a file"
+    elif known is not None and name not in known:
+        yield f"{path}: '{name}' is not one of {', '.join(sorted(known))}" + ", nor FILE.py:NAME" * own
+
+
+def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
+    size = sampling.group_size
+    if algorithm.advantage in _NEED_GROUPS and size < 2:
+        yield f"sampling.group_size: {size} is too few; algorithm.advantage {algorithm.advantage} needs at least 2"
+    if 0 < algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
+    if algorithm.loss == "gspo" and algorithm.aggregation != "seq_mean_token_mean":
+        yield f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean; loss gspo is one value a sample"
+    if algorithm.loss == "decoupled" and algorithm.correction in _WEIGHTS:
+        yield (
+            f"algorithm.correction: '{algorithm.correction}' with loss decoupled would weigh by proximal / behaviour twice; "
+            "take loss ppo, or correction none"
+        )
+    low, high = algorithm.correction_low, algorithm.correction_high
+    if algorithm.correction in ("icepop", "geometric_mask") and not low <= 1 <= high:
+        yield f"algorithm.correction_low: [{low:g}, {high:g}] leaves out 1, the weight where both engines agree"
+    if algorithm.kl_target and not algorithm.kl_coefficient:
+        yield "algorithm.kl_target: needs kl_coefficient > 0 to start from"
+    if algorithm.kl_importance_weighted and algorithm.kl_placement == "reward":
+        yield "algorithm.kl_importance_weighted: true is for kl_placement loss; rewards are of the tokens as they were sampled"
 
 
 def _values(config: Config) -> Iterator[str]:
-    algorithm, optimizer = config.algorithm, config.training.optimizer
-    if algorithm.advantage == "group_norm" and config.sampling.group_size < 2:
-        yield f"sampling.group_size: {config.sampling.group_size} is too few; algorithm.advantage group_norm needs at least 2"
-    if 0 < algorithm.dual_clip <= 1:
-        yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
+    optimizer = config.training.optimizer
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield (
             f"training.optimizer.min_learning_rate: {optimizer.min_learning_rate:g} is above "

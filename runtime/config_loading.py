@@ -18,10 +18,12 @@ import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
-from runtime.config import Config
+from runtime.config import Algorithm, Config
 from runtime.errors import ConfigError
 
 _ROOT = inspect.type_info(Config)
+_ALGORITHM = inspect.type_info(Algorithm)
+_PRESETS = Path(__file__).parent / "presets"  # configs/algorithms of the source tree
 _SHOWN_CHARACTERS = 60
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -69,7 +71,10 @@ for _tag, _pattern, _first in _CORE_SCHEMA:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, and decode. Raises ConfigError with every fault found."""
+    """Read `path`, apply `key.path=value` overrides, fill in the algorithm's preset, and decode.
+
+    Raises ConfigError with every fault found.
+    """
     raw = _read(Path(path))
     faults: list[str] = []
     for override in overrides:
@@ -78,6 +83,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         except ConfigError as error:
             faults += error.faults
     faults += _faults(raw, _ROOT, "")
+    faults += _fill_preset(raw)
     if faults:
         raise ConfigError(faults)
     return msgspec.convert(raw, Config)
@@ -110,7 +116,34 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def preset_names() -> list[str]:
+    """What `algorithm.preset` may name besides a file."""
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+
+
+def _fill_preset(raw: dict[Any, Any]) -> list[str]:
+    """Give the section `algorithm` those of its preset's keys that it lacks; returns the faults found instead."""
+    algorithm = raw.get("algorithm")
+    name = algorithm.get("preset") if isinstance(algorithm, dict) else None
+    if not algorithm or not name or not isinstance(name, str):
+        return []
+    if algorithm.keys() >= {field.encode_name for field in _fields(_ALGORITHM)}:
+        return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
+    own = name.endswith((".yaml", ".yml"))
+    path = Path(name) if own else _PRESETS / f"{name}.yaml"
+    if not own and name not in preset_names():
+        return [f"algorithm.preset: '{name}' is not one of {', '.join(preset_names())}, nor a path to FILE.yaml"]
+    try:
+        preset = _read(path, "at least one key of section algorithm is needed")
+    except ConfigError as error:
+        return [f"algorithm.preset: {fault}" for fault in error.faults]
+    if "preset" in preset:
+        return [f"algorithm.preset: {path}: names a preset itself; they do not nest"]
+    raw["algorithm"] = preset | algorithm
+    return [f"algorithm.preset: {path}: {fault}" for fault in _faults(preset, _ALGORITHM, "")]
+
+
+def _read(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
     try:
         raw = yaml.load(path.read_bytes(), Loader=_Loader)
         # Aliased nodes are one object; copied, an override of one place does not show in another.
@@ -122,7 +155,7 @@ def _read(path: Path) -> dict[Any, Any]:
     except RecursionError as error:
         raise ConfigError([f"{path}: nested too deeply, or an alias that contains itself"]) from error
     if raw is None:
-        raise ConfigError([f"{path}: empty; at least run.name is needed"])
+        raise ConfigError([f"{path}: empty; {needed}"])
     if not isinstance(raw, dict):
         raise ConfigError([f"{path}: holds {_show(raw)}, not a mapping of keys"])
     return raw

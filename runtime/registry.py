@@ -1,14 +1,22 @@
-"""Named implementations: a decorator adds one, a lookup that fails tells the user which names there are."""
+"""Named implementations: a decorator adds one, a lookup that fails tells the user which names there are.
+
+A name of the form `FILE.py:NAME` is one that the user's own file registers.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from runtime.errors import UserError
 
 T = TypeVar("T")
+
+OWN = ".py:"  # what the name of a user's own entry has between file and name
 
 
 class Registry(Generic[T]):
@@ -40,8 +48,35 @@ class Registry(Generic[T]):
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UserError(f"{self.label}: unknown name {name!r}; {hint}allowed: {', '.join(self)}") from None
 
+    def find(self, name: str) -> T:
+        """The entry called `name`, or the one that `FILE.py:NAME` registers.
+
+        Raises UserError for an unknown name, and for a file that is missing or cannot be imported.
+        """
+        file, own, entry = name.rpartition(OWN)
+        if not own:
+            return self.get(name)
+        path = Path(f"{file}.py").resolve()
+        if not path.is_file():
+            raise UserError(f"{self.label}: {path} is not a file")
+        try:
+            _execute(path)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        return self.get(entry)
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
+
+
+@cache
+def _execute(path: Path) -> None:
+    """Run the file once per process; its decorators register what it has."""
+    spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, path
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

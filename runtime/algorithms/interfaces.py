@@ -16,33 +16,68 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def own_part(part: Tensor) -> Tensor:
+    """The sum over a batch that has but one part."""
+    return part
+
+
 @dataclass(frozen=True)
 class AdvantageInputs:
+    """One part of a step's batch: a whole number of groups.
+
+    `rewards` and `token_rewards` hold the same: a sample's reward less its KL penalties where `algorithm.kl_placement` is
+    "reward", as a sum, and per token with the reward at the last trained one. Both are 0 in rows that are not valid.
+    `batch_sum` adds up a tensor over all parts of the batch. Every part must call it equally often, with equal shapes; only
+    an estimator that is not streamable may call it.
+    """
+
     rewards: Tensor  # [B]
     groups: Tensor  # int64 [B], ids from 0 to the number of groups - 1
     valid: Tensor  # bool [B]; a row that is not valid has no reward, and its advantage is 0
     mask: Tensor  # [B, T]
+    token_rewards: Tensor  # [B, T], 0 outside the mask
+    batch_sum: Callable[[Tensor], Tensor] = own_part
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """`group_std`, `ddof` and `eps` are `group_norm`'s; `gamma` discounts the rewards of later tokens."""
+
+    group_std: str = "group"
+    ddof: int = 1
+    eps: float = 1e-6
+    gamma: float = 1.0
+
+
+Streamable = bool | Callable[[AdvantageOptions], bool]
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
     """`compute` gives [B, T], or [B, 1] where all tokens of a row share one advantage.
 
-    `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group.
+    `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group. It may
+    depend on the options.
     """
 
-    compute: Callable[[AdvantageInputs], Tensor]
-    streamable: bool
+    compute: Callable[[AdvantageInputs, AdvantageOptions], Tensor]
+    streamable: Streamable
+
+    def streams(self, options: AdvantageOptions) -> bool:
+        return self.streamable if isinstance(self.streamable, bool) else self.streamable(options)
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All [B, T] but `advantages`, which may be [B, 1].
+    """All [B, T] but `advantages`, which may be [B, 1]. Rows are whole: a sample is never split over calls.
 
-    `proximal_logp` is the policy at the start of the step (detached), `behaviour_logp` the one that sampled.
+    `behaviour_logp` is the policy that sampled, as the engine that sampled computed it; `proximal_logp` the policy at the
+    start of the step (detached). `old_logp` is the one that ratios are taken against: the proximal policy where
+    `algorithm.correction` accounts for the gap between both, else the behaviour policy.
     """
 
     logp: Tensor
+    old_logp: Tensor
     proximal_logp: Tensor
     behaviour_logp: Tensor
     advantages: Tensor
@@ -51,12 +86,18 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """`dual_clip` 0 is off; the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `dual_clip` 0 is off.
+
+    `behaviour_weight_over` says what happens to tokens beyond `behaviour_weight_cap`: "clamp" or "drop".
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0
     behaviour_weight_cap: float = 2.0
+    behaviour_weight_over: str = "clamp"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,30 @@ class LossOutputs:
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """`cap` truncates weights from above; `low` and `high` bound what a mask keeps."""
+
+    cap: float = 2.0
+    low: float = 0.5
+    high: float = 5.0
+
+
+@dataclass(frozen=True)
+class CorrectionOutputs:
+    """`weight` multiplies the policy loss; `altered` (bool) tells where it was truncated or masked. [B, T] or [B, 1]."""
+
+    weight: Tensor
+    altered: Tensor
+
+
+@dataclass(frozen=True)
+class AggregationOptions:
+    """`norm` is the constant length that `dr_grpo` divides by, in tokens."""
+
+    norm: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,20 +148,22 @@ class PolicyLoss:
     zero_without_advantage: bool
 
 
+CorrectionFunction = Callable[["Tensor", "Tensor", CorrectionOptions], CorrectionOutputs]  # proximal - behaviour, mask
 KlEstimator = Callable[["Tensor"], "Tensor"]  # logp - ref_logp to the estimate, elementwise
-Aggregation = Callable[["Tensor", "Tensor"], Aggregate]  # values [B, T], mask [B, T]
+Aggregation = Callable[["Tensor", "Tensor", AggregationOptions], Aggregate]  # values [B, T], mask [B, T]
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
+CORRECTIONS: Registry[CorrectionFunction] = Registry("algorithm.correction")
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("algorithm.kl")
 AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
 
 
-AdvantageFunction = Callable[[AdvantageInputs], "Tensor"]
+AdvantageFunction = Callable[[AdvantageInputs, AdvantageOptions], "Tensor"]
 LossFunction = Callable[[LossInputs, LossOptions], LossOutputs]
 
 
-def advantage(name: str, *, streamable: bool) -> Callable[[AdvantageFunction], AdvantageFunction]:
+def advantage(name: str, *, streamable: Streamable) -> Callable[[AdvantageFunction], AdvantageFunction]:
     """Decorator that registers an advantage function and returns it as it is."""
 
     def add(compute: AdvantageFunction) -> AdvantageFunction:

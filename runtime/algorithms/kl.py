@@ -22,6 +22,12 @@ def k2(x: Tensor) -> Tensor:
     return x.square() / 2
 
 
+@KL_ESTIMATORS.register("k3_plain")
+def k3_plain(x: Tensor) -> Tensor:
+    """k3 without clamps."""
+    return k3(x)
+
+
 def k3(x: Tensor, *, clamp: bool = False) -> Tensor:
     """exp(-x) - 1 + x. Unbiased, never negative. `clamp` holds x within ±20 and the result within ±10."""
     if not clamp:
@@ -40,3 +46,11 @@ def k3_clamped(x: Tensor) -> Tensor:
 def absolute(x: Tensor) -> Tensor:
     """|x|."""
     return x.abs()
+
+
+def importance_weighted(estimate: Tensor, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
+    """`exp(logp - behaviour_logp) · estimate`: unbiased, gradient included, for tokens that another policy sampled.
+
+    Of k3 as in DeepSeek-V3.2, arXiv:2512.02556. The exponent is held within ±20.
+    """
+    return (logp - behaviour_logp).clamp(-20.0, 20.0).exp() * estimate

@@ -31,23 +31,24 @@ def clipped_surrogate(
 
 @policy_loss("ppo", zero_without_advantage=True)
 def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
-    """The clipped surrogate against the policy that sampled."""
+    """The clipped surrogate against `old_logp`: the policy that sampled, unless a correction accounts for it."""
     loss, clipped = clipped_surrogate(
         inputs.logp,
-        inputs.behaviour_logp,
+        inputs.old_logp,
         inputs.advantages,
         clip_low=options.clip_low,
         clip_high=options.clip_high,
         dual_clip=options.dual_clip,
     )
-    return LossOutputs(loss, {"actor/pg_clipfrac": clipped.to(loss.dtype), "actor/ppo_kl": _behaviour_kl(inputs)})
+    return LossOutputs(loss, {"actor/pg_clipfrac": clipped.to(loss.dtype), "actor/ppo_kl": behaviour_kl(inputs)})
 
 
 @policy_loss("decoupled", zero_without_advantage=True)
 def decoupled(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`w · ppo`, clipped about the proximal policy, `w = exp(prox - behaviour)` without gradient.
 
-    AReaL, arXiv:2505.24298, equation 5. w is clamped to `behaviour_weight_cap`; a capped token still counts as one.
+    AReaL, arXiv:2505.24298, equation 5. w is clamped to `behaviour_weight_cap`, or dropped (0) beyond it; either way the
+    token still counts as one.
     """
     weight = (inputs.proximal_logp - inputs.behaviour_logp).detach().exp()
     loss, clipped = clipped_surrogate(
@@ -58,14 +59,16 @@ def decoupled(inputs: LossInputs, options: LossOptions) -> LossOutputs:
         clip_high=options.clip_high,
         dual_clip=options.dual_clip,
     )
+    beyond = weight > options.behaviour_weight_cap
+    capped = weight.masked_fill(beyond, 0.0 if options.behaviour_weight_over == "drop" else options.behaviour_weight_cap)
     metrics = {
         "actor/pg_clipfrac": clipped.to(loss.dtype),
-        "actor/ppo_kl": _behaviour_kl(inputs),
-        "actor/behaviour_capfrac": (weight > options.behaviour_weight_cap).to(loss.dtype),
+        "actor/ppo_kl": behaviour_kl(inputs),
+        "actor/behaviour_capfrac": beyond.to(loss.dtype),
     }
-    return LossOutputs(weight.clamp(max=options.behaviour_weight_cap) * loss, metrics)
+    return LossOutputs(capped * loss, metrics)
 
 
-def _behaviour_kl(inputs: LossInputs) -> Tensor:
+def behaviour_kl(inputs: LossInputs) -> Tensor:
     """k1 of KL(behaviour || policy): its tokens were drawn from the behaviour policy."""
     return (inputs.behaviour_logp - inputs.logp).detach()

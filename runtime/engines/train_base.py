@@ -19,7 +19,8 @@ class TrainEngine(ABC):
 
     A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are sums, unnormalised, until `apply`
     divides them by what the aggregation counts over all accumulated groups of all ranks (tokens or rows), so that a
-    step's result depends neither on sharding nor on how its groups were split over calls.
+    step's result depends neither on sharding nor on how its groups were split over calls. Where advantages need the whole
+    batch, `accumulate` checks and holds the groups, and `apply` computes.
     """
 
     @abstractmethod

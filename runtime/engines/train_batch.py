@@ -6,7 +6,8 @@ B rows (samples), R reply tokens of one sample, `flat` arrays hold all replies b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class Rows:
     steps: np.ndarray  # int64 flat, step of the version that sampled the token
     reference: np.ndarray | None  # float32 flat
     rewards: np.ndarray  # float32 [B]
+    truncated: np.ndarray  # bool [B], whether the reply was cut off by length
     valid: np.ndarray  # bool [B]
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -78,8 +80,22 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, with_reference:
         steps=_concatenate([sample.versions for sample in samples], np.int64) & 0xFFFFFFFF,
         reference=None if references is None else _concatenate([reference.values for reference in references], np.float32),
         rewards=_concatenate([group.rewards for group in groups], np.float32),
+        truncated=np.array([sample.finish_reason == "length" for sample in samples], bool),
         valid=valid,
     )
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """The samples of all `parts`, at least one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
+    # What points into other arrays moves by what lies before the part.
+    for name, target in (("prompt_start", "prompts"), ("group", "prompt_start"), ("start", "tokens")):
+        before = ragged.starts(np.array([len(array) for array in joined[target]], np.int64))
+        joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
+    whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
+    return Rows(**whole)
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:

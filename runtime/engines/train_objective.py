@@ -6,59 +6,31 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.interfaces import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    AdvantageInputs,
-    LossInputs,
-    LossOptions,
-)
+from runtime.algorithms.interfaces import LossInputs
+from runtime.algorithms.kl import importance_weighted
 from runtime.algorithms.logprobs import token_logprobs
-from runtime.config import Algorithm
-from runtime.engines.train_batch import MicroBatch, Rows
+from runtime.chosen_algorithm import ChosenAlgorithm
+from runtime.config import Config
+from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_statistics import StepStatistics
 
 CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 
 
 class Objective:
-    """Policy loss + β · KL − c · entropy, aggregated. Raises UserError for a name that is not registered."""
+    """Policy loss + β · KL − c · entropy, aggregated. `kl_coefficient` is β as it is now."""
 
-    def __init__(self, algorithm: Algorithm, temperature: float):
-        self._estimator = ADVANTAGES.get(algorithm.advantage)
-        self._loss = POLICY_LOSSES.get(algorithm.loss)
-        self._kl = KL_ESTIMATORS.get(algorithm.kl)
-        self._aggregate = AGGREGATIONS.get(algorithm.aggregation)
-        self._options = LossOptions(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            behaviour_weight_cap=algorithm.behaviour_weight_cap,
-        )
-        self._kl_coefficient = algorithm.kl_coefficient
-        self._entropy_coefficient = algorithm.entropy_coefficient
-        self._temperature = temperature
-
-    @property
-    def needs_reference(self) -> bool:
-        return self._kl_coefficient != 0
-
-    def advantages(self, rows: Rows) -> np.ndarray:
-        """[B, R] or [B, 1] float64, of all samples of `rows`."""
-        inputs = AdvantageInputs(
-            rewards=torch.from_numpy(rows.rewards).double(),
-            groups=torch.from_numpy(rows.group),
-            valid=torch.from_numpy(rows.valid),
-            mask=torch.from_numpy(rows.grid(rows.mask, np.arange(len(rows.length)))).double(),
-        )
-        return self._estimator.compute(inputs).numpy()
+    def __init__(self, config: Config, chosen: ChosenAlgorithm):
+        self._chosen = chosen
+        self.kl_coefficient = config.algorithm.kl_coefficient
+        self._kl_in_loss = config.algorithm.kl_coefficient != 0 and config.algorithm.kl_placement == "loss"
+        self._kl_importance_weighted = config.algorithm.kl_importance_weighted
+        self._entropy_coefficient = config.algorithm.entropy_coefficient
+        self._temperature = config.sampling.temperature
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """bool [B]: false where the gradient of a sample is exactly 0, so that its backward pass can be left out."""
-        if self._kl_coefficient or self._entropy_coefficient or not self._loss.zero_without_advantage:
+        if self._kl_in_loss or self._entropy_coefficient or not self._chosen.loss.zero_without_advantage:
             return np.ones(len(advantages), bool)
         return (advantages != 0).any(1)
 
@@ -66,34 +38,45 @@ class Objective:
         """The unnormalised loss, a sum, from logits [N, V]. Adds what the step reports to `statistics`."""
         logp, entropy = self._logprobs(logits, batch.targets)
         logp, entropy = _grid(logp, batch), _grid(entropy, batch)
+        tokens = batch.mask.sum()
+        # One update a batch: the step starts from the policy of this very pass.
+        proximal, behaviour = logp.detach(), batch.behaviour * batch.mask
+        correction = self._chosen.correction
         inputs = LossInputs(
             logp=logp,
-            proximal_logp=logp.detach(),  # one update a batch: the step starts from the policy of this very pass
-            behaviour_logp=batch.behaviour * batch.mask,
+            old_logp=behaviour if correction is None else proximal,
+            proximal_logp=proximal,
+            behaviour_logp=behaviour,
             advantages=batch.advantages,
             mask=batch.mask,
         )
-        outputs = self._loss.compute(inputs, self._options)
-        values = outputs.loss
+        outputs = self._chosen.loss.compute(inputs, self._chosen.loss_options)
+        values, metrics = outputs.loss, outputs.metrics
+        if correction is not None:
+            corrected = correction(proximal - behaviour, batch.mask, self._chosen.correction_options)
+            values = corrected.weight * values
+            metrics = metrics | {"correction/weight": corrected.weight, "correction/altered": corrected.altered}
+        for name, metric in metrics.items():
+            statistics.mean(name, (metric * batch.mask).sum(), tokens)
         self._report("actor/pg_loss", values, batch, statistics)
         self._report("actor/entropy", entropy, batch, statistics)
-        if batch.reference is not None:
-            divergence = self._kl(logp - batch.reference * batch.mask)
+        if self._kl_in_loss and batch.reference is not None:
+            divergence = self._chosen.kl(logp - batch.reference * batch.mask)
+            if self._kl_importance_weighted:
+                divergence = importance_weighted(divergence, logp, behaviour)
             self._report("actor/kl_loss", divergence, batch, statistics)
-            values = values + self._kl_coefficient * divergence
+            statistics.mean("actor/kl", (divergence.detach() * batch.mask).sum(), tokens)
+            values = values + self.kl_coefficient * divergence
         if self._entropy_coefficient:
             values = values - self._entropy_coefficient * entropy
-        tokens = batch.mask.sum()
-        for name, metric in outputs.metrics.items():
-            statistics.mean(name, (metric * batch.mask).sum(), tokens)
-        mismatch = (inputs.behaviour_logp - inputs.proximal_logp).abs() * batch.fresh
+        mismatch = (behaviour - proximal).abs() * batch.fresh
         fresh = batch.fresh.sum()
         statistics.mean("mismatch/abs_logprob", mismatch.sum(), fresh)
         statistics.maximum("mismatch/max", torch.where(fresh > 0, mismatch.max(), -torch.inf))
-        return self._aggregate(values, batch.mask).total
+        return self._chosen.aggregation(values, batch.mask, self._chosen.aggregation_options).total
 
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:
-        aggregate = self._aggregate(values.detach(), batch.mask)
+        aggregate = self._chosen.aggregation(values.detach(), batch.mask, self._chosen.aggregation_options)
         statistics.mean(name, aggregate.total, aggregate.count)
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

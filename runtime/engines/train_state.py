@@ -3,7 +3,7 @@
 model/              a Hugging Face folder, float32
 optimizer*.safetensors   Adam's moments: `exp_avg.NAME`, `exp_avg_sq.NAME`
 rng.safetensors     the generators' states: `RANK.DEVICE`
-trainer.json        format, step, Adam's step count
+trainer.json        format, step, Adam's step count, coefficient of the KL term
 """
 
 from __future__ import annotations
@@ -29,12 +29,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
+class Position:
+    """How far training is: the step that comes next, and the KL term's coefficient, None where a checkpoint has none."""
+
+    step: int
+    kl_coefficient: float | None
+
+
+@dataclass(frozen=True)
 class TrainingState:
     """What is saved, and where it is restored to."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW
-    step: int
+    position: Position
     rank: int
     world_size: int
     device: torch.device
@@ -56,7 +64,12 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
     generators = _gather_generators(state)
     if state.rank == 0:
         save_file(generators, folder / "rng.safetensors")
-        description = {"format": FORMAT, "step": state.step, "optimizer_updates": updates}
+        description = {
+            "format": FORMAT,
+            "step": state.position.step,
+            "optimizer_updates": updates,
+            "kl_coefficient": state.position.kl_coefficient,
+        }
         (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
 
 
@@ -96,8 +109,8 @@ def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def load(folder: Path, state: TrainingState) -> int:
-    """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows; returns the step that comes next.
+def load(folder: Path, state: TrainingState) -> Position:
+    """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows; returns how far it was.
 
     Raises UserError, changing nothing, when the checkpoint does not fit the model.
     """
@@ -113,10 +126,10 @@ def load(folder: Path, state: TrainingState) -> int:
             if history is not None:
                 state.optimizer.state[parameter] = _adam_state(name, parameter, history, description, state.optimizer)
         _restore_generators(generators, state)
-    return int(description["step"])
+    return Position(description["step"], description.get("kl_coefficient"))
 
 
-def _description(folder: Path) -> dict[str, int]:
+def _description(folder: Path) -> dict[str, Any]:
     try:
         description = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -159,7 +172,7 @@ def _adam_state(
     name: str,
     parameter: torch.nn.Parameter,
     history: Callable[[str, torch.Tensor], torch.Tensor],
-    description: dict[str, int],
+    description: dict[str, Any],
     optimizer: torch.optim.AdamW,
 ) -> dict[str, torch.Tensor]:
     """The state that AdamW would hold. Its fused kernel keeps the step count on the parameter's device."""

@@ -6,15 +6,18 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from runtime import platform
+from runtime.chosen_algorithm import choose, kl_control
 from runtime.config import Config
 from runtime.engines import hf_policy, train_batch, train_sharding, train_state
 from runtime.engines.lr_schedule import learning_rate
+from runtime.engines.train_advantages import RowAdvantages
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.train_batch import MicroBatch, Rows
 from runtime.engines.train_objective import Objective
@@ -36,7 +39,13 @@ class TorchTrainEngine(TrainEngine):
         """Load the policy from `config.model.path`. Raises UserError for what the configuration or the folder gets wrong."""
         self._config = config
         self._rank, self._world_size, self._device = rank, world_size, torch.device(device)
-        self._objective = Objective(config.algorithm, config.sampling.temperature)
+        self._algorithm = choose(config)
+        self._kl_control = kl_control(config.algorithm)
+        self._needs_reference = config.algorithm.kl_coefficient != 0
+        self._objective = Objective(config, self._algorithm)
+        self._advantages = RowAdvantages(
+            config, self._algorithm, partial(train_sharding.batch_sum, device=self._device, world_size=world_size)
+        )
         self._compute = _compute_dtype(config, self._device)
         _check_offload(config, self._device, world_size)
         self._model = hf_policy.load_policy(config.model.path)
@@ -69,23 +78,33 @@ class TorchTrainEngine(TrainEngine):
         self._optimizer.zero_grad(set_to_none=True)
         self._statistics = StepStatistics(self._device)
         self._seconds = 0.0
+        self._held: list[Rows] = []
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Under an algorithm that is not streamable, only check and hold the groups: `apply` trains on the whole batch."""
         with self._timed():
-            rows = train_batch.decode_groups(groups, self._model.config.vocab_size, self._objective.needs_reference)
-            advantages = self._objective.advantages(rows)
-            self._report_rows(rows)
-            trained, live = rows.trained(), self._objective.has_gradient(advantages)
-            budget = self._config.training.max_tokens_per_microbatch
-            plans = [train_batch.plan(rows, np.flatnonzero(trained & kind), budget) for kind in (~live, live)]
-            counts = train_sharding.largest([len(plan) for plan in plans], self._device, self._world_size)
-            for backward, (plan, count) in enumerate(zip(plans, counts, strict=True)):
-                for index in range(count):
-                    if index < len(plan):
-                        batch = train_batch.pack(rows, plan[index], advantages, self._step, self._device)
-                    else:
-                        batch = train_batch.nothing(self._objective.needs_reference, self._device)
-                    self._run(batch, bool(backward))
+            rows = train_batch.decode_groups(groups, self._model.config.vocab_size, self._needs_reference)
+            if self._algorithm.streamable:
+                self._train(rows)
+            else:
+                self._held.append(rows)
+
+    def _train(self, rows: Rows) -> None:
+        """Add the gradient of `rows`, of which ranks may have different numbers."""
+        self._objective.kl_coefficient = self._kl_control.coefficient
+        advantages = self._advantages(rows, self._kl_control.coefficient, self._statistics)
+        self._report_rows(rows)
+        trained, live = rows.trained(), self._objective.has_gradient(advantages)
+        budget = self._config.training.max_tokens_per_microbatch
+        plans = [train_batch.plan(rows, np.flatnonzero(trained & kind), budget) for kind in (~live, live)]
+        counts = train_sharding.largest([len(plan) for plan in plans], self._device, self._world_size)
+        for backward, (plan, count) in enumerate(zip(plans, counts, strict=True)):
+            for index in range(count):
+                if index < len(plan):
+                    batch = train_batch.pack(rows, plan[index], advantages, self._step, self._device)
+                else:
+                    batch = train_batch.nothing(self._needs_reference, self._device)
+                self._run(batch, bool(backward))
 
     def _run(self, batch: MicroBatch, backward: bool) -> None:
         """One forward pass, and the backward pass that adds to the gradients."""
@@ -123,6 +142,8 @@ class TorchTrainEngine(TrainEngine):
 
     def apply(self) -> StepResult:
         with self._timed():
+            if not self._algorithm.streamable:
+                self._train(train_batch.join(self._held or [train_batch.decode_groups([], 0, self._needs_reference)]))
             if self._world_size > 1:
                 train_sharding.reshard(self._model)
             gradients = self._gradients()
@@ -135,6 +156,9 @@ class TorchTrainEngine(TrainEngine):
             self._step_optimizer(gradients, norm, denominator)
         metrics = {name: mean.value for name, mean in means.items()} | extremes
         metrics |= {"grad_norm": norm, "actor/lr": self._optimizer.param_groups[0]["lr"]}
+        if "actor/kl" in means:
+            metrics["actor/kl_coefficient"] = self._kl_control.coefficient
+            self._kl_control = self._kl_control.after(means["actor/kl"].value, means["response_length/mean"].count)
         self._step += 1
         return StepResult(step=self._step - 1, metrics=metrics, seconds=self._seconds)
 
@@ -184,7 +208,9 @@ class TorchTrainEngine(TrainEngine):
         train_state.save(Path(folder), self._training_state(), self._config.model.path)
 
     def load(self, folder: str) -> None:
-        self._step = train_state.load(Path(folder), self._training_state())
+        position = train_state.load(Path(folder), self._training_state())
+        self._step = position.step
+        self._kl_control = kl_control(self._config.algorithm, position.kl_coefficient)
         self._begin(self._step)
 
     def export(self, folder: str) -> None:
@@ -192,7 +218,12 @@ class TorchTrainEngine(TrainEngine):
 
     def _training_state(self) -> train_state.TrainingState:
         return train_state.TrainingState(
-            self._parameters, self._optimizer, self._step, self._rank, self._world_size, self._device
+            self._parameters,
+            self._optimizer,
+            train_state.Position(self._step, self._kl_control.coefficient),
+            self._rank,
+            self._world_size,
+            self._device,
         )
 
 

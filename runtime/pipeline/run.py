@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime import checkpoint, codec
 from runtime.aio import TaskGroup
-from runtime.algorithms.interfaces import ADVANTAGES
+from runtime.chosen_algorithm import choose
 from runtime.config import Config
 from runtime.data.prompts import Prompts, PromptStream, StreamState
 from runtime.ledger import Ledger
@@ -96,7 +96,7 @@ class Run:
             self._buffer,
             material.ledger,
             self._spans,
-            streamable=ADVANTAGES.get(config.algorithm.advantage).streamable,
+            streamable=choose(config).streamable,
             checkpoint=self._checkpoints.due,
             finished=self._finished,
         )

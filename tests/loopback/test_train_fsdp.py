@@ -20,6 +20,12 @@ from tests.unit.training_cases import make_config, make_groups, make_policy
 
 DEADLINE = 100.0
 STEPS = 3
+# Advantages that need sums over the batch, each of them of all ranks.
+BATCH_WIDE = (
+    {"advantage": "reinforce_plus_plus", "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1},
+    {"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "correction": "sequence_tis"},
+    {"advantage": "group_norm", "group_std": "batch"},
+)
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "optimizer": {"eps": 1e-2, "max_grad_norm": 0.5},
@@ -73,9 +79,20 @@ def two_ranks(rank: int, folder: Path) -> None:
     # Without a gradient no backward pass follows the forward one; the next step must not see the weights of before.
     plain = TorchTrainEngine(make_config(policy, optimizer=SECTIONS["optimizer"]), rank=rank, world_size=2, device="cpu")
     forward_only = [run_step(plain, [make]).metrics for make in (step_groups(0), uniform(step_groups(1)), step_groups(2))]
+    batch_wide = []
+    for algorithm in BATCH_WIDE:
+        whole = TorchTrainEngine(
+            make_config(policy, **SECTIONS | {"algorithm": algorithm}), rank=rank, world_size=2, device="cpu"
+        )
+        for step in range(2):
+            groups = step_groups(step)
+            # The second rank's share comes late and in parts, or there is none.
+            calls = ([groups[:1], groups[2:]] if step else [groups]) if rank == 0 else ([[], groups[1:2]] if step else [])
+            batch_wide.append(run_step(whole, calls).metrics)
     if rank == 0:
         torch.save({"weights": weights, "loaded": loaded}, folder / "tensors.pt")
-        (folder / "results.json").write_text(json.dumps({"steps": results, "resumed": resumed, "forward_only": forward_only}))
+        everything = {"steps": results, "resumed": resumed, "forward_only": forward_only, "batch_wide": batch_wide}
+        (folder / "results.json").write_text(json.dumps(everything))
     dist.destroy_process_group()
 
 
@@ -154,6 +171,16 @@ def test_a_step_without_gradient_leaves_nothing_stale(folder: Path, results: dic
         # Both ranks trained on the same groups: sums double, means stay.
         expected = run_step(engine, [groups, groups]).metrics
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
+    got = iter(results["batch_wide"])
+    for algorithm in BATCH_WIDE:
+        engine = TorchTrainEngine(make_config(str(folder / "policy"), **SECTIONS | {"algorithm": algorithm}))
+        for step in range(2):
+            expected = run_step(engine, [step_groups(step)]).metrics
+            assert expected["grad_norm"] > 0
+            assert next(got) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,23 @@ from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
 from runtime.algorithms.advantages import group_norm
-from runtime.algorithms.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
+from runtime.algorithms.aggregation import dr_grpo, seq_mean_token_mean, seq_mean_token_sum, token_mean
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
     AdvantageInputs,
+    AdvantageOptions,
+    AggregationOptions,
     LossInputs,
     LossOptions,
 )
-from runtime.algorithms.kl import absolute, k1, k2, k3, k3_clamped
+from runtime.algorithms.kl import absolute, importance_weighted, k1, k2, k3, k3_clamped, k3_plain
+from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
 from runtime.algorithms.logprobs import token_logprobs
 from runtime.algorithms.policy_losses import clipped_surrogate, decoupled, ppo
+from runtime.algorithms.token_returns import token_rewards
 from runtime.errors import UserError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -93,9 +97,22 @@ class TestGroupNorm:
     def test_registered_estimator_is_per_sample_and_streamable(self):
         estimator = ADVANTAGES.get("group_norm")
         rewards, groups = f64(1, 0, 1), torch.zeros(3, dtype=torch.int64)
-        inputs = AdvantageInputs(rewards, groups, torch.ones(3, dtype=torch.bool), torch.ones(3, 5, dtype=torch.float64))
-        assert estimator.streamable
-        torch.testing.assert_close(estimator.compute(inputs), group_norm(rewards, groups)[:, None])
+        mask = torch.ones(3, 5, dtype=torch.float64)
+        inputs = AdvantageInputs(rewards, groups, torch.ones(3, dtype=torch.bool), mask, token_rewards(rewards, mask))
+        options = AdvantageOptions()
+        assert estimator.streams(options)
+        torch.testing.assert_close(estimator.compute(inputs, options), group_norm(rewards, groups)[:, None])
+
+    def test_every_option_reaches_the_registered_estimator(self):
+        estimator = ADVANTAGES.get("group_norm")
+        rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
+        mask = torch.ones(4, 2, dtype=torch.float64)
+        inputs = AdvantageInputs(rewards, groups, torch.ones(4, dtype=torch.bool), mask, token_rewards(rewards, mask))
+        for scale in ("group", "batch", "none"):
+            options = AdvantageOptions(group_std=scale, ddof=0, eps=0.5)
+            expected = group_norm(rewards, groups, scale=scale, ddof=0, eps=0.5)[:, None]
+            torch.testing.assert_close(estimator.compute(inputs, options), expected, rtol=0, atol=0)
+            assert estimator.streams(options) == (scale != "batch")
 
 
 class TestKl:
@@ -118,7 +135,34 @@ class TestKl:
         for estimator in (k1, k3):
             assert float((p * estimator(x)).sum()) == pytest.approx(exact, rel=1e-12)
 
-    @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+    def test_k3_plain_has_no_clamp(self):
+        torch.testing.assert_close(k3_plain(f64(-4.0, 30.0)), f64(math.exp(4) - 5, 29 + math.exp(-30)), rtol=1e-14, atol=0)
+
+    def test_importance_weighted_k3_is_unbiased_off_policy_gradient_included(self):
+        logits = f64(0.3, -0.2, 0.8).requires_grad_()
+        behaviour, reference = f64(0.5, 0.2, 0.3), f64(0.4, 0.4, 0.2).log()
+        logp = logits.log_softmax(0)
+        exact = (logp.exp() * (logp - reference)).sum()
+        expected = (behaviour * importance_weighted(k3(logp - reference), logp, behaviour.log())).sum()
+        assert expected.item() == pytest.approx(exact.item(), rel=1e-12)
+        (left,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        (right,) = torch.autograd.grad(exact, logits)
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+    def test_importance_weight_does_not_overflow(self):
+        got = importance_weighted(torch.zeros(1), torch.zeros(1), torch.full((1,), -500.0))
+        assert got.tolist() == [0.0]
+
+    def test_controllers(self):
+        assert FixedKl(0.1).after(5.0, 1000) == FixedKl(0.1)
+        control = AdaptiveKl(coefficient=0.1, target=0.02, horizon=1000)
+        assert control.after(0.02, 500).coefficient == 0.1
+        assert control.after(0.022, 500).coefficient == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+        assert control.after(1.0, 500).coefficient == pytest.approx(0.1 * 1.1)  # clipped at +0.2
+        assert control.after(-3.0, 500).coefficient == pytest.approx(0.1 * 0.9)
+        assert control.after(0.018, 500).after(0.018, 500).coefficient == pytest.approx(0.1 * 0.95**2)
+
+    @pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3_plain", "abs"])
     def test_gradients(self, name: str):
         x = f64(0.7, -0.4, 1.3).requires_grad_()
         assert torch.autograd.gradcheck(KL_ESTIMATORS.get(name), (x,))
@@ -160,7 +204,7 @@ class TestClippedSurrogate:
 
 
 def loss_inputs(logp: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> LossInputs:
-    return LossInputs(logp, proximal, behaviour, advantages, torch.ones_like(logp))
+    return LossInputs(logp, behaviour, proximal, behaviour, advantages, torch.ones_like(logp))
 
 
 class TestPolicyLosses:
@@ -180,6 +224,10 @@ class TestPolicyLosses:
         assert outputs.metrics["actor/behaviour_capfrac"].tolist() == [0.0, 0.0, 1.0]
         (gradient,) = torch.autograd.grad(outputs.loss.sum(), logp)
         torch.testing.assert_close(gradient, weights * f64(-1.1, -1.1, 1.1), rtol=1e-13, atol=0)
+        dropping = LossOptions(behaviour_weight_cap=2.0, behaviour_weight_over="drop")
+        dropped = decoupled(loss_inputs(logp, proximal, behaviour, f64(1, 1, -1)), dropping)
+        torch.testing.assert_close(dropped.loss, weights * f64(-1.1, -1.1, 0.0), rtol=1e-13, atol=0)
+        assert dropped.metrics["actor/behaviour_capfrac"].tolist() == [0.0, 0.0, 1.0]
 
     def test_decoupled_weight_carries_no_gradient(self):
         # With the proximal policy being the one under training, the weight would contribute if it were not detached.
@@ -200,30 +248,36 @@ class TestPolicyLosses:
 
 
 class TestAggregation:
+    options = AggregationOptions(norm=8.0)
     values = torch.tensor([[1.0, 2.0, 30.0], [4.0, 50.0, 6.0], [70.0, 80.0, 90.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
 
     @pytest.mark.parametrize(
         ("aggregation", "total", "count"),
-        [(token_mean, 13.0, 4.0), (seq_mean_token_mean, 1.5 + 5.0, 2.0), (seq_mean_token_sum, 13.0, 2.0)],
+        [
+            (token_mean, 13.0, 4.0),
+            (seq_mean_token_mean, 1.5 + 5.0, 2.0),
+            (seq_mean_token_sum, 13.0, 2.0),
+            (dr_grpo, 13.0, 16.0),
+        ],
     )
     def test_by_hand(self, aggregation, total: float, count: float):
-        got = aggregation(self.values, self.mask)
+        got = aggregation(self.values, self.mask, self.options)
         assert (got.total.item(), got.count.item()) == (total, count)
 
     @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
     def test_parts_add_up_to_the_whole(self, name: str):
         aggregation = AGGREGATIONS.get(name)
-        whole = aggregation(self.values, self.mask)
-        parts = [aggregation(self.values[rows], self.mask[rows]) for rows in ([0], [1, 2])]
+        whole = aggregation(self.values, self.mask, self.options)
+        parts = [aggregation(self.values[rows], self.mask[rows], self.options) for rows in ([0], [1, 2])]
         assert sum(part.total for part in parts).item() == pytest.approx(whole.total.item())
         assert sum(part.count for part in parts).item() == whole.count.item()
 
     @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
     def test_gradient_reaches_masked_in_tokens_alone(self, name: str):
         values = self.values.clone().requires_grad_()
-        assert torch.autograd.gradcheck(lambda v: AGGREGATIONS.get(name)(v, self.mask).total, (values,))
-        (gradient,) = torch.autograd.grad(AGGREGATIONS.get(name)(values, self.mask).total, values)
+        assert torch.autograd.gradcheck(lambda v: AGGREGATIONS.get(name)(v, self.mask, self.options).total, (values,))
+        (gradient,) = torch.autograd.grad(AGGREGATIONS.get(name)(values, self.mask, self.options).total, values)
         assert ((gradient != 0) == (self.mask != 0)).all()
 
 

@@ -19,7 +19,7 @@ from msgspec import inspect
 from runtime import config_loading
 from runtime.config import Config, Tracker, Warmup
 from runtime.config_checks import kv_cache_bytes, semantic_faults
-from runtime.config_loading import load, resolve, schema, to_yaml
+from runtime.config_loading import load, preset_names, resolve, schema, to_yaml
 from runtime.errors import ConfigError
 
 Loading = Callable[..., Config]
@@ -260,8 +260,9 @@ def sound(tmp_path: Path) -> dict[str, Any]:
 
 
 KNOWN = {
-    "algorithm.advantage": ["group_norm"],
-    "algorithm.loss": ["decoupled"],
+    "algorithm.advantage": ["group_norm", "rloo"],
+    "algorithm.loss": ["decoupled", "gspo", "ppo"],
+    "algorithm.correction": ["none", "icepop"],
     "algorithm.aggregation": ["token_mean"],
     "algorithm.kl": ["k1", "k3"],
     "data.handler": ["plain"],
@@ -310,9 +311,32 @@ def test_a_warmup_names_model_and_data_later() -> None:
             "evaluation.max_new_tokens: 65 and data.max_prompt_tokens 64 exceed the model's 128",
         ),
         ({"sampling": {"group_size": 1}}, "sampling.group_size: 1 is too few; algorithm.advantage group_norm needs at least 2"),
-        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage: 'gae' is not one of group_norm"),
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage: 'gae' is not one of group_norm, rloo, nor"),
         ({"algorithm": {"kl": "k9", "kl_coefficient": 1}}, "algorithm.kl: 'k9' is not one of k1, k3"),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip: 0.5 is not 0 (off) or > 1"),
+        ({"algorithm": {"correction": "tis"}}, "algorithm.correction: 'tis' is not one of icepop, none, nor FILE.py:NAME"),
+        ({"algorithm": {"loss": "/no/mine.py:own"}}, "algorithm.loss: '/no/mine.py' is not a file"),
+        (
+            {"algorithm": {"correction": "icepop"}},
+            "algorithm.correction: 'icepop' with loss decoupled would weigh by proximal / behaviour twice; take loss ppo, or",
+        ),
+        (
+            {"algorithm": {"loss": "ppo", "correction": "icepop", "correction_low": 1.5}},
+            "algorithm.correction_low: [1.5, 5] leaves out 1, the weight where both engines agree",
+        ),
+        (
+            {"algorithm": {"loss": "gspo"}},
+            "algorithm.aggregation: 'token_mean' is not seq_mean_token_mean; loss gspo is one value a sample",
+        ),
+        ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: needs kl_coefficient > 0 to start from"),
+        (
+            {"algorithm": {"kl_importance_weighted": True, "kl_placement": "reward"}},
+            "algorithm.kl_importance_weighted: true is for kl_placement loss",
+        ),
+        (
+            {"sampling": {"group_size": 1}, "algorithm": {"advantage": "rloo"}},
+            "sampling.group_size: 1 is too few; algorithm.advantage rloo needs at least 2",
+        ),
         ({"rewards": {"rules": []}}, "rewards.rules: empty"),
         (
             {"rewards": {"rules": [{"name": "format"}, {"name": "z"}]}},
@@ -380,6 +404,80 @@ def test_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:
     assert checked(sound, rewards={"rules": [{"name": f"{tmp_path}/mine.py:own"}]}) == []
     (fault,) = checked(sound, rewards={"rules": [{"name": "/no/yours.py:own"}]})
     assert fault == "rewards.rules.0.name: '/no/yours.py' is not a file"
+
+
+def test_functions_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    own = f"{tmp_path}/mine.py:own"
+    names = dict.fromkeys(("advantage", "loss", "correction", "aggregation", "kl"), own)
+    assert checked(sound, algorithm=names) == []
+
+
+class TestPresets:
+    def test_fills_what_the_user_leaves_out(self, loading: Loading) -> None:
+        text = "run: {name: a}\nalgorithm: {preset: dr_grpo, clip_low: 0.1}"
+        config = loading(text, "algorithm.clip_high=0.28").algorithm
+        assert (config.preset, config.group_std, config.aggregation) == ("dr_grpo", "none", "dr_grpo")
+        assert (config.clip_low, config.clip_high) == (0.1, 0.28)  # the second is the schema's default, but said
+        assert loading("run: {name: a}", "algorithm.preset=dr_grpo").algorithm.clip_high == 0.2
+
+    def test_every_packaged_one_is_sound(self, loading: Loading, sound: dict[str, Any]) -> None:
+        from launcher.known import known_names
+
+        assert len(preset_names()) >= 7
+        for name in preset_names():
+            config = loading("run: {name: a}", f"algorithm.preset={name}")
+            checked_config = msgspec.convert(sound | {"algorithm": msgspec.to_builtins(config.algorithm)}, Config)
+            known = {key: names for key, names in known_names().items() if key.startswith("algorithm")}
+            assert semantic_faults(resolve(checked_config), known, 1 << 40) == [], name
+
+    def test_a_file_of_ones_own(self, loading: Loading, tmp_path: Path) -> None:
+        (tmp_path / "mine.yaml").write_text("loss: ppo\nclip_low: 0.5\n")
+        config = loading("run: {name: a}", f"algorithm.preset={tmp_path}/mine.yaml").algorithm
+        assert (config.loss, config.clip_low) == ("ppo", 0.5)
+
+    def test_a_resolved_file_outlives_its_preset(self, loading: Loading, tmp_path: Path) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_text("loss: ppo\n")
+        first = loading("run: {name: a}", f"algorithm.preset={path}")
+        path.unlink()
+        assert loading(to_yaml(first)) == first
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("los: ppo", "{path}: los: unknown key; nearest is 'loss'"),
+            ("clip_low: -1", "{path}: clip_low: -1 is not a finite number >= 0"),
+            ("preset: grpo", "{path}: names a preset itself; they do not nest"),
+            ("", "{path}: empty; at least one key of section algorithm is needed"),
+            (None, "{path}: no such file or directory"),
+        ],
+    )
+    def test_faults_name_the_presets_file(self, loading: Loading, tmp_path: Path, text: str | None, said: str) -> None:
+        path = tmp_path / "mine.yaml"
+        if text is not None:
+            path.write_text(text)
+        assert faults_of(loading, "run: {name: a}", f"algorithm.preset={path}") == [
+            f"algorithm.preset: {said.format(path=path)}"
+        ]
+
+    def test_an_unknown_name(self, loading: Loading) -> None:
+        (fault,) = faults_of(loading, "run: {name: a}", "algorithm.preset=dpo")
+        assert fault == f"algorithm.preset: 'dpo' is not one of {', '.join(preset_names())}, nor a path to FILE.yaml"
+
+    def test_a_preset_of_the_wrong_type(self, loading: Loading) -> None:
+        assert faults_of(loading, "run: {name: a}", "algorithm.preset=5") == [
+            "algorithm.preset: 5 is not a string; put it in quotes"
+        ]
+
+
+def test_caps_are_positive(loading: Loading) -> None:
+    text = "run: {name: a}\nalgorithm: {behaviour_weight_cap: 0, correction_cap: -1, sapo_tau_negative: 0}"
+    assert faults_of(loading, text) == [
+        "algorithm.behaviour_weight_cap: 0 is not a finite number > 0",
+        "algorithm.correction_cap: -1 is not a finite number > 0",
+        "algorithm.sapo_tau_negative: 0 is not a finite number > 0",
+    ]
 
 
 def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

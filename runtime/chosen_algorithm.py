@@ -1,0 +1,86 @@
+"""The configured algorithm: its functions by name, and what each is called with. Loads no torch unless a user's file does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime import algorithms  # noqa: F401 - registers the functions by name
+from runtime.algorithms.interfaces import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    AdvantageOptions,
+    Aggregation,
+    AggregationOptions,
+    CorrectionFunction,
+    CorrectionOptions,
+    KlEstimator,
+    LossOptions,
+    PolicyLoss,
+)
+from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
+from runtime.config import Algorithm, Config
+
+NO_CORRECTION = "none"
+
+
+@dataclass(frozen=True)
+class ChosenAlgorithm:
+    """`correction` is None where the loss is taken against the policy that sampled."""
+
+    advantage: AdvantageEstimator
+    advantage_options: AdvantageOptions
+    loss: PolicyLoss
+    loss_options: LossOptions
+    correction: CorrectionFunction | None
+    correction_options: CorrectionOptions
+    aggregation: Aggregation
+    aggregation_options: AggregationOptions
+    kl: KlEstimator
+
+    @property
+    def streamable(self) -> bool:
+        """Whether a step may be accumulated group by group; otherwise its whole batch is needed first."""
+        return self.advantage.streams(self.advantage_options)
+
+
+def choose(config: Config) -> ChosenAlgorithm:
+    """Raises UserError for a name that is not registered, or a file of the user's that cannot be imported."""
+    algorithm = config.algorithm
+    return ChosenAlgorithm(
+        advantage=ADVANTAGES.find(algorithm.advantage),
+        advantage_options=AdvantageOptions(
+            group_std=algorithm.group_std,
+            ddof=algorithm.group_std_ddof,
+            eps=algorithm.group_std_eps,
+            gamma=algorithm.gamma,
+        ),
+        loss=POLICY_LOSSES.find(algorithm.loss),
+        loss_options=LossOptions(
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            behaviour_weight_cap=algorithm.behaviour_weight_cap,
+            behaviour_weight_over=algorithm.behaviour_weight_over,
+            tau_positive=algorithm.sapo_tau_positive,
+            tau_negative=algorithm.sapo_tau_negative,
+        ),
+        correction=None if algorithm.correction == NO_CORRECTION else CORRECTIONS.find(algorithm.correction),
+        correction_options=CorrectionOptions(
+            cap=algorithm.correction_cap, low=algorithm.correction_low, high=algorithm.correction_high
+        ),
+        aggregation=AGGREGATIONS.find(algorithm.aggregation),
+        aggregation_options=AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens),
+        kl=KL_ESTIMATORS.find(algorithm.kl),
+    )
+
+
+def kl_control(algorithm: Algorithm, reached: float | None = None) -> FixedKl | AdaptiveKl:
+    """How β moves, from the configured value or, where it adapts, from the one `reached` before a resume."""
+    if not algorithm.kl_target:
+        return FixedKl(algorithm.kl_coefficient)
+    start = algorithm.kl_coefficient if reached is None else reached
+    return AdaptiveKl(start, algorithm.kl_target, algorithm.kl_horizon)

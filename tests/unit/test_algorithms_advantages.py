@@ -1,0 +1,261 @@
+"""Advantages and returns against loops in plain Python, with masks that have gaps and rows that are fully masked."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime import algorithms  # noqa: F401 - registers the functions by name
+from runtime.algorithms.advantages import group_norm, rloo
+from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions
+from runtime.algorithms.pass_at_k import pass_at_k
+from runtime.algorithms.shaping import has_signal, missing_eos_penalty, soft_overlong_penalty
+from runtime.algorithms.token_returns import gae, returns_to_go, token_rewards
+from runtime.algorithms.whitening import whiten
+
+
+def f64(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def matrix(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two tensors of values and a mask, [B, T]."""
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    mask = rng.random(shape) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    return (*(torch.from_numpy(rng.normal(size=shape)) for _ in range(2)), torch.from_numpy(mask.astype(np.float64)))
+
+
+def plain_gae(rewards: list, values: list, mask: list, gamma: float, lam: float) -> tuple[list, list]:
+    """One row, its masked-out tokens taken out first; by the definition as a sum over later tokens."""
+    kept = [t for t, m in enumerate(mask) if m]
+    r, v = [rewards[t] for t in kept], [*(values[t] for t in kept), 0.0]
+    deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(kept))]
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for i, t in enumerate(kept):
+        advantages[t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(kept)))
+        returns[t] = advantages[t] + v[i]
+    return advantages, returns
+
+
+class TestTokenRewards:
+    def test_reward_at_the_last_trained_token_less_penalties(self):
+        mask = matrix([1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0])
+        penalties = matrix([0.1, 9, 0.2, 9], [0.1, 0.2, 0.3, 0.4], [9, 9, 9, 9])
+        got = token_rewards(f64(2, 3, 4), mask, penalties)
+        torch.testing.assert_close(got, matrix([-0.1, 0, 1.8, 0], [-0.1, -0.2, -0.3, 2.6], [0, 0, 0, 0]), rtol=1e-14, atol=0)
+        assert token_rewards(f64(2, 3, 4), mask).sum() == 5
+
+
+class TestReturns:
+    def test_by_hand_with_a_gap(self):
+        rewards, mask = matrix([1, 100, 2, 4]), matrix([1, 0, 1, 1])
+        assert returns_to_go(rewards, mask, 0.5).tolist() == [[1 + 0.5 * (2 + 0.5 * 4), 0, 4, 4]]
+
+    @settings(deadline=None, max_examples=60)
+    @given(batches(), st.floats(0, 1))
+    def test_is_the_discounted_sum_of_later_masked_rewards(self, batch, gamma: float):
+        rewards, _, mask = batch
+        got = returns_to_go(rewards, mask, gamma)
+        for row in range(len(mask)):
+            expected, _ = plain_gae(rewards[row].tolist(), [0.0] * mask.shape[1], mask[row].tolist(), gamma, 1.0)
+            np.testing.assert_allclose(got[row].numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+class TestGae:
+    def test_by_hand(self):
+        advantages, returns = gae(matrix([0, 0, 1]), matrix([0.5, 0.4, 0.2]), matrix([1, 1, 1]), gamma=0.9, lam=0.8)
+        last = 1 - 0.2
+        middle = 0.9 * 0.2 - 0.4 + 0.72 * last
+        first = 0.9 * 0.4 - 0.5 + 0.72 * middle
+        torch.testing.assert_close(advantages, matrix([first, middle, last]), rtol=1e-14, atol=0)
+        torch.testing.assert_close(returns, matrix([first + 0.5, middle + 0.4, 1.0]), rtol=1e-14, atol=0)
+
+    @settings(deadline=None, max_examples=60)
+    @given(batches(), st.floats(0, 1), st.floats(0, 1))
+    def test_tokens_outside_the_mask_are_as_if_not_there(self, batch, gamma: float, lam: float):
+        rewards, values, mask = batch
+        advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+        for row in range(len(mask)):
+            expected = plain_gae(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
+            np.testing.assert_allclose(advantages[row].numpy(), expected[0], rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(returns[row].numpy(), expected[1], rtol=1e-12, atol=1e-12)
+
+    def test_whitening_changes_advantages_alone(self):
+        rewards, values, mask = matrix([0, 1, 0], [0, 0, 2]), matrix([0.1, 0.2, 9], [0.3, 9, 0.5]), matrix([1, 1, 0], [1, 0, 1])
+        plain, plain_returns = gae(rewards, values, mask)
+        whitened, returns = gae(rewards, values, mask, whitened=True)
+        torch.testing.assert_close(whitened, whiten(plain, mask), rtol=0, atol=0)
+        assert torch.equal(returns, plain_returns)
+
+
+class TestWhitening:
+    @settings(deadline=None, max_examples=60)
+    @given(batches())
+    def test_against_numpy(self, batch):
+        values, _, mask = batch
+        got = whiten(values, mask).numpy()
+        kept = values.numpy()[mask.numpy() > 0]
+        assert (got[mask.numpy() == 0] == 0).all()
+        if len(kept) > 1:
+            expected = (kept - kept.mean()) / math.sqrt(kept.var(ddof=1) + 1e-8)
+            np.testing.assert_allclose(got[mask.numpy() > 0], expected, rtol=1e-10, atol=1e-12)
+
+    def test_one_token_or_none(self):
+        assert whiten(matrix([3.0, 5.0]), matrix([0, 1])).tolist() == [[0.0, 0.0]]
+        assert whiten(matrix([3.0, 5.0]), matrix([0, 0])).tolist() == [[0.0, 0.0]]
+
+
+class TestRloo:
+    def test_against_the_mean_of_the_others(self):
+        rng = np.random.default_rng(2)
+        rewards, groups = rng.normal(size=9), np.array([0, 1, 0, 1, 0, 1, 0, 2, 0])
+        expected = []
+        for i in range(9):
+            others = rewards[(groups == groups[i]) & (np.arange(9) != i)]
+            expected.append(rewards[i] - (others.mean() if len(others) else 0.0))
+        got = rloo(torch.from_numpy(rewards), torch.from_numpy(groups))
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
+
+    def test_equal_rewards_give_exactly_zero_and_invalid_samples_count_nowhere(self):
+        groups = torch.zeros(3, dtype=torch.int64)
+        assert rloo(f64(0.1, 0.1, 0.1), groups).tolist() == [0.0] * 3
+        got = rloo(f64(1, math.nan, 4), groups, torch.tensor([True, False, True]))
+        torch.testing.assert_close(got, f64(-3, 0, 3), rtol=1e-14, atol=0)
+
+
+def advantage_inputs(rewards: torch.Tensor, groups: torch.Tensor, mask: torch.Tensor, penalties=None) -> AdvantageInputs:
+    total = rewards if penalties is None else rewards - (penalties * mask).sum(1)
+    valid = torch.ones(len(rewards), dtype=torch.bool)
+    return AdvantageInputs(total, groups, valid, mask, token_rewards(rewards, mask, penalties))
+
+
+class TestRegisteredEstimators:
+    mask = matrix([1, 0, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0])
+    rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
+    penalties = torch.linspace(-0.2, 0.3, 12, dtype=torch.float64).view(4, 3)
+
+    def test_reinforce_plus_plus(self):
+        inputs = advantage_inputs(self.rewards, self.groups, self.mask, self.penalties)
+        got = ADVANTAGES.get("reinforce_plus_plus").compute(inputs, AdvantageOptions(gamma=0.9)).numpy()
+        tokens, returns = [], []
+        for i in range(4):
+            kept = [t for t in range(3) if self.mask[i, t]]
+            r = [float(self.rewards[i]) * (t == kept[-1]) - float(self.penalties[i, t]) for t in kept]
+            tokens += [(i, t) for t in kept]
+            returns += [sum(0.9 ** (k - j) * r[k] for k in range(j, len(r))) for j in range(len(r))]
+        expected = np.zeros((4, 3))
+        white = (np.array(returns) - np.mean(returns)) / np.sqrt(np.var(returns, ddof=1) + 1e-8)
+        for (i, t), value in zip(tokens, white, strict=True):
+            expected[i, t] = value
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
+
+    def test_reinforce_plus_plus_baseline_weighs_samples_by_their_tokens(self):
+        inputs = advantage_inputs(self.rewards, self.groups, self.mask)
+        got = ADVANTAGES.get("reinforce_plus_plus_baseline").compute(inputs, AdvantageOptions()).numpy()
+        per_token = np.repeat([0.5, -0.5, -2.0], [2, 3, 2])  # the fourth row has no token, yet is in its group's mean
+        low, deviation = per_token.mean(), math.sqrt(per_token.var(ddof=1) + 1e-8)
+        expected = (np.array([[0.5], [-0.5], [-2.0], [2.0]]) - low) / deviation * self.mask.numpy()
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
+
+    def test_rloo_takes_the_reward_with_its_penalties(self):
+        inputs = advantage_inputs(self.rewards, self.groups, self.mask, self.penalties)
+        got = ADVANTAGES.get("rloo").compute(inputs, AdvantageOptions())
+        total = self.rewards - (self.penalties * self.mask).sum(1)
+        torch.testing.assert_close(got, rloo(total, self.groups)[:, None], rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("group_norm", AdvantageOptions(group_std="batch")),
+            ("reinforce_plus_plus", AdvantageOptions(gamma=0.9)),
+            ("reinforce_plus_plus_baseline", AdvantageOptions()),
+        ],
+    )
+    def test_parts_that_share_their_sums_are_the_whole(self, name: str, options: AdvantageOptions):
+        """What several ranks do: in lockstep, each sum is over what the parts give."""
+        estimator = ADVANTAGES.get(name)
+        assert not estimator.streams(options)
+        whole = estimator.compute(advantage_inputs(self.rewards, self.groups, self.mask, self.penalties), options)
+        sums: list[torch.Tensor] = []
+        while True:  # each pass learns one more of the sums
+            asked: list[list[torch.Tensor]] = []
+            parts = [
+                estimator.compute(part, options)
+                for part in (self.part(slice(0, 2), sums, asked), self.part(slice(2, 4), sums, asked))
+            ]
+            if len(asked[0]) == len(sums):
+                break
+            sums.append(asked[0][len(sums)] + asked[1][len(sums)])
+        assert len(sums) >= 2
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-14)
+
+    def part(self, rows: slice, sums: list[torch.Tensor], asked: list[list[torch.Tensor]]) -> AdvantageInputs:
+        own: list[torch.Tensor] = []
+        asked.append(own)
+
+        def batch_sum(part: torch.Tensor) -> torch.Tensor:
+            own.append(part)
+            return sums[len(own) - 1] if len(own) <= len(sums) else part
+
+        groups = self.groups[rows] - self.groups[rows].min()
+        inputs = advantage_inputs(self.rewards[rows], groups, self.mask[rows], self.penalties[rows])
+        return AdvantageInputs(
+            inputs.rewards, inputs.groups, inputs.valid, inputs.mask, inputs.token_rewards, batch_sum=batch_sum
+        )
+
+    @pytest.mark.parametrize("name", sorted(ADVANTAGES))
+    def test_float64_in_float64_out_and_empty_batches(self, name: str):
+        estimator = ADVANTAGES.get(name)
+        assert (
+            estimator.compute(advantage_inputs(self.rewards, self.groups, self.mask), AdvantageOptions()).dtype == torch.float64
+        )
+        empty = advantage_inputs(f64(), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.float64))
+        assert len(estimator.compute(empty, AdvantageOptions())) == 0
+
+    def test_group_of_one_in_every_scale(self):
+        one = torch.tensor([0])
+        for scale in ("group", "none"):
+            assert group_norm(f64(2.0), one, scale=scale, eps=0.0).tolist() == [2.0]
+        assert rloo(f64(2.0), one).tolist() == [2.0]
+
+
+class TestShaping:
+    def test_signal(self):
+        assert has_signal([0.0, 1.0], [True, True])
+        assert not has_signal([0.5, 0.5, 0.5], [True] * 3)
+        assert not has_signal(np.array([0.0, 1.0], np.float32), np.array([1, 0], np.uint8))
+        assert not has_signal([], [])
+
+    def test_soft_overlong_penalty(self):
+        got = soft_overlong_penalty(f64(0, 80, 81, 90, 100, 130), 100, 20)
+        torch.testing.assert_close(got, f64(0, 0, -0.05, -0.5, -1, -1), rtol=1e-14, atol=0)
+
+    def test_missing_eos_penalty(self):
+        assert missing_eos_penalty(f64(1, 0), 0.3).tolist() == [-0.3, 0.0]
+
+
+class TestPassAtK:
+    def test_is_the_share_of_draws_with_a_correct_one(self):
+        from itertools import combinations
+
+        for n in range(1, 7):
+            for c in range(n + 1):
+                for k in range(1, n + 1):
+                    draws = list(combinations([True] * c + [False] * (n - c), k))
+                    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-15)
+
+    @pytest.mark.parametrize("case", [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
+    def test_impossible_counts(self, case: tuple[int, int, int]):
+        with pytest.raises(ValueError, match="1 <= k <= n"):
+            pass_at_k(*case)

@@ -1,0 +1,288 @@
+"""The configured algorithm in the training engine: corrections, KL in the reward, batch-wide advantages, presets, one's own."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from runtime import codec
+from runtime.config_loading import load, preset_names
+from runtime.engines import train_batch
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.errors import InvalidMessage
+from runtime.types import GroupPayload, Logprobs, StepResult, TrainGroup
+from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
+
+SMOOTH = {"eps": 1e-2, "max_grad_norm": 0.0}
+REINFORCE = {"advantage": "reinforce_plus_plus", "gamma": 0.9, "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1}
+CAP = 0.05  # below the weights of some samples of a random policy
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup]) -> StepResult:
+    engine.begin_step(engine.step)
+    for batch in batches:
+        engine.accumulate(batch)
+    return engine.apply()
+
+
+def weights(engine: TorchTrainEngine) -> torch.Tensor:
+    out = [torch.empty(spec.shape) for spec in engine.tensor_specs()]
+    engine.snapshot(out)
+    return torch.cat([tensor.flatten() for tensor in out])
+
+
+def plain_reinforce(path: str, groups: list[TrainGroup], cap: float) -> tuple[float, float]:
+    """Loss and gradient norm of REINFORCE++ under sequence TIS, one sample a forward pass, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    returns, logps, sample_weights = [], [], []
+    for group in groups:
+        payload = codec.decode(GroupPayload, group.payload)
+        reference = codec.decode(Logprobs, group.reference).values.astype(np.float64)
+        for i, sample in enumerate(payload.samples):
+            own, reference = reference[: len(sample.tokens)], reference[len(sample.tokens) :]
+            kept = np.flatnonzero(sample.loss_mask)
+            if not group.valid[i] or not len(kept):
+                continue
+            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+            logits = model(ids[None]).logits[0, len(payload.prompt) - 1 : -1]
+            logp = torch.log_softmax(logits, -1)[torch.arange(len(sample.tokens)), ids[len(payload.prompt) :]][kept]
+            behaviour = sample.logprobs.astype(np.float64)[kept]
+            reward = -0.1 * (behaviour - own[kept])
+            reward[-1] += group.rewards[i]
+            returns += [sum(0.9 ** (k - j) * reward[k] for k in range(j, len(kept))) for j in range(len(kept))]
+            logps.append(logp)
+            weight = min(math.exp(float((logp.detach() - torch.from_numpy(behaviour)).sum())), cap)
+            sample_weights += [weight] * len(kept)
+    advantages = (np.array(returns) - np.mean(returns)) / np.sqrt(np.var(returns, ddof=1) + 1e-8)
+    logp, scale = torch.cat(logps), torch.from_numpy(advantages * np.array(sample_weights))
+    (-scale * logp).mean().backward()
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    return float(-scale.mean()), norm
+
+
+@pytest.mark.parametrize("budget", [8192, 1])
+def test_reinforce_plus_plus_under_sequence_tis_is_that_of_a_plain_loop(policy: str, budget: int):
+    algorithm = {**REINFORCE, "loss": "ppo", "correction": "sequence_tis", "correction_cap": CAP}
+    training = {"max_tokens_per_microbatch": budget}
+    groups = make_groups(0)
+    loss, norm = plain_reinforce(policy, groups, CAP)
+    got = run_step(TorchTrainEngine(make_config(policy, algorithm=algorithm, training=training)), groups).metrics
+    assert (got["actor/pg_loss"], got["grad_norm"]) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5))
+    assert 0 < got["correction/weight"] <= CAP
+    assert 0 < got["correction/altered"] < 1
+    assert "actor/kl_loss" not in got  # the KL is in the rewards, not in the loss
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "gspo", "aggregation": "seq_mean_token_mean"},
+        {"loss": "ppo", "correction": "geometric_mask", "correction_low": 0.7, "correction_high": 1.3},
+        {"loss": "sapo", "correction": "icepop"},
+        {"loss": "cispo", "correction": "token_tis", "aggregation": "dr_grpo", "aggregation_norm": 16},
+        {**REINFORCE, "advantage": "reinforce_plus_plus_baseline"},
+        {"advantage": "group_norm", "group_std": "batch"},
+    ],
+    ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()),
+)
+def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, algorithm: dict[str, Any]):
+    groups = make_groups(1)
+    results = []
+    for budget, cuts in ((8192, [groups]), (1, [groups[2:], [], groups[:2]])):
+        training = {"max_tokens_per_microbatch": budget}
+        engine = TorchTrainEngine(make_config(policy, algorithm=algorithm, optimizer=SMOOTH, training=training))
+        results.append((run_step(engine, *cuts).metrics, weights(engine)))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5, abs=1e-6)
+    assert results[0][0]["grad_norm"] > 0
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "value"),
+    [
+        ({}, "group_std", "none"),
+        ({}, "group_std_ddof", 0),
+        ({}, "group_std_eps", 0.5),
+        ({"advantage": "reinforce_plus_plus"}, "gamma", 0.5),
+        ({}, "overlong_buffer", 0.5),
+        ({}, "missing_eos_penalty", 1.0),
+        ({"aggregation": "dr_grpo"}, "aggregation_norm", 5),
+        ({"loss": "ppo"}, "clip_low", 0.5),
+        ({"loss": "ppo"}, "clip_high", 20.0),
+        ({"loss": "ppo"}, "dual_clip", 1.1),
+        ({"loss": "sapo"}, "sapo_tau_positive", 2.0),
+        ({"loss": "sapo"}, "sapo_tau_negative", 2.0),
+        ({}, "behaviour_weight_cap", 0.5),
+        ({}, "behaviour_weight_over", "drop"),
+        ({"loss": "ppo"}, "correction", "icepop"),
+        ({"loss": "ppo", "correction": "token_tis"}, "correction_cap", 0.5),
+        ({"loss": "ppo", "correction": "icepop"}, "correction_low", 0.9),
+        ({"loss": "ppo", "correction": "icepop"}, "correction_high", 1.1),
+        ({"kl_coefficient": 0.1}, "kl", "k2"),
+        ({}, "kl_coefficient", 0.1),
+        ({"kl_coefficient": 0.1}, "kl_placement", "reward"),
+        ({"kl_coefficient": 0.1}, "kl_importance_weighted", True),
+        ({}, "entropy_coefficient", 0.1),
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_gradient(policy: str, algorithm: dict[str, Any], key: str, value: Any):
+    groups = make_groups(12)
+    payload = codec.decode(GroupPayload, groups[2].payload)
+    payload.samples[0].finish_reason = "length"
+    groups[2].payload = codec.encode(payload)
+    norms = []
+    for section in (algorithm, {**algorithm, key: value}):
+        config = make_config(policy, algorithm=section, sampling={"max_new_tokens": 12})
+        norms.append(run_step(TorchTrainEngine(config), groups).metrics["grad_norm"])
+    assert norms[0] != pytest.approx(norms[1], rel=1e-4)
+
+
+class TestHeldGroups:
+    def test_joined_parts_are_the_whole(self):
+        groups = make_groups(3)
+        whole = train_batch.decode_groups(groups, VOCAB, True)
+        parts = [train_batch.decode_groups(part, VOCAB, True) for part in (groups[:1], [], groups[1:])]
+        joined = train_batch.join(parts)
+        for name in whole.__dataclass_fields__:
+            left, right = getattr(joined, name), getattr(whole, name)
+            assert left.dtype == right.dtype, name
+            np.testing.assert_array_equal(left, right, err_msg=name)
+
+    def test_nothing_is_computed_before_apply_and_nothing_is_left_after(self, policy: str):
+        engine = TorchTrainEngine(make_config(policy, algorithm=REINFORCE))
+        once = run_step(engine, make_groups(2)).metrics
+        assert once["response_length/mean"] > 0
+        nothing = run_step(engine).metrics
+        assert nothing["grad_norm"] == 0
+        assert "response_length/mean" not in nothing
+
+    def test_a_new_step_forgets_what_was_held(self, policy: str):
+        left, right = (TorchTrainEngine(make_config(policy, algorithm=REINFORCE)) for _ in range(2))
+        left.begin_step(0)
+        left.accumulate(make_groups(5))
+        assert run_step(left, make_groups(2)).metrics == run_step(right, make_groups(2)).metrics
+
+    def test_malformed_groups_are_refused_when_they_come(self, policy: str):
+        engine = TorchTrainEngine(make_config(policy, algorithm=REINFORCE))
+        groups = make_groups(0)
+        groups[0].reference = None
+        engine.begin_step(0)
+        with pytest.raises(InvalidMessage, match="group 0: has no reference"):
+            engine.accumulate(groups)
+        engine.accumulate(make_groups(0))
+        clean = run_step(TorchTrainEngine(make_config(policy, algorithm=REINFORCE)), make_groups(0))
+        assert engine.apply().metrics == clean.metrics
+
+
+class TestKl:
+    def test_importance_weighting_reaches_the_loss(self, policy: str):
+        groups = make_groups(4)
+        plain, weighted = (
+            run_step(TorchTrainEngine(make_config(policy, algorithm={"kl_coefficient": 0.1, **more})), groups).metrics
+            for more in ({}, {"kl_importance_weighted": True})
+        )
+        assert plain["actor/kl_loss"] != pytest.approx(weighted["actor/kl_loss"], rel=1e-3)
+
+    @pytest.mark.parametrize("placement", ["loss", "reward"])
+    def test_an_adaptive_coefficient_follows_the_divergence_and_survives_a_checkpoint(
+        self, policy: str, tmp_path: Path, placement: str
+    ):
+        groups = make_groups(6)
+        samples = sum(len(group.rewards) for group in groups)
+        adaptive = {"kl_coefficient": 0.1, "kl_placement": placement, "kl_target": 1e-3, "kl_horizon": 100}
+        engine = TorchTrainEngine(make_config(policy, algorithm=adaptive))
+        used = [run_step(engine, groups).metrics["actor/kl_coefficient"] for _ in range(3)]
+        growth = 1 + 0.2 * samples / 100  # the divergence of random policies is far beyond the target
+        assert used == pytest.approx([0.1, 0.1 * growth, 0.1 * growth**2])
+        engine.save(str(tmp_path))
+        resumed = TorchTrainEngine(make_config(policy, algorithm=adaptive))
+        resumed.load(str(tmp_path))
+        assert run_step(resumed, groups).metrics == run_step(engine, groups).metrics
+
+    def test_a_fixed_coefficient_is_the_configurations(self, policy: str, tmp_path: Path):
+        engine = TorchTrainEngine(make_config(policy, algorithm={"kl_coefficient": 0.1}))
+        engine.save(str(tmp_path))
+        other = TorchTrainEngine(make_config(policy, algorithm={"kl_coefficient": 0.2}))
+        other.load(str(tmp_path))
+        assert run_step(other, make_groups(0)).metrics["actor/kl_coefficient"] == 0.2
+
+
+def test_length_penalties_are_added_to_the_rewards(policy: str):
+    groups, shaped = make_groups(7), make_groups(7)
+    sampling = {"max_new_tokens": 12}
+    for group, other in zip(groups, shaped, strict=True):
+        payload = codec.decode(GroupPayload, group.payload)
+        payload.samples[0].finish_reason = "length"
+        group.payload = other.payload = codec.encode(payload)
+        lengths = np.array([len(sample.tokens) for sample in payload.samples])
+        other.rewards = other.rewards + np.clip((6 - lengths) / 6, -1, 0).astype(np.float32)
+        other.rewards[0] -= 0.5
+    penalised = make_config(policy, algorithm={"overlong_buffer": 0.5, "missing_eos_penalty": 0.5}, sampling=sampling)
+    got = run_step(TorchTrainEngine(penalised), groups).metrics
+    expected = run_step(TorchTrainEngine(make_config(policy, sampling=sampling)), shaped).metrics
+    for name in ("actor/pg_loss", "grad_norm"):
+        assert got[name] == pytest.approx(expected[name], rel=1e-5)
+    assert got["grpo/length_penalty"] < 0
+    assert got["grpo/score/mean"] != pytest.approx(expected["grpo/score/mean"])  # scores stay those of the rules
+
+
+def preset_config(folder: Path, policy: str, **algorithm: Any) -> Any:
+    path = folder / "run.yaml"
+    raw = {
+        "run": {"name": "a"},
+        "model": {"path": policy},
+        "sampling": {"max_new_tokens": 12},
+        "algorithm": algorithm,
+        "training": {"optimizer": {"learning_rate": 1e-3}},
+    }
+    path.write_text(yaml.safe_dump(raw))
+    return load(path)
+
+
+def test_presets_give_distinct_losses_on_one_batch(policy: str, tmp_path: Path):
+    names = preset_names()
+    assert {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"} <= set(names)
+    groups = make_groups(8)
+    losses, norms = [], []
+    for name in names:
+        metrics = run_step(TorchTrainEngine(preset_config(tmp_path, policy, preset=name)), groups).metrics
+        losses.append(metrics["actor/pg_loss"])
+        norms.append(metrics["grad_norm"])
+    for values in (losses, norms):
+        ordered = np.sort(values)
+        assert np.isfinite(ordered).all()
+        assert (np.diff(ordered) > 1e-4 * np.abs(ordered[1:])).all(), dict(zip(names, values, strict=True))
+
+
+def test_the_guides_example_trains(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The code and the YAML of docs/guides/algorithms.md, as a user would copy them."""
+    blocks = re.findall(r"```(python|yaml)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for language, block in blocks:
+        file = re.match(r"# (\S+\.py)\n", block)
+        if language == "python" and file:
+            path = tmp_path / file.group(1)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block)
+    sections = [yaml.safe_load(block)["algorithm"] for language, block in blocks if language == "yaml"]
+    (algorithm,) = [section for section in sections if ".py:" in section.get("loss", "")]
+    metrics = run_step(TorchTrainEngine(preset_config(tmp_path, policy, **algorithm)), make_groups(9)).metrics
+    plain = run_step(TorchTrainEngine(preset_config(tmp_path, policy)), make_groups(9)).metrics
+    assert metrics["actor/ratio"] == pytest.approx(1.0)  # taken against the proximal policy, as there is a correction
+    assert metrics["actor/pg_loss"] != pytest.approx(plain["actor/pg_loss"])
