@@ -35,6 +35,8 @@ _INLINE = BLOCK - _HEADER.size
 _BEAT, _END = -1, -2
 _COMMAND_TAG, _ANSWER_TAG = 1, 2
 _LOST_KEY = "lost"
+_LAST_WORD = 1.0  # seconds
+_ROUNDING = 0.02  # seconds by which torch may give up early
 
 
 class Relay(Generic[Command]):
@@ -201,8 +203,7 @@ class Relay(Generic[Command]):
         try:
             _wait(post(self._pg()), give_up)
         except RuntimeError as error:
-            silent = time.monotonic() >= give_up
-            raise self._lost(0 if silent else self._ask_store(), error, give_up, self._deadline) from error
+            raise self._lost(0 if _timed_out(give_up) else self._ask_store(), error, give_up, self._deadline) from error
 
     def _pg(self) -> Any:
         if self._mesh.pg is None:
@@ -210,7 +211,7 @@ class Relay(Generic[Command]):
         return self._mesh.pg
 
     def _lost(self, rank: int, error: RuntimeError, give_up: float, seconds: float) -> ServiceFault:
-        if time.monotonic() >= give_up:
+        if _timed_out(give_up):
             return DeadlineExceeded(f"{self._name} rank {rank}", "relay", "silent", seconds)
         return ServiceFault(f"{self._name} rank {rank}", "relay", f"lost: {reason(error)}", self._deadline)
 
@@ -222,10 +223,13 @@ class Relay(Generic[Command]):
             return  # the store died with its host: the others take rank 0 for lost
 
     def _ask_store(self) -> int:
+        """Whom rank 0 lost, or 0. gloo closes every connection of a rank on which one operation timed out, so the others may see
+        that before rank 0 has said whom it waited for: they give it a moment."""
         try:
-            return int(self._store.get(_LOST_KEY)) if self._store.check([_LOST_KEY]) else 0
+            self._store.wait([_LOST_KEY], timedelta(seconds=min(_LAST_WORD, self._deadline / 4)))
+            return int(self._store.get(_LOST_KEY))
         except RuntimeError:
-            return 0  # the store lives with rank 0, or with the agent that ended it
+            return 0  # it said nothing, or the store died with it
 
 
 def _block(kind: int, command: bytes = b"") -> torch.Tensor:
@@ -234,6 +238,10 @@ def _block(kind: int, command: bytes = b"") -> torch.Tensor:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _timed_out(give_up: float) -> bool:
+    return time.monotonic() >= give_up - _ROUNDING
 
 
 def _wait(work: Any, give_up: float) -> None:
