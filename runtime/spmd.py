@@ -223,8 +223,8 @@ class Relay(Generic[Command]):
             return  # the store died with its host: the others take rank 0 for lost
 
     def _ask_store(self) -> int:
-        """Whom rank 0 lost, or 0. gloo closes every connection of a rank on which one operation timed out, so the others may see
-        that before rank 0 has said whom it waited for: they give it a moment."""
+        """Whom rank 0 lost, or 0. gloo closes every connection of a rank on which one operation timed out, so the others may
+        see that before rank 0 has said whom it waited for: they give it a moment."""
         try:
             self._store.wait([_LOST_KEY], timedelta(seconds=min(_LAST_WORD, self._deadline / 4)))
             return int(self._store.get(_LOST_KEY))
