@@ -20,7 +20,8 @@ from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.roles import Roles, RolloutPool
 from runtime.pipeline.states import Mark, Phase
-from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, SamplingParams, ScoreRequest
+from runtime.ports import Answer, RolloutPort
+from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest
 
 STREAM = "stream"  # the ledger's note of where the prompt stream is
 
@@ -102,12 +103,12 @@ class GroupStage:
         self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
         return group
 
-    def _spawn(self, tasks: TaskGroup, life: object) -> None:
-        task: asyncio.Task[None] = tasks.create_task(life)  # type: ignore[arg-type]
+    def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
+        task = tasks.create_task(life)
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
 
-    async def _live(self, group: Group, rollout: object) -> None:
+    async def _live(self, group: Group, rollout: RolloutPort) -> None:
         ticket = group.ticket
         request = GroupRequest(
             group_id=ticket.group_id,
@@ -117,7 +118,7 @@ class GroupStage:
             sampling=self._sampling,
         )
         with self._spans.span("rollout"):
-            result: GeneratedGroup = await self._pool.generate(rollout, request)  # type: ignore[arg-type]
+            result = await self._pool.generate(rollout, request)
         self._buffer.generated(result)
         await self._annotate(group, result.payload)
 
