@@ -57,6 +57,8 @@ def choose(config: Config) -> ChosenAlgorithm:
             ddof=algorithm.group_std_ddof,
             eps=algorithm.group_std_eps,
             gamma=algorithm.gamma,
+            gae_lambda=algorithm.gae_lambda,
+            gae_whitened=algorithm.gae_whitened,
         ),
         loss=POLICY_LOSSES.find(algorithm.loss),
         loss_options=LossOptions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.types import PolicyVersion, TrainGroup
+from runtime.types import PolicyVersion, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 
 
@@ -76,9 +76,15 @@ class Apply(Command, frozen=True):
     step: int
 
 
+class ComputeValues(Command, frozen=True):
+    """`part` numbers these calls: every data-parallel leader of the critic gets each part, perhaps without groups."""
+
+    part: int
+    groups: list[ValueRequest]
+
+
 class Save(Command, frozen=True):
     folder: str
-    position: bytes
 
 
 class Export(Command, frozen=True):

@@ -138,7 +138,12 @@ class Algorithm(Section, frozen=True):
     group_std: Literal["group", "batch", "none"] = "group"  # what group_norm divides by
     group_std_ddof: Literal[0, 1] = 1
     group_std_eps: Rate = 1e-6
-    gamma: Fraction = 1.0  # discount of reinforce_plus_plus
+    gamma: Fraction = 1.0  # discount of reinforce_plus_plus and gae
+    gae_lambda: Fraction = 1.0
+    gae_whitened: bool = True  # over the whole batch
+    # Groups without signal, whose rewards are all equal: dropped, and other prompts sampled in their place (DAPO)
+    dynamic_sampling: bool = False
+    dynamic_sampling_limit: Positive = 20  # batches of groups dropped for one step, after which the run ends
     # What is added to the rewards
     overlong_buffer: Fraction = 0.0  # share of sampling.max_new_tokens over which the soft penalty grows to 1; 0 = off
     missing_eos_penalty: Rate = 0.0  # subtracted from replies cut off by length
@@ -153,6 +158,8 @@ class Algorithm(Section, frozen=True):
     sapo_tau_negative: PositiveRate = 1.05
     behaviour_weight_cap: PositiveRate = 2.0
     behaviour_weight_over: Literal["clamp", "drop"] = "clamp"
+    # The policy at the start of the step: a forward pass with its weights, or A-3PO's interpolation
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
     # For the gap between the engine that sampled and the one that trains
     correction: str = "none"
     correction_cap: PositiveRate = 2.0  # of token_tis and sequence_tis
@@ -182,13 +189,47 @@ class Optimizer(Section, frozen=True):
 
 
 class Training(Section, frozen=True):
-    """`groups_per_step` is B; `staleness` is η, the most versions by which a trained token may be old."""
+    """`groups_per_step` is B; `staleness` is η, the most versions by which a trained token may be old.
+
+    A step makes `epochs` passes over its batch and updates the weights after every `mini_batch_size` prompts; all its updates
+    make one version. `on_nonfinite`: what a loss or gradient that is NaN or infinite does, after its samples were written to
+    the run's folder `nonfinite`: end the run, or skip the update.
+    """
 
     steps: Positive = 1000
     groups_per_step: Positive = 8
     staleness: NonNegative = 2
+    epochs: Positive = 1
+    mini_batch_size: NonNegative = 0  # prompts; 0 = groups_per_step
     max_tokens_per_microbatch: Positive = 8192
+    on_nonfinite: Literal["end", "skip"] = "end"
     optimizer: Optimizer = Optimizer()
+
+
+class Critic(Section, frozen=True):
+    """The value model of `algorithm.advantage: gae`, trained beside the policy with an optimizer of its own.
+
+    `path` is a Hugging Face folder: of a reward model, whose `score` head is taken over, or of a language model, whose head is
+    replaced by a `score` that is 0 everywhere.
+    """
+
+    path: str = ""  # the policy's own start when empty
+    value_clip: Rate = 0.2  # how far a value may move from the recorded one; 0 = anywhere
+    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+
+
+class Reference(Section, frozen=True):
+    """Where the reference's log-probabilities come from: its service, the trainer with its LoRA adapters off, or nowhere."""
+
+    mode: Literal["service", "adapter_off", "none"] = "service"
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (PEFT): they alone are trained; what is published has them merged."""
+
+    rank: Positive = 16
+    alpha: PositiveRate = 32.0
+    target_modules: list[str] = []  # names of linear layers; empty = all but the head
 
 
 class Stop(Section, frozen=True):
@@ -225,14 +266,14 @@ class Reward(Process, frozen=True):
     replicas: Positive = 1
 
 
-class Reference(Process, frozen=True):
+class ReferenceService(Process, frozen=True):
     replicas: Positive = 1
     max_tokens_per_microbatch: Positive = 16384
     dtype: DType = "auto"
 
 
 class Trainer(Process, frozen=True):
-    """`processes` > 1 is an SPMD group under torchrun with FSDP2."""
+    """The trainer, or the critic. `processes` > 1 is an SPMD group under torchrun with FSDP2."""
 
     processes: Positive = 1
     engine: Literal["torch"] = "torch"
@@ -244,15 +285,22 @@ class Services(Section, frozen=True):
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
-    reference: Reference = Reference()
+    reference: ReferenceService = ReferenceService()
     trainer: Trainer = Trainer()
+    critic: Trainer = Trainer()
 
 
 class Publication(Section, frozen=True):
-    """Weights go to the rollouts in flat buckets. Every phase has a deadline."""
+    """Weights go to the rollouts in flat buckets. Every phase has a deadline.
+
+    `in_flight`: what a sample does that is being generated when new weights are swapped in. It goes on with the keys and
+    values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is drain where
+    `training.staleness` is 0 and keep otherwise.
+    """
 
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     bucket_bytes: Positive = 64 << 20
+    in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"
     dtype: DType = "auto"  # on the wire; the policy's own when auto
     join_timeout: Seconds = 60.0
     transfer_timeout: Seconds = 60.0
@@ -306,6 +354,9 @@ class Config(Section, frozen=True):
     rewards: Rewards = Rewards()
     algorithm: Algorithm = Algorithm()
     training: Training = Training()
+    critic: Critic | None = None
+    reference: Reference = Reference()
+    lora: Lora | None = None
     stop: Stop = Stop()
     services: Services = Services()
     publication: Publication = Publication()

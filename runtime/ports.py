@@ -19,6 +19,7 @@ from runtime.types import (
     Scores,
     StepResult,
     TrainGroup,
+    ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest
 
@@ -65,13 +66,12 @@ class ReferencePort(Protocol):
         """The encoded `Logprobs`, forwarded opaque to the trainer."""
 
 
-class TrainerPort(WeightMember, Protocol):
-    """Commands are carried out in the order of these calls, each of which puts its command on its way before it returns; what
-    it returns waits for the answer.
+class UpdatePort(Protocol):
+    """Trainer and critic. Commands are carried out in the order of these calls, each of which puts its command on its way before
+    it returns; what it returns waits for the answer.
     """
 
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        """Open the rendezvous of a new epoch, as its rank 0."""
+    name: str
 
     def begin_step(self, step: int) -> Answer[None]: ...
 
@@ -79,13 +79,23 @@ class TrainerPort(WeightMember, Protocol):
         """Add the gradient of `groups`."""
 
     def apply(self, step: int) -> Answer[StepResult]:
-        """Normalise over everything accumulated, clip, and step the optimizer: the policy becomes version step + 1."""
+        """Normalise over everything accumulated, clip, and step the optimizer: the weights become those of step + 1."""
+
+    def save(self, folder: str) -> Answer[None]:
+        """Write the state after the commands before into `folder`, which exists and is empty."""
+
+
+class TrainerPort(WeightMember, UpdatePort, Protocol):
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        """Open the rendezvous of a new epoch, as its rank 0."""
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
         """Snapshot the weights after the commands before, and broadcast them while later commands run."""
 
-    def save(self, folder: str, position: bytes) -> Answer[None]:
-        """Write a checkpoint of everything before this command, `position` beside it, atomically."""
-
     def export(self, folder: str) -> Answer[None]:
         """Write the policy as a Hugging Face folder."""
+
+
+class CriticPort(UpdatePort, Protocol):
+    async def values(self, request: ValueRequest) -> bytes:
+        """The encoded `Values`, forwarded opaque to trainer and critic."""

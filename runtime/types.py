@@ -129,8 +129,24 @@ class Logprobs(msgspec.Struct, kw_only=True):
     values: np.ndarray  # float32 [sum of R]
 
 
+class ValueRequest(msgspec.Struct, kw_only=True):
+    """Compute the critic's values of one group."""
+
+    group_id: int
+    tokens: int  # as in TrainGroup
+    payload: bytes
+
+
+class Values(msgspec.Struct, kw_only=True):
+    """The critic's values of one group, its samples' replies one after the other: of the state before each token. 0 where
+    the loss mask is 0."""
+
+    group_id: int
+    values: np.ndarray  # float32 [sum of R]
+
+
 class TrainGroup(msgspec.Struct, kw_only=True):
-    """One group with everything the trainer needs. `payload` and `reference` are still encoded."""
+    """One group with everything that trainer and critic need. `payload`, `reference` and `values` are still encoded."""
 
     group_id: int
     tokens: int  # of all its samples, prompts included: what balances the load over ranks
@@ -138,6 +154,8 @@ class TrainGroup(msgspec.Struct, kw_only=True):
     rewards: np.ndarray  # float32 [n]
     valid: np.ndarray  # uint8 [n]
     reference: bytes | None = None  # codec.encode(Logprobs)
+    values: bytes | None = None  # codec.encode(Values)
+    mini_batch: int = 0  # which of the step's updates it is for
 
 
 class StepResult(msgspec.Struct, kw_only=True):

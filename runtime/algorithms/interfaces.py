@@ -36,17 +36,21 @@ class AdvantageInputs:
     valid: Tensor  # bool [B]; a row that is not valid has no reward, and its advantage is 0
     mask: Tensor  # [B, T]
     token_rewards: Tensor  # [B, T], 0 outside the mask
+    values: Tensor | None = None  # [B, T], the critic's, for an estimator that needs them
     batch_sum: Callable[[Tensor], Tensor] = own_part
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """`group_std`, `ddof` and `eps` are `group_norm`'s; `gamma` discounts the rewards of later tokens."""
+    """`group_std`, `ddof` and `eps` are `group_norm`'s; `gamma` discounts the rewards of later tokens; `gae_lambda` and
+    `gae_whitened` are `gae`'s."""
 
     group_std: str = "group"
     ddof: int = 1
     eps: float = 1e-6
     gamma: float = 1.0
+    gae_lambda: float = 1.0
+    gae_whitened: bool = True
 
 
 Streamable = bool | Callable[[AdvantageOptions], bool]
@@ -57,11 +61,12 @@ class AdvantageEstimator:
     """`compute` gives [B, T], or [B, 1] where all tokens of a row share one advantage.
 
     `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group. It may
-    depend on the options.
+    depend on the options. `needs_values`: it takes a critic's values.
     """
 
     compute: Callable[[AdvantageInputs, AdvantageOptions], Tensor]
     streamable: Streamable
+    needs_values: bool = False
 
     def streams(self, options: AdvantageOptions) -> bool:
         return self.streamable if isinstance(self.streamable, bool) else self.streamable(options)
@@ -163,11 +168,13 @@ AdvantageFunction = Callable[[AdvantageInputs, AdvantageOptions], "Tensor"]
 LossFunction = Callable[[LossInputs, LossOptions], LossOutputs]
 
 
-def advantage(name: str, *, streamable: Streamable) -> Callable[[AdvantageFunction], AdvantageFunction]:
+def advantage(
+    name: str, *, streamable: Streamable, needs_values: bool = False
+) -> Callable[[AdvantageFunction], AdvantageFunction]:
     """Decorator that registers an advantage function and returns it as it is."""
 
     def add(compute: AdvantageFunction) -> AdvantageFunction:
-        ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable))
+        ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable, needs_values))
         return compute
 
     return add

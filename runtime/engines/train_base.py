@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from runtime.types import StepResult, TrainGroup
+from runtime.types import StepResult, TrainGroup, ValueRequest, Values
 
 if TYPE_CHECKING:
     import torch
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from runtime.weights.plan import TensorSpec
 
 
-class TrainEngine(ABC):
-    """Calls come from one thread, in the same order on every rank; each may be a collective over the trainer's group.
+class UpdateEngine(ABC):
+    """Policy or critic under training. Calls come from one thread, in the same order on every rank; each may be a collective
+    over the service's group.
 
     A step is `begin_step`, `accumulate` any number of times, `apply`. Gradients are sums, unnormalised, until `apply`
     divides them by what the aggregation counts over all accumulated groups of all ranks (tokens or rows), so that a
     step's result depends neither on sharding nor on how its groups were split over calls. Where advantages need the whole
-    batch, `accumulate` checks and holds the groups, and `apply` computes.
+    batch, or a step makes several updates, `accumulate` checks and holds the groups, and `apply` computes.
     """
 
     @abstractmethod
@@ -32,7 +33,19 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def apply(self) -> StepResult:
-        """One optimizer step."""
+        """The step's optimizer updates: one, or one a mini-batch and epoch."""
+
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes it atomic."""
+
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, bit for bit. Raises UserError when it does not fit the model."""
+
+
+class TrainEngine(UpdateEngine):
+    """The policy's."""
 
     @abstractmethod
     def tensor_specs(self) -> list[TensorSpec]:
@@ -43,13 +56,16 @@ class TrainEngine(ABC):
         """Copy the policy into `out` (views shaped and typed by `tensor_specs`); None on ranks that do not send."""
 
     @abstractmethod
-    def save(self, folder: str) -> None:
-        """Write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes it atomic."""
-
-    @abstractmethod
-    def load(self, folder: str) -> None:
-        """Restore what `save` wrote, bit for bit. Raises UserError when it does not fit the model."""
-
-    @abstractmethod
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
+
+
+class CriticEngine(UpdateEngine):
+    """The value model's."""
+
+    @abstractmethod
+    def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
+        """The values of this rank's `groups` (perhaps none), in their order, under the weights as they are.
+
+        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or tokens outside the vocabulary.
+        """
