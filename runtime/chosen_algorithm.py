@@ -86,3 +86,20 @@ def kl_control(algorithm: Algorithm, reached: float | None = None) -> FixedKl | 
         return FixedKl(algorithm.kl_coefficient)
     start = algorithm.kl_coefficient if reached is None else reached
     return AdaptiveKl(start, algorithm.kl_target, algorithm.kl_horizon)
+
+
+def mini_batches(config: Config) -> int:
+    """Into how many a step's batch is cut; `TrainGroup.mini_batch` counts them from 0."""
+    training = config.training
+    return training.groups_per_step // (training.mini_batch_size or training.groups_per_step)
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer updates that make one version."""
+    return config.training.epochs * mini_batches(config)
+
+
+def streams(config: Config) -> bool:
+    """Whether a step may be trained on group by group, as they come: it makes one update, and no advantage needs the whole
+    batch. Otherwise the step is given its batch whole."""
+    return updates_per_step(config) == 1 and choose(config).streamable

@@ -67,8 +67,8 @@ class ReferencePort(Protocol):
 
 
 class UpdatePort(Protocol):
-    """Trainer and critic. Commands are carried out in the order of these calls, each of which puts its command on its way before
-    it returns; what it returns waits for the answer.
+    """Trainer and critic. Commands are carried out in the order of these calls, each of which puts its command on its way
+    before it returns; what it returns waits for the answer.
     """
 
     name: str

@@ -5,11 +5,7 @@ All tensors [B, T] of one dtype; what comes out is 0 outside the mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from runtime.algorithms.interfaces import own_part
-from runtime.algorithms.whitening import whiten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,21 +34,17 @@ def gae(
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
-    whitened: bool = False,
-    batch_sum: Callable[[Tensor], Tensor] = own_part,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (GAE, arXiv:1506.02438, equation 16).
 
-    `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`, of
-    advantages as they are before whitening. Whitening needs the whole batch, which `batch_sum` adds up.
+    `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`.
     """
     order = _trained_first(mask)
     reward, value = ((tensor * mask).gather(1, order) for tensor in (rewards, values))
     following = value.new_zeros(value.shape)
     following[:, :-1] = value[:, 1:]
     advantages = _restore(_accumulate(reward + gamma * following - value, mask, gamma * lam), order) * mask
-    returns = advantages + values * mask
-    return (whiten(advantages, mask, batch_sum) if whitened else advantages), returns
+    return advantages, advantages + values * mask
 
 
 def _trained_first(mask: Tensor) -> Tensor:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from runtime.engines import packed_attention
@@ -25,45 +26,56 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_policy(path: str) -> Any:
-    """The `transformers.PreTrainedModel` of folder `path`, float32 on the CPU, without dropout, its attention packed.
+    """The `transformers.PreTrainedModel` of folder `path`, as `load_packed` gives it."""
+    return load_packed("AutoModelForCausalLM", path, "model.path")
 
-    Raises UserError when `path` is no such folder, weights are missing, or the architecture cannot run packed.
+
+def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **options: Any) -> Any:
+    """The model of folder `path` by a factory of transformers, float32 on the CPU, without dropout, its attention packed.
+
+    `new` names weights that the folder need not have. `key` is where the configuration names the folder. Raises UserError
+    when `path` is no such folder, weights are missing or of other shapes, or the architecture cannot run packed.
     """
     if not (Path(path) / "config.json").is_file():
-        raise UserError(f"model.path: {path!r} is not a Hugging Face model folder (it has no config.json)")
-    from transformers import AttentionInterface, AutoModelForCausalLM
+        raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")
+    import transformers
 
-    factory: Any = AutoModelForCausalLM
-    AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+    transformers.AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
     try:
-        model, report = factory.from_pretrained(
+        model, report = getattr(transformers, factory).from_pretrained(
             path,
             attn_implementation=packed_attention.NAME,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {path!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
+        raise UserError(f"{key}: {path!r} cannot be loaded: {' '.join(str(error).split())}") from error
     for fault in ("missing_keys", "mismatched_keys"):
-        if report[fault]:
-            names = ", ".join(sorted(map(str, report[fault]))[:3])
-            raise UserError(f"model.path: {path!r}: {len(report[fault])} weights are wrong ({fault}: {names} ...)")
-    _require_packable(model, path)
+        if wrong := set(report[fault]) - set(new):
+            names = ", ".join(sorted(map(str, wrong))[:3])
+            raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
+    _require_packable(model, path, key)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy must be the one that sampled
     return model.float()
 
 
-def _require_packable(model: PreTrainedModel, path: str) -> None:
+def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
     """Layers that mix tokens otherwise than by the attention function would mix the packed sequences."""
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if not getattr(model, "_supports_attention_backend", False) or kinds:
         raise UserError(
-            f"model.path: {path!r}: a {model.config.model_type} model cannot be trained packed "
+            f"{key}: {path!r}: a {model.config.model_type} model cannot be trained packed "
             f"({', '.join(sorted(kinds)) or 'its attention is not exchangeable'}); all layers must be full or sliding attention"
         )
+
+
+def has_tensor(path: str, name: str) -> bool:
+    """Whether the weights in folder `path` have a tensor of this name."""
+    return any(name in safe_open(file, framework="pt").keys() for file in sorted(Path(path).glob("*.safetensors")))  # noqa: SIM118
 
 
 def declared_dtype(path: str) -> torch.dtype:

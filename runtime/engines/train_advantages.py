@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from runtime.algorithms.gae import value_targets
 from runtime.algorithms.interfaces import AdvantageInputs
 from runtime.algorithms.shaping import missing_eos_penalty, soft_overlong_penalty
 from runtime.algorithms.token_returns import token_rewards
 from runtime.chosen_algorithm import ChosenAlgorithm
 from runtime.config import Config
-from runtime.engines.train_batch import Rows
+from runtime.engines.train_rows import Rows
 from runtime.engines.train_statistics import StepStatistics
 
 
@@ -32,6 +33,15 @@ class RowAdvantages:
 
     def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
         """[B, R] or [B, 1] float64, of all samples of `rows`."""
+        return self._chosen.advantage.compute(
+            self._inputs(rows, kl_coefficient, statistics), self._chosen.advantage_options
+        ).numpy()
+
+    def value_targets(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
+        """What the critic learns, from the same inputs: [B, R] float64."""
+        return value_targets(self._inputs(rows, kl_coefficient, statistics), self._chosen.advantage_options).numpy()
+
+    def _inputs(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> AdvantageInputs:
         every = np.arange(len(rows.length))
         mask = torch.from_numpy(rows.grid(rows.mask, every)).double()
         rewards, penalties = self._shaped(rows, statistics), None
@@ -40,15 +50,15 @@ class RowAdvantages:
             divergence = self._chosen.kl(torch.from_numpy(rows.grid(rows.behaviour - rows.reference, every)).double() * mask)
             statistics.mean("actor/kl", (divergence * mask).sum(), mask.sum())
             penalties = kl_coefficient * divergence * mask
-        inputs = AdvantageInputs(
+        return AdvantageInputs(
             rewards=rewards if penalties is None else rewards - penalties.sum(1),
             groups=torch.from_numpy(rows.group),
             valid=torch.from_numpy(rows.valid),
             mask=mask,
             token_rewards=token_rewards(rewards, mask, penalties),
+            values=None if rows.values is None else torch.from_numpy(rows.grid(rows.values, every)).double() * mask,
             batch_sum=self._batch_sum,
         )
-        return self._chosen.advantage.compute(inputs, self._chosen.advantage_options).numpy()
 
     def _shaped(self, rows: Rows, statistics: StepStatistics) -> torch.Tensor:
         """[B]: the rewards and what is added for length, 0 where a sample is not valid."""

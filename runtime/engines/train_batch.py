@@ -1,142 +1,30 @@
-"""From groups as they travel to the arrays that a training step computes on. numpy on the host, one copy to the device.
+"""One forward pass's worth of samples, packed: from rows on the host to tensors on the device, in one copy.
 
-B rows (samples), R reply tokens of one sample, `flat` arrays hold all replies back to back.
+B samples, R reply tokens of the longest, T packed tokens, N trained ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from runtime import batching, codec
+from runtime import batching
 from runtime.engines import ragged
 from runtime.engines.packed_attention import Packing
-from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, Logprobs, TrainGroup
+from runtime.engines.train_rows import Rows
 
-_SAMPLE_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int64"}
 BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls
 
-
-@dataclass(frozen=True)
-class Rows:
-    """The samples of some groups. `reference` is None where the algorithm has no KL term."""
-
-    prompts: np.ndarray  # int32, flat over groups
-    prompt_start: np.ndarray  # int64 [groups]
-    prompt_length: np.ndarray  # int64 [groups]
-    group: np.ndarray  # int64 [B], from 0
-    start: np.ndarray  # int64 [B], of the reply in the flat arrays
-    length: np.ndarray  # int64 [B], R
-    tokens: np.ndarray  # int32 flat
-    mask: np.ndarray  # bool flat; false throughout a sample that is not valid
-    behaviour: np.ndarray  # float32 flat
-    steps: np.ndarray  # int64 flat, step of the version that sampled the token
-    reference: np.ndarray | None  # float32 flat
-    rewards: np.ndarray  # float32 [B]
-    truncated: np.ndarray  # bool [B], whether the reply was cut off by length
-    valid: np.ndarray  # bool [B]
-
-    def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
-        lengths = self.length[rows]
-        out = np.zeros((len(rows), int(lengths.max(initial=0))), np.float32)
-        out[np.repeat(np.arange(len(rows)), lengths), ragged.ramps(lengths)] = flat[ragged.spans(self.start[rows], lengths)]
-        return out
-
-    def trained(self) -> np.ndarray:
-        """bool [B]: whether the sample has a token to train on."""
-        totals = np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
-        return totals[self.start + self.length] > totals[self.start]
-
-
-def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, with_reference: bool) -> Rows:
-    """Decode and check; nothing is computed from a batch that does not meet its schema.
-
-    Raises InvalidMessage, naming the group.
-    """
-    payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
-    references = [_reference(group) for group in groups] if with_reference else None
-    for index, (group, payload) in enumerate(zip(groups, payloads, strict=True)):
-        _check(group, payload, vocab_size, references[index] if references else None)
-    samples = [sample for payload in payloads for sample in payload.samples]
-    length = np.array([len(sample.tokens) for sample in samples], np.int64)
-    prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
-    valid = _concatenate([group.valid for group in groups], np.uint8) != 0
-    return Rows(
-        prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
-        prompt_start=ragged.starts(prompt_length),
-        prompt_length=prompt_length,
-        group=np.repeat(np.arange(len(payloads)), [len(payload.samples) for payload in payloads]),
-        start=ragged.starts(length),
-        length=length,
-        tokens=_concatenate([sample.tokens for sample in samples], np.int32),
-        mask=(_concatenate([sample.loss_mask for sample in samples], np.uint8) != 0) & np.repeat(valid, length),
-        behaviour=_concatenate([sample.logprobs for sample in samples], np.float32),
-        steps=_concatenate([sample.versions for sample in samples], np.int64) & 0xFFFFFFFF,
-        reference=None if references is None else _concatenate([reference.values for reference in references], np.float32),
-        rewards=_concatenate([group.rewards for group in groups], np.float32),
-        truncated=np.array([sample.finish_reason == "length" for sample in samples], bool),
-        valid=valid,
-    )
-
-
-def join(parts: Sequence[Rows]) -> Rows:
-    """The samples of all `parts`, at least one, in their order."""
-    if len(parts) == 1:
-        return parts[0]
-    joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
-    # What points into other arrays moves by what lies before the part.
-    for name, target in (("prompt_start", "prompts"), ("group", "prompt_start"), ("start", "tokens")):
-        before = ragged.starts(np.array([len(array) for array in joined[target]], np.int64))
-        joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
-    whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
-    return Rows(**whole)
-
-
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
-
-
-def _reference(group: TrainGroup) -> Logprobs:
-    if group.reference is None:
-        raise InvalidMessage(
-            f"group {group.group_id}: has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
-        )
-    return codec.decode(Logprobs, group.reference)
-
-
-def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, reference: Logprobs | None) -> None:
-    where = f"group {group.group_id}"
-    n = len(payload.samples)
-    if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
-        raise InvalidMessage(
-            f"{where}: the payload is of group {payload.group_id} with {n} samples, "
-            f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
-        )
-    if not len(payload.prompt):
-        raise InvalidMessage(f"{where}: the prompt is empty")
-    for index, sample in enumerate(payload.samples):
-        lengths = {len(sample.tokens), len(sample.loss_mask), len(sample.logprobs), len(sample.versions)}
-        if len(lengths) != 1:
-            raise InvalidMessage(f"{where}, sample {index}: arrays of different lengths {sorted(lengths)}")
-        for field, dtype in _SAMPLE_DTYPES.items():
-            if getattr(sample, field).dtype != dtype:
-                raise InvalidMessage(f"{where}, sample {index}: {field} is {getattr(sample, field).dtype}, not {dtype}")
-    tokens = np.concatenate([payload.prompt, *(sample.tokens for sample in payload.samples)])
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise InvalidMessage(f"{where}: a token outside the vocabulary of {vocab_size}")
-    if reference is not None and len(reference.values) != len(tokens) - len(payload.prompt):
-        raise InvalidMessage(f"{where}: {len(reference.values)} reference log-probabilities for other replies")
+Columns = Mapping[str, np.ndarray]
+"""What an objective computes on, by name: per reply token (flat, as in Rows), or per sample ([B, R] or [B, 1])."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes: T packed tokens, N trained tokens among them, and [B, R] grids of the replies."""
+    """What one forward pass takes, and what the objective computes on: `columns`, by name."""
 
     input_ids: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T]
@@ -145,10 +33,15 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [N]
     cells: torch.Tensor  # int64 [N], where the trained token lies in the flattened grid
     mask: torch.Tensor  # float32 [B, R]
-    behaviour: torch.Tensor  # float32 [B, R]
-    advantages: torch.Tensor  # float32 [B, R] or [B, 1]
-    reference: torch.Tensor | None  # float32 [B, R]
-    fresh: torch.Tensor  # float32 [B, R], 1 on trained tokens that the weights of this very step sampled
+    columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
+    samples: np.ndarray  # int64 [B], which of the rows; on the host
+    places: np.ndarray  # int64 [N], where the trained token lies in the flat arrays; on the host
+    padding: int  # cells of the attention rows that hold no token
+    attended: int  # all cells of the attention rows
+
+    def grid(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [N] of the trained tokens as [B, R], 0 elsewhere."""
+        return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int) -> list[np.ndarray]:
@@ -157,8 +50,8 @@ def plan(rows: Rows, chosen: np.ndarray, budget: int) -> list[np.ndarray]:
     return [chosen[indices] for indices in batching.micro_batches(lengths, budget)]
 
 
-def pack(rows: Rows, chosen: np.ndarray, advantages: np.ndarray, step: int, device: torch.device) -> MicroBatch:
-    """Pack the samples `chosen`, ascending by length, each with a reply of at least one token; `advantages` is of all rows.
+def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device) -> MicroBatch:
+    """Pack the samples `chosen`, ascending by length, each with a reply of at least one token; `columns` are of all rows.
 
     The last token of a reply predicts nothing and is left out. Prompts come first, each once, then the replies.
     """
@@ -187,18 +80,24 @@ def pack(rows: Rows, chosen: np.ndarray, advantages: np.ndarray, step: int, devi
     def send(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    def column(array: np.ndarray) -> torch.Tensor:
+        return send(rows.grid(array, chosen) if array.ndim == 1 else array[chosen, :width].astype(np.float32))
+
+    packing = _packing(prompt_begin[prompt_of], own_prompt, reply_begin, fed, len(tokens), device)
+    attended = sum(part.numel() for part in packing.rows)
     return MicroBatch(
         input_ids=send(tokens.astype(np.int64)[None]),
         position_ids=send(positions[None]),
-        packing=_packing(prompt_begin[prompt_of], own_prompt, reply_begin, fed, len(tokens), device),
+        packing=packing,
         predictors=send(predictors),
         targets=send(rows.tokens[where][kept].astype(np.int64)),
         cells=send(row * width + offset),
         mask=send(mask),
-        behaviour=send(rows.grid(rows.behaviour, chosen)),
-        advantages=send(advantages[chosen, :width].astype(np.float32)),
-        reference=None if rows.reference is None else send(rows.grid(rows.reference, chosen)),
-        fresh=send(mask * rows.grid(rows.steps == step, chosen)),
+        columns={name: column(array) for name, array in columns.items()},
+        samples=chosen,
+        places=where[kept],
+        padding=attended - int((own_prompt + fed).sum()),
+        attended=attended,
     )
 
 
@@ -223,7 +122,7 @@ def _packing(
     )
 
 
-def nothing(with_reference: bool, device: torch.device) -> MicroBatch:
+def nothing(names: Iterable[str], device: torch.device) -> MicroBatch:
     """A micro-batch of one token that is not trained, for ranks that have fewer than others but share their collectives."""
     zero, none = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, 1, device=device)
     return MicroBatch(
@@ -234,8 +133,9 @@ def nothing(with_reference: bool, device: torch.device) -> MicroBatch:
         targets=zero,
         cells=zero,
         mask=none,
-        behaviour=none,
-        advantages=none,
-        reference=none if with_reference else None,
-        fresh=none,
+        columns=dict.fromkeys(names, none),
+        samples=np.zeros(0, np.int64),
+        places=np.zeros(0, np.int64),
+        padding=0,
+        attended=0,
     )

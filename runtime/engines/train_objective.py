@@ -9,9 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from runtime.algorithms.interfaces import LossInputs
 from runtime.algorithms.kl import importance_weighted
 from runtime.algorithms.logprobs import token_logprobs
+from runtime.algorithms.proximal import interpolated_proximal
 from runtime.chosen_algorithm import ChosenAlgorithm
 from runtime.config import Config
 from runtime.engines.train_batch import MicroBatch
+from runtime.engines.train_rows import Rows
 from runtime.engines.train_statistics import StepStatistics
 
 CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
@@ -27,6 +29,7 @@ class Objective:
         self._kl_importance_weighted = config.algorithm.kl_importance_weighted
         self._entropy_coefficient = config.algorithm.entropy_coefficient
         self._temperature = config.sampling.temperature
+        self._interpolated = config.algorithm.proximal == "interpolated"
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """bool [B]: false where the gradient of a sample is exactly 0, so that its backward pass can be left out."""
@@ -34,20 +37,35 @@ class Objective:
             return np.ones(len(advantages), bool)
         return (advantages != 0).any(1)
 
+    def columns(self, rows: Rows, advantages: np.ndarray, step: int) -> dict[str, np.ndarray]:
+        """What `__call__` computes on, but for "proximal": the log-probabilities under the policy at the start of the step,
+        which are those of the loss's own forward pass unless the step made updates before.
+        """
+        age = step - rows.steps
+        columns = {
+            "advantages": advantages,
+            "behaviour": rows.behaviour * rows.mask,
+            "age": age * rows.mask,
+            "fresh": (age == 0) & rows.mask,
+        }
+        if rows.reference is not None:
+            columns["reference"] = rows.reference * rows.mask
+        return columns
+
     def __call__(self, batch: MicroBatch, logits: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
         """The unnormalised loss, a sum, from logits [N, V]. Adds what the step reports to `statistics`."""
-        logp, entropy = self._logprobs(logits, batch.targets)
-        logp, entropy = _grid(logp, batch), _grid(entropy, batch)
+        logp, entropy = (batch.grid(values) for values in self.logprobs(logits, batch.targets))
         tokens = batch.mask.sum()
-        # One update a batch: the step starts from the policy of this very pass.
-        proximal, behaviour = logp.detach(), batch.behaviour * batch.mask
+        behaviour, reference = batch.columns["behaviour"], batch.columns.get("reference")
+        start = batch.columns.get("proximal", logp.detach())
+        proximal = interpolated_proximal(logp, behaviour, batch.columns["age"]) if self._interpolated else start
         correction = self._chosen.correction
         inputs = LossInputs(
             logp=logp,
             old_logp=behaviour if correction is None else proximal,
             proximal_logp=proximal,
             behaviour_logp=behaviour,
-            advantages=batch.advantages,
+            advantages=batch.columns["advantages"],
             mask=batch.mask,
         )
         outputs = self._chosen.loss.compute(inputs, self._chosen.loss_options)
@@ -60,8 +78,8 @@ class Objective:
             statistics.mean(name, (metric * batch.mask).sum(), tokens)
         self._report("actor/pg_loss", values, batch, statistics)
         self._report("actor/entropy", entropy, batch, statistics)
-        if self._kl_in_loss and batch.reference is not None:
-            divergence = self._chosen.kl(logp - batch.reference * batch.mask)
+        if self._kl_in_loss and reference is not None:
+            divergence = self._chosen.kl(logp - reference)
             if self._kl_importance_weighted:
                 divergence = importance_weighted(divergence, logp, behaviour)
             self._report("actor/kl_loss", divergence, batch, statistics)
@@ -69,18 +87,19 @@ class Objective:
             values = values + self.kl_coefficient * divergence
         if self._entropy_coefficient:
             values = values - self._entropy_coefficient * entropy
-        mismatch = (behaviour - proximal).abs() * batch.fresh
-        fresh = batch.fresh.sum()
-        statistics.mean("mismatch/abs_logprob", mismatch.sum(), fresh)
-        statistics.maximum("mismatch/max", torch.where(fresh > 0, mismatch.max(), -torch.inf))
+        fresh = batch.columns["fresh"]
+        mismatch = (behaviour - start).abs() * fresh
+        statistics.mean("mismatch/abs_logprob", mismatch.sum(), fresh.sum())
+        statistics.maximum("mismatch/max", torch.where(fresh.sum() > 0, mismatch.max(), -torch.inf))
         return self._chosen.aggregation(values, batch.mask, self._chosen.aggregation_options).total
 
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:
         aggregate = self._chosen.aggregation(values.detach(), batch.mask, self._chosen.aggregation_options)
         statistics.mean(name, aggregate.total, aggregate.count)
 
-    def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """In chunks of tokens that are computed again in the backward pass, where a vocabulary times tokens is large."""
+    def logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy, [N] each: in chunks of tokens that are computed again in the backward pass, where a
+        vocabulary times tokens is large."""
         differentiable = self._entropy_coefficient != 0
 
         def compute(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +111,3 @@ class Objective:
         chunks = zip(logits.split(size), targets.split(size), strict=True)
         logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
         return torch.cat(logp), torch.cat(entropy)
-
-
-def _grid(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Values [N] of the trained tokens as [B, R], 0 elsewhere."""
-    return values.new_zeros(batch.mask.numel()).index_copy(0, batch.cells, values).view(batch.mask.shape)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from runtime import platform
 from runtime.engines import hf_policy, train_sharding
+from runtime.engines.train_model import Placement
 from runtime.errors import UserError
 
 FORMAT = 1
@@ -43,16 +44,14 @@ class TrainingState:
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW
     position: Position
-    rank: int
-    world_size: int
-    device: torch.device
+    placement: Placement
 
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer are `source`'s."""
-    if state.rank == 0:
+    if state.placement.rank == 0:
         (folder / "model").mkdir()
-    write_model(folder / "model", state.parameters, state.rank, torch.float32, source)
+    write_model(folder / "model", state.parameters, state.placement.rank, torch.float32, source)
     updates = _updates(state)
     if updates:
         moments = {
@@ -60,9 +59,9 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
             for kind in MOMENTS
             for name, parameter in state.parameters.items()
         }
-        _write_tensors(folder, "optimizer", moments, state.rank, torch.float32)
+        _write_tensors(folder, "optimizer", moments, state.placement.rank, torch.float32)
     generators = _gather_generators(state)
-    if state.rank == 0:
+    if state.placement.rank == 0:
         save_file(generators, folder / "rng.safetensors")
         description = {
             "format": FORMAT,
@@ -97,13 +96,13 @@ def _updates(state: TrainingState) -> int:
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
-    own = platform.rng_state(state.device)
-    if state.world_size == 1:
+    own = platform.rng_state(state.placement.device)
+    if state.placement.world_size == 1:
         return {f"0.{kind}": value for kind, value in own.items()}
     gathered = {}
     for kind, value in sorted(own.items()):
-        parts = [torch.empty_like(value, device=state.device) for _ in range(state.world_size)]
-        dist.all_gather(parts, value.to(state.device))
+        parts = [torch.empty_like(value, device=state.placement.device) for _ in range(state.placement.world_size)]
+        dist.all_gather(parts, value.to(state.placement.device))
         gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
     return gathered
 
@@ -186,7 +185,7 @@ def _adam_state(
 
 def _restore_generators(file: Any, state: TrainingState) -> None:
     """Ranks beyond those that saved keep the generators they have."""
-    names = [name for name in file.keys() if name.startswith(f"{state.rank}.")]  # noqa: SIM118 - it is no mapping
+    names = [name for name in file.keys() if name.startswith(f"{state.placement.rank}.")]  # noqa: SIM118 - it is no mapping
     own = {name.split(".")[1]: file.get_tensor(name) for name in names}
     if own:
-        platform.set_rng_state(state.device, own)
+        platform.set_rng_state(state.placement.device, own)

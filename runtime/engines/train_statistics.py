@@ -1,9 +1,10 @@
-"""Sums and extremes that a step gathers over its micro-batches and ranks, read back once at its end."""
+"""Sums and extremes that an update gathers over its micro-batches and ranks, read back once at its end."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,38 @@ class Mean:
     @property
     def value(self) -> float:
         return self.total / self.count
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What `StepStatistics.reduce` found; `+` joins those of several updates. Minima are the maxima of what is negated."""
+
+    means: dict[str, Mean] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: Reduced) -> Reduced:
+        means, maxima = dict(self.means), dict(self.maxima)
+        for name, mean in other.means.items():
+            means[name] = means[name] + mean if name in means else mean
+        for name, value in other.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+        return Reduced(means, maxima)
+
+    def finite(self) -> Reduced:
+        """Without what is NaN or infinite."""
+        return Reduced(
+            {name: mean for name, mean in self.means.items() if math.isfinite(mean.total)},
+            {name: value for name, value in self.maxima.items() if math.isfinite(value)},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: mean.value for name, mean in self.means.items()}
+        return means | {
+            name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()
+        }
 
 
 class StepStatistics:
@@ -45,8 +78,8 @@ class StepStatistics:
     def minimum(self, name: str, value: Number) -> None:
         self.maximum(f"-{name}", -value)
 
-    def reduce(self, world_size: int) -> tuple[dict[str, Mean], dict[str, float]]:
-        """Means and extremes over all ranks: one synchronisation. Names with nothing counted, or no extreme, are left out."""
+    def reduce(self, world_size: int) -> Reduced:
+        """Over all ranks: one synchronisation. Names with nothing counted, or no extreme, are left out."""
         sums = self._vector([number for pair in self._sums.values() for number in pair])
         maxima = self._vector(list(self._maxima.values()))
         if world_size > 1:
@@ -54,12 +87,11 @@ class StepStatistics:
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
         numbers = iter(sums.tolist())
         means = {name: Mean(total, count) for name, total, count in zip(self._sums, numbers, numbers, strict=True)}
-        extremes = {
-            name.removeprefix("-"): -value if name.startswith("-") else value
-            for name, value in zip(self._maxima, maxima.tolist(), strict=True)
-            if value != -torch.inf
-        }
-        return {name: mean for name, mean in means.items() if mean.count}, extremes
+        extremes = dict(zip(self._maxima, maxima.tolist(), strict=True))
+        return Reduced(
+            {name: mean for name, mean in means.items() if mean.count},
+            {name: value for name, value in extremes.items() if value != -torch.inf},
+        )
 
     def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
         if not numbers:

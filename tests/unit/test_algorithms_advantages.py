@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
 from runtime.algorithms.advantages import group_norm, rloo
+from runtime.algorithms.gae import value_targets
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions
 from runtime.algorithms.pass_at_k import pass_at_k
 from runtime.algorithms.shaping import has_signal, missing_eos_penalty, soft_overlong_penalty
@@ -93,10 +94,21 @@ class TestGae:
 
     def test_whitening_changes_advantages_alone(self):
         rewards, values, mask = matrix([0, 1, 0], [0, 0, 2]), matrix([0.1, 0.2, 9], [0.3, 9, 0.5]), matrix([1, 1, 0], [1, 0, 1])
-        plain, plain_returns = gae(rewards, values, mask)
-        whitened, returns = gae(rewards, values, mask, whitened=True)
-        torch.testing.assert_close(whitened, whiten(plain, mask), rtol=0, atol=0)
-        assert torch.equal(returns, plain_returns)
+        plain, returns = gae(rewards, values, mask, lam=0.9)
+        inputs = AdvantageInputs(
+            rewards=rewards.sum(1),
+            groups=torch.zeros(2, dtype=torch.int64),
+            valid=torch.ones(2, dtype=torch.bool),
+            mask=mask,
+            token_rewards=rewards * mask,
+            values=values,
+        )
+        estimator = ADVANTAGES.find("gae")
+        for whitened, expected in ((True, whiten(plain, mask)), (False, plain)):
+            options = AdvantageOptions(gae_lambda=0.9, gae_whitened=whitened)
+            assert torch.equal(estimator.compute(inputs, options), expected)
+            assert torch.equal(value_targets(inputs, options), returns)
+            assert estimator.streams(options) is not whitened
 
 
 class TestWhitening:
@@ -137,7 +149,8 @@ class TestRloo:
 def advantage_inputs(rewards: torch.Tensor, groups: torch.Tensor, mask: torch.Tensor, penalties=None) -> AdvantageInputs:
     total = rewards if penalties is None else rewards - (penalties * mask).sum(1)
     valid = torch.ones(len(rewards), dtype=torch.bool)
-    return AdvantageInputs(total, groups, valid, mask, token_rewards(rewards, mask, penalties))
+    values = torch.linspace(-1, 1, mask.numel(), dtype=rewards.dtype).view(mask.shape)
+    return AdvantageInputs(total, groups, valid, mask, token_rewards(rewards, mask, penalties), values)
 
 
 class TestRegisteredEstimators:

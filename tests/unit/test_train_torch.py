@@ -17,7 +17,7 @@ from runtime.errors import UserError
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
-from tests.unit.training_steps import LOSS_TERMS, assert_same, run_step, weights
+from tests.unit.training_steps import LOSS_TERMS, assert_same, comparable, run_step, weights
 
 
 class Oracle:
@@ -79,7 +79,7 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, tied: bool):
     engine, groups = TorchTrainEngine(config), make_groups(0)
     before = weights(engine)
     expected, gradients = Oracle(path).gradients(groups, config)
-    got = run_step(engine, groups).metrics
+    got = comparable(run_step(engine, groups))
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert expected["grad_norm"] > 0.5  # so that clipping is at work
     assert before.keys() == gradients.keys()
@@ -102,7 +102,7 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str):
     ):
         training = {"max_tokens_per_microbatch": budget}
         engine = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, training=training))
-        results.append((run_step(engine, *cuts).metrics, weights(engine)))
+        results.append((comparable(run_step(engine, *cuts)), weights(engine)))
     for metrics, after in results[1:]:
         assert metrics == pytest.approx(results[0][0], rel=1e-6, abs=1e-6)
         assert_same(after, results[0][1], 1e-6)
@@ -114,17 +114,17 @@ def test_every_aggregation_is_over_the_whole_step(policy: str, aggregation: str)
     metrics = []
     for budget in (8192, 1):
         config = make_config(policy, algorithm={"aggregation": aggregation}, training={"max_tokens_per_microbatch": budget})
-        metrics.append(run_step(TorchTrainEngine(config), groups).metrics)
+        metrics.append(comparable(run_step(TorchTrainEngine(config), groups)))
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5)
 
 
 def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(3)
     plain = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS))
-    expected = run_step(plain, groups).metrics
+    expected = comparable(run_step(plain, groups))
     monkeypatch.setattr(train_objective, "CHUNK_ELEMENTS", 5 * VOCAB)
     saving = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS, trainer=Trainer(activation_checkpointing=True)))
-    assert run_step(saving, groups).metrics == pytest.approx(expected, rel=1e-6)
+    assert comparable(run_step(saving, groups)) == pytest.approx(expected, rel=1e-6)
     assert_same(weights(saving), weights(plain), 1e-6)
 
 
@@ -132,10 +132,10 @@ def test_forward_only_rows_leave_the_step_as_it_is(policy: str, monkeypatch: pyt
     groups = make_groups(4)
     groups[2].rewards = np.full_like(groups[2].rewards, 0.1)
     skipping = TorchTrainEngine(make_config(policy))
-    got = run_step(skipping, groups).metrics
+    got = comparable(run_step(skipping, groups))
     monkeypatch.setattr(train_objective.Objective, "has_gradient", lambda self, advantages: np.ones(len(advantages), bool))
     whole = TorchTrainEngine(make_config(policy))
-    assert got == pytest.approx(run_step(whole, groups).metrics, rel=1e-6)
+    assert got == pytest.approx(comparable(run_step(whole, groups)), rel=1e-6)
     assert_same(weights(skipping), weights(whole), 1e-7)
 
 
@@ -145,7 +145,7 @@ def test_a_step_without_any_advantage_is_still_a_step(policy: str):
         group.rewards = np.zeros_like(group.rewards)
     engine = TorchTrainEngine(make_config(policy))
     before = weights(engine)
-    assert run_step(engine, groups).metrics["grad_norm"] == 0
+    assert comparable(run_step(engine, groups))["grad_norm"] == 0
     assert_same(weights(engine), before)
     assert engine.step == 1
 
@@ -156,7 +156,7 @@ def test_invalid_samples_weigh_nothing(policy: str):
     altered[0].rewards = altered[0].rewards.copy()
     altered[0].rewards[1] = np.nan
     engines = [TorchTrainEngine(make_config(policy)) for _ in range(2)]
-    left, right = run_step(engines[0], groups).metrics, run_step(engines[1], altered).metrics
+    left, right = comparable(run_step(engines[0], groups)), comparable(run_step(engines[1], altered))
     assert left == pytest.approx(right)
     assert_same(weights(engines[0]), weights(engines[1]))
 
@@ -167,15 +167,15 @@ def test_other_families(tmp_path: Path, family: str):
     config = make_config(str(tmp_path), algorithm=LOSS_TERMS)
     groups = make_groups(10)
     expected, _ = Oracle(str(tmp_path)).gradients(groups, config)
-    got = run_step(TorchTrainEngine(config), groups).metrics
+    got = comparable(run_step(TorchTrainEngine(config), groups))
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
-    expected = run_step(TorchTrainEngine(make_config(policy)), groups).metrics
+    expected = comparable(run_step(TorchTrainEngine(make_config(policy)), groups))
     monkeypatch.setattr(packed_attention, "_UNGROUPED", {"cpu"})
-    assert run_step(TorchTrainEngine(make_config(policy)), groups).metrics == pytest.approx(expected, rel=1e-6)
+    assert comparable(run_step(TorchTrainEngine(make_config(policy)), groups)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_lies_outside_the_mask_has_no_say(policy: str):
@@ -186,7 +186,7 @@ def test_what_lies_outside_the_mask_has_no_say(policy: str):
             sample.logprobs = np.where(sample.loss_mask == 0, np.float32(-1e4), sample.logprobs)
         group.payload = codec.encode(payload)
     config = make_config(policy, algorithm={**LOSS_TERMS, "loss": "ppo"})
-    left, right = (run_step(TorchTrainEngine(config), each).metrics for each in (groups, altered))
+    left, right = (comparable(run_step(TorchTrainEngine(config), each)) for each in (groups, altered))
     assert left == right
 
 
@@ -195,7 +195,7 @@ def test_sliding_windows_are_kept(tmp_path: Path):
     config = make_config(path, algorithm=LOSS_TERMS)
     groups = make_groups(7)
     expected, _ = Oracle(path).gradients(groups, config)
-    got = run_step(TorchTrainEngine(config), groups).metrics
+    got = comparable(run_step(TorchTrainEngine(config), groups))
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
@@ -205,7 +205,7 @@ def test_metrics(policy: str):
     lengths = [len(sample.tokens) for payload in payloads for sample in payload.samples]
     rewards = np.concatenate([group.rewards[group.valid == 1] for group in groups])
     engine = TorchTrainEngine(make_config(policy, optimizer={"learning_rate": 1e-2, "warmup_steps": 4}))
-    metrics = run_step(engine, groups).metrics
+    metrics = comparable(run_step(engine, groups))
     assert metrics["response_length/mean"] == pytest.approx(np.mean(lengths))
     assert (metrics["response_length/max"], metrics["response_length/min"]) == (max(lengths), min(lengths))
     assert metrics["grpo/score/mean"] == pytest.approx(rewards.mean())
@@ -217,7 +217,7 @@ def test_metrics(policy: str):
     assert "actor/kl_loss" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())
     # The next step finds only tokens of version 0: one version old, and none to compare engines by.
-    metrics = run_step(engine, groups).metrics
+    metrics = comparable(run_step(engine, groups))
     assert metrics["staleness/token_mean"] == 1
     assert not [name for name in metrics if name.startswith("mismatch/")]
 
@@ -225,7 +225,7 @@ def test_metrics(policy: str):
 def test_learning_raises_the_log_probability_of_rewarded_tokens(policy: str):
     groups = make_groups(9)
     engine = TorchTrainEngine(make_config(policy, algorithm={"loss": "ppo"}, optimizer={"learning_rate": 3e-3}))
-    losses = [run_step(engine, groups).metrics["actor/pg_loss"] for _ in range(8)]
+    losses = [comparable(run_step(engine, groups))["actor/pg_loss"] for _ in range(8)]
     assert losses[-1] < losses[0] - 0.05
 
 
@@ -233,8 +233,8 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     engine = TorchTrainEngine(make_config(policy, dtype="bfloat16"))
     exact = TorchTrainEngine(make_config(policy))
     groups = make_groups(0)
-    assert run_step(engine, groups).metrics["actor/entropy"] == pytest.approx(
-        run_step(exact, groups).metrics["actor/entropy"], rel=2e-2
+    assert comparable(run_step(engine, groups))["actor/entropy"] == pytest.approx(
+        comparable(run_step(exact, groups))["actor/entropy"], rel=2e-2
     )
     assert {spec.dtype for spec in engine.tensor_specs()} == {"bfloat16"}
     assert {spec.dtype for spec in exact.tensor_specs()} == {"float32"}

@@ -17,6 +17,11 @@ def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup]) -> StepResult
     return engine.apply()
 
 
+def comparable(result: StepResult) -> dict[str, float]:
+    """What a step reports, but for what tells how it was packed."""
+    return {name: value for name, value in result.metrics.items() if name != "padding_waste"}
+
+
 def weights(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
     specs = engine.tensor_specs()
     out = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
