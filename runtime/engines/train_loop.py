@@ -201,7 +201,6 @@ class TorchUpdateEngine(UpdateEngine):
             self._norms.append(norm)
         else:
             self._refuse()
-            reduced = reduced.finite()
         self._reduced += reduced
         self._optimizer.zero_grad(set_to_none=True)
         self._begin_update()
@@ -238,7 +237,7 @@ class TorchUpdateEngine(UpdateEngine):
 
     def _close_step(self) -> dict[str, float]:
         """The step's metrics. The coefficient of the KL term adapts between steps."""
-        metrics = self._reduced.metrics()
+        metrics = (self._reduced.finite() if self._skipped else self._reduced).metrics()
         metrics["lr"] = self._optimizer.param_groups[0]["lr"]
         metrics["skipped_updates"] = float(self._skipped)
         if self._norms:

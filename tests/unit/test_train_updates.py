@@ -1,0 +1,257 @@
+"""Several optimizer updates a step, the proximal policy, and the critic, against loops that are written out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from runtime import codec, config
+from runtime.config import Config
+from runtime.engines.critic_torch import TorchCriticEngine
+from runtime.engines.train_loop import TorchUpdateEngine
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.errors import InvalidMessage, ServiceFault, UserError
+from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
+from tests.unit import training_oracle as oracle
+from tests.unit.training_cases import make_config, make_groups
+from tests.unit.training_steps import comparable, run_step, weights
+
+GROUPS = 4
+SMOOTH = {"eps": 1e-2, "learning_rate": 3e-3, "max_grad_norm": 0.5}
+PPO = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
+SEVERAL = [{"epochs": 2}, {"mini_batch_size": 2}, {"epochs": 3, "mini_batch_size": 1}]
+
+
+def settings(path: str, *, algorithm: dict[str, Any] | None = None, critic: str | None = None, **training: Any) -> Config:
+    training = {"groups_per_step": GROUPS, **training}
+    made = make_config(path, algorithm=algorithm or {}, optimizer=SMOOTH, training=training)
+    if critic is not None:
+        options = config.Optimizer(learning_rate=5e-3, eps=1e-2, max_grad_norm=0.3)
+        made = replace(made, critic=config.Critic(path=critic, value_clip=0.1, optimizer=options))
+    return made
+
+
+def batch(seed: int, made: Config, step: int = 0) -> list[TrainGroup]:
+    """A step's groups with values, in mini-batches."""
+    groups = make_groups(seed, (4, 3, 5, 2), step=step)
+    size = made.training.mini_batch_size or GROUPS
+    rng = np.random.default_rng(seed)
+    for place, group in enumerate(groups):
+        group.mini_batch = place // size
+        replies = codec.decode(GroupPayload, group.payload).samples
+        total = sum(len(sample.tokens) for sample in replies)
+        values = rng.normal(0, 0.3, total).astype(np.float32)
+        group.values = codec.encode(Values(group_id=group.group_id, values=values))
+    return groups
+
+
+def state(engine: TorchUpdateEngine) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().double() for name, parameter in engine._parameters.items()}
+
+
+def assert_equals(engine: TorchUpdateEngine, model: torch.nn.Module) -> None:
+    expected = dict(model.named_parameters())
+    for name, tensor in state(engine).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def reward_model(policy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model's folder, its head not 0."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("reward-model")
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return str(folder)
+
+
+class TestSeveralUpdates:
+    @pytest.mark.parametrize("training", [{}, *SEVERAL], ids=str)
+    @pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
+    def test_steps_are_those_of_a_plain_loop(self, policy: str, training: dict[str, int], proximal: str):
+        """With samples that are up to two versions old, from the third step on."""
+        from transformers import AutoModelForCausalLM
+
+        made = settings(policy, algorithm={"proximal": proximal, "clip_low": 0.02, "clip_high": 0.03}, **training)
+        engine = TorchTrainEngine(made)
+        plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        for step in range(4):
+            groups = batch(step, made, step=max(0, step - 1))
+            plain.norms.clear()
+            result = run_step(engine, groups[:1], groups[1:])
+            plain.step(groups, step, oracle.group_norm(groups))
+            assert result.metrics["grad_norm"] == pytest.approx(np.mean(plain.norms), rel=1e-3)
+        assert_equals(engine, plain.model)
+        assert engine.step == 4
+
+    def test_one_step_makes_one_version_and_as_many_updates_as_are_asked_for(self, policy: str):
+        engine = TorchTrainEngine(settings(policy, epochs=2, mini_batch_size=2))
+        result = run_step(engine, batch(0, engine._config))
+        assert (result.step, engine.step) == (0, 1)
+        assert {int(state["step"]) for state in engine._optimizer.state.values()} == {4}
+
+    def test_clipping_is_at_work_from_the_second_update_on(self, policy: str):
+        narrow = {"clip_low": 1e-4, "clip_high": 1e-4}
+        metrics = [
+            run_step(TorchTrainEngine(made), batch(0, made)).metrics
+            for made in (settings(policy, algorithm=narrow, epochs=epochs) for epochs in (1, 2))
+        ]
+        assert metrics[0]["actor/pg_clipfrac"] == 0
+        assert metrics[1]["actor/pg_clipfrac"] > 0.2
+
+    def test_micro_batches_change_nothing(self, policy: str):
+        results = []
+        for budget in (1, 8192):
+            made = settings(policy, epochs=2, mini_batch_size=2, max_tokens_per_microbatch=budget)
+            engine = TorchTrainEngine(made)
+            results.append((comparable(run_step(engine, batch(1, made))), weights(engine)))
+        assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-6)
+        for name, tensor in results[0][1].items():
+            torch.testing.assert_close(tensor, results[1][1][name], rtol=1e-5, atol=1e-6)
+
+
+class TestPpo:
+    @pytest.mark.parametrize("training", [{}, {"epochs": 2, "mini_batch_size": 2}], ids=str)
+    def test_policy_and_critic_step_as_plain_loops(self, policy: str, reward_model: str, training: dict[str, int]):
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        made = settings(policy, algorithm=PPO, critic=reward_model, **training)
+        assert made.critic is not None
+        actor, critic = TorchTrainEngine(made), TorchCriticEngine(made)
+        plain_actor = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        classifier = AutoModelForSequenceClassification.from_pretrained(reward_model)
+        plain_critic = oracle.CriticLoop(classifier, made, made.critic.optimizer)
+        for step in range(2):
+            groups = batch(step, made)
+            run_step(actor, groups)
+            metrics = run_critic(critic, groups).metrics
+            advantages, returns = oracle.gae(groups, 0.9, 0.8)
+            plain_actor.step(groups, step, oracle.whitened(advantages))
+            plain_critic.step(groups, step, returns)
+            assert metrics["critic/returns/mean"] == pytest.approx(np.mean(list(returns.values())), rel=1e-5)
+        assert_equals(actor, plain_actor.model)
+        assert_equals(critic, plain_critic.model)
+        assert metrics["critic/lr"] == 5e-3
+        assert all(name.startswith("critic/") for name in metrics)
+
+    def test_values_are_those_of_the_state_before_each_token(self, policy: str, reward_model: str):
+        from transformers import AutoModelForSequenceClassification
+
+        made = settings(policy, algorithm=PPO, critic=reward_model)
+        groups = batch(3, made)
+        engine = TorchCriticEngine(made)
+        requests = [ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups]
+        found = engine.values(requests)
+        model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+        expected = oracle.CriticLoop(model, made, made.critic.optimizer).values(groups)  # type: ignore[union-attr]
+        assert [values.group_id for values in found] == [0, 1, 2, 3]
+        for g, group in enumerate(groups):
+            samples = codec.decode(GroupPayload, group.payload).samples
+            plain = [expected[g, i].detach().numpy() * sample.loss_mask for i, sample in enumerate(samples)]
+            np.testing.assert_allclose(found[g].values, np.concatenate(plain), rtol=1e-4, atol=1e-5)
+        assert engine.values([]) == []
+
+    def test_a_language_model_starts_with_values_of_0(self, policy: str):
+        made = settings(policy, algorithm=PPO, critic="")
+        group = batch(0, made)[0]
+        (values,) = TorchCriticEngine(made).values([ValueRequest(group_id=0, tokens=group.tokens, payload=group.payload)])
+        assert not values.values.any()
+
+    def test_the_kl_in_the_reward_reaches_the_critic(self, policy: str, reward_model: str):
+        """Its β adapts as the trainer's does, from the same divergence."""
+        kl = {"kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.3, "kl_target": 0.01, "kl_horizon": 20}
+        made = settings(policy, algorithm=PPO | kl, critic=reward_model)
+        actor, critic = TorchTrainEngine(made), TorchCriticEngine(made)
+        for step in range(3):
+            run_step(actor, batch(step, made))
+            run_critic(critic, batch(step, made))
+        assert critic._kl_control.coefficient == actor._kl_control.coefficient != 0.3
+        without = settings(policy, algorithm=PPO, critic=reward_model)
+        returns = [
+            run_critic(TorchCriticEngine(each), batch(0, each)).metrics["critic/returns/mean"] for each in (made, without)
+        ]
+        assert returns[0] != pytest.approx(returns[1], rel=1e-3)
+
+    def test_a_checkpoint_resumes_bit_for_bit_and_is_a_classifier(self, policy: str, reward_model: str, tmp_path: Path):
+        from transformers import AutoModelForSequenceClassification
+
+        made = settings(policy, algorithm=PPO, critic=reward_model)
+        engine = TorchCriticEngine(made)
+        run_critic(engine, batch(0, made))
+        engine.save(str(tmp_path))
+        resumed = TorchCriticEngine(made)
+        resumed.load(str(tmp_path))
+        assert run_critic(resumed, batch(1, made)).metrics == run_critic(engine, batch(1, made)).metrics
+        for name, tensor in state(engine).items():
+            assert torch.equal(state(resumed)[name], tensor), name
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+        assert (model.config.num_labels, type(model).__name__) == (1, "Qwen2ForSequenceClassification")
+
+    def test_groups_without_values_are_refused(self, policy: str):
+        made = settings(policy, algorithm=PPO, critic="")
+        groups = batch(0, made)
+        groups[2].values = None
+        for engine in (TorchTrainEngine(made), TorchCriticEngine(made)):
+            engine.begin_step(0)
+            with pytest.raises(InvalidMessage, match="group 2: has no values"):
+                engine.accumulate(groups)
+
+    def test_a_head_of_several_numbers_is_refused(self, policy: str, tmp_path: Path):
+        from transformers import AutoModelForSequenceClassification
+
+        AutoModelForSequenceClassification.from_pretrained(policy, num_labels=3).save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=r"critic\.path: .* cannot be loaded: .*\[3, 32\]"):
+            TorchCriticEngine(settings(policy, algorithm=PPO, critic=str(tmp_path)))
+
+
+def run_critic(engine: TorchCriticEngine, groups: list[TrainGroup]) -> StepResult:
+    return run_step(engine, groups)  # type: ignore[arg-type]
+
+
+class TestNotFinite:
+    """A NaN reward makes the advantages of its group NaN, and so the loss of the micro-batches that hold it."""
+
+    def poisoned(self, made: Config) -> list[TrainGroup]:
+        groups = batch(0, made)
+        groups[2].rewards = groups[2].rewards.copy()
+        groups[2].rewards[4] = math.nan
+        return groups
+
+    def settings(self, policy: str, folder: Path, **training: Any) -> Config:
+        made = settings(policy, max_tokens_per_microbatch=1, **training)
+        return replace(made, run=replace(made.run, dir=str(folder)))
+
+    def test_the_samples_are_named_and_the_weights_stay(self, policy: str, tmp_path: Path):
+        made = self.settings(policy, tmp_path)
+        engine = TorchTrainEngine(made)
+        before = state(engine)
+        with pytest.raises(ServiceFault, match=r"step 0: .* NaN or infinite in the micro-batch of samples 2:\d, 2:") as caught:
+            run_step(engine, self.poisoned(made))
+        assert (caught.value.service, caught.value.phase) == ("trainer", "apply")
+        written = json.loads((tmp_path / "nonfinite" / "trainer-step-00000000.json").read_text())
+        assert sorted(written["micro_batches"]) == [[[2, i]] for i in range(5)]
+        for name, tensor in state(engine).items():
+            assert torch.equal(tensor, before[name])
+
+    @pytest.mark.parametrize("training", [{}, {"mini_batch_size": 2}], ids=str)
+    def test_the_update_can_be_skipped(self, policy: str, tmp_path: Path, training: dict[str, int]):
+        """The other updates of the step are made, and the step counts."""
+        made = self.settings(policy, tmp_path, on_nonfinite="skip", **training)
+        engine = TorchTrainEngine(made)
+        metrics = run_step(engine, self.poisoned(made)).metrics
+        assert metrics["skipped_updates"] == 1
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert {int(each["step"]) for each in engine._optimizer.state.values()} == ({1} if training else set())
+        assert run_step(engine, batch(1, made)).metrics["skipped_updates"] == 0
+        assert (tmp_path / "nonfinite" / "trainer-step-00000000.json").exists()
