@@ -1,0 +1,40 @@
+"""Two processes of a test module that are ranks of one gloo group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+DEADLINE = 100.0
+
+
+def run_two(module: str, folder: Path) -> None:
+    """Run `python -m MODULE FOLDER RANK` for both ranks; fails with what they said, unless both end well."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", module, str(folder)]
+    root = Path(__file__).parents[2]
+    ranks = [subprocess.Popen([*command, str(rank)], cwd=root, env=environment, stderr=subprocess.PIPE) for rank in range(2)]
+    try:
+        errors = [rank.communicate(timeout=DEADLINE)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+
+
+def as_rank(work: Callable[[int, Path], None]) -> None:
+    """The `__main__` of such a module: `work(rank, folder)` within the group."""
+    import torch
+    import torch.distributed as dist
+
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE))
+    work(rank, folder)
+    dist.destroy_process_group()

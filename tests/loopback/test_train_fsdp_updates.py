@@ -1,0 +1,133 @@
+"""Two ranks over real gloo do what one rank does: several updates a step, PPO, and a loss that is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from runtime import codec, config
+from runtime.config import Config
+from runtime.engines.critic_torch import TorchCriticEngine
+from runtime.engines.train_loop import TorchUpdateEngine
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.errors import ServiceFault
+from runtime.types import GroupPayload, TrainGroup, ValueRequest, Values
+from tests.loopback.ranks import as_rank, run_two
+from tests.unit.training_cases import make_config, make_groups, make_policy
+
+STEPS = 2
+PPO = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1}
+SMOOTH = {"eps": 1e-2, "max_grad_norm": 0.5}
+CASES: dict[str, tuple[type[TorchUpdateEngine], dict[str, Any]]] = {
+    "policy": (TorchTrainEngine, {"algorithm": {"kl_coefficient": 0.1}}),
+    "ppo": (TorchTrainEngine, {"algorithm": PPO}),
+    "interpolated": (TorchTrainEngine, {"algorithm": {"proximal": "interpolated"}}),
+    "critic": (TorchCriticEngine, {"algorithm": PPO}),
+}
+
+
+def settings(folder: Path, sections: dict[str, Any], **training: Any) -> Config:
+    training = {"groups_per_step": 4, "epochs": 2, "mini_batch_size": 2, "max_tokens_per_microbatch": 24} | training
+    made = make_config(str(folder / "policy"), optimizer=SMOOTH, training=training, **sections)
+    critic = config.Critic(value_clip=0.1, optimizer=config.Optimizer(learning_rate=1e-2, eps=1e-2))
+    return replace(made, critic=critic, run=replace(made.run, dir=str(folder)))
+
+
+def batch(step: int) -> list[TrainGroup]:
+    """Mini-batch 0 lies with both ranks, mini-batch 1 with one alone."""
+    groups = make_groups(step, (4, 3, 5, 2), step=step)
+    rng = np.random.default_rng(step)
+    for place, group in enumerate(groups):
+        group.mini_batch = place // 2
+        total = sum(len(sample.tokens) for sample in codec.decode(GroupPayload, group.payload).samples)
+        group.values = codec.encode(Values(group_id=place, values=rng.normal(0, 0.3, total).astype(np.float32)))
+    return groups
+
+
+def train(engine: TorchUpdateEngine, share: slice | list[int]) -> list[dict[str, float]]:
+    results = []
+    for step in range(STEPS):
+        groups = batch(step)
+        engine.begin_step(step)
+        engine.accumulate([groups[i] for i in share] if isinstance(share, list) else groups)
+        metrics = engine.apply().metrics
+        metrics.pop("padding_waste", None)
+        results.append(metrics)
+    return results
+
+
+def requests() -> list[ValueRequest]:
+    return [ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in batch(5)]
+
+
+def poisoned() -> list[TrainGroup]:
+    groups = batch(0)
+    groups[1].rewards = np.full_like(groups[1].rewards, math.nan)
+    return groups
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    results: dict[str, Any] = {}
+    for name, (engine_class, sections) in CASES.items():
+        engine = engine_class(settings(folder, sections), rank=rank, world_size=2)  # type: ignore[call-arg]
+        results[name] = train(engine, [0] if rank == 0 else [1, 2, 3])
+    assert isinstance(engine, TorchCriticEngine)
+    values = engine.values(requests()[:1] if rank == 0 else [])
+    engine = TorchTrainEngine(settings(folder, {}, epochs=1, mini_batch_size=0), rank=rank, world_size=2)
+    engine.begin_step(0)
+    engine.accumulate(poisoned()[rank : rank + 1])
+    try:
+        engine.apply()
+    except ServiceFault as fault:
+        results["fault"] = str(fault)
+    if rank == 0:
+        results["values"] = values[0].values.tolist()
+    (folder / f"results-{rank}.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "policy").mkdir()
+    make_policy(folder / "policy")
+    run_two(__name__, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results-0.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_one_rank(folder: Path, results: dict[str, Any], name: str):
+    engine_class, sections = CASES[name]
+    engine = engine_class(settings(folder, sections))  # type: ignore[call-arg]
+    for got, expected in zip(results[name], train(engine, slice(None)), strict=True):
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_values_are_those_of_one_rank(folder: Path, results: dict[str, Any]):
+    engine = TorchCriticEngine(settings(folder, CASES["critic"][1]))
+    train(engine, slice(None))
+    expected = engine.values(requests())[0].values
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(results["values"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_rank_names_the_samples_of_the_rank_whose_loss_is_not_finite(folder: Path, results: dict[str, Any]):
+    other = json.loads((folder / "results-1.json").read_text())["fault"]
+    assert results["fault"] == other
+    assert "micro-batch of samples 1:" in other
+    written = json.loads((folder / "nonfinite" / "trainer-step-00000000.json").read_text())
+    assert {group for micro_batch in written["micro_batches"] for group, _ in micro_batch} == {1}
+
+
+if __name__ == "__main__":
+    as_rank(two_ranks)
