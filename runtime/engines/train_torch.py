@@ -22,7 +22,7 @@ from runtime.weights.plan import TensorSpec
 
 
 class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
-    """float32 master weights; computes in `model.dtype`, which is by default bfloat16 on accelerators and float32 on the CPU."""
+    """float32 master weights; computes in `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU."""
 
     role = "trainer"
     averaged = "actor/pg_loss"
