@@ -26,6 +26,11 @@ BATCH_WIDE = (
     {"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "correction": "sequence_tis"},
     {"advantage": "group_norm", "group_std": "batch"},
 )
+# A streamable algorithm, and one that waits for the whole batch, each under the budgets of the two ranks and of the single one.
+UNEVEN = (
+    ({"kl_coefficient": 0.1, "loss": "ppo", "aggregation": "seq_mean_token_mean"}, (1, 60), 8192),
+    ({"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "kl_coefficient": 0.1}, (8192, 20), 1),
+)
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "optimizer": {"eps": 1e-2, "max_grad_norm": 0.5},
@@ -56,6 +61,31 @@ def uniform(groups: list[TrainGroup]) -> list[TrainGroup]:
     for group in groups:
         group.rewards[:] = 1.0
     return groups
+
+
+def many_groups(step: int) -> list[TrainGroup]:
+    return make_groups(100 + step, (5, 4, 6, 3, 2), step=step, longest=20)
+
+
+def with_budget(algorithm: dict, budget: int) -> dict:
+    return SECTIONS | {"algorithm": algorithm, "training": {"max_tokens_per_microbatch": budget}}
+
+
+def uneven_steps(policy: str, rank: int) -> tuple[list[list[dict[str, float]]], list[torch.Tensor]]:
+    """Metrics and weights of each case of UNEVEN: nearly all samples go to one rank, then to the other, then all to one."""
+    metrics, weights = [], []
+    for algorithm, budgets, _ in UNEVEN:
+        config = make_config(policy, **with_budget(algorithm, budgets[rank]))
+        engine = TorchTrainEngine(config, rank=rank, world_size=2, device="cpu")
+        steps = []
+        for step in range(STEPS):
+            groups = many_groups(step)
+            few, many = groups[4:], groups[:4]
+            shares = ([many[:3], many[3:]], [few, []]), ([[], few], [many[2:], many[:2]]), ([[]], [groups])
+            steps.append(run_step(engine, shares[step][rank]).metrics)
+        metrics.append(steps)
+        weights.append(flat_weights(engine, rank))
+    return metrics, weights
 
 
 def two_ranks(rank: int, folder: Path) -> None:
@@ -91,9 +121,11 @@ def two_ranks(rank: int, folder: Path) -> None:
             # The second rank's share comes late and in parts, or there is none.
             calls = ([groups[:1], groups[2:]] if step else [groups]) if rank == 0 else ([[], groups[1:2]] if step else [])
             batch_wide.append(run_step(whole, calls).metrics)
+    uneven, uneven_weights = uneven_steps(policy, rank)
     if rank == 0:
-        torch.save({"weights": weights, "loaded": loaded}, folder / "tensors.pt")
+        torch.save({"weights": weights, "loaded": loaded, "uneven": torch.stack(uneven_weights)}, folder / "tensors.pt")
         everything = {"steps": results, "resumed": resumed, "forward_only": forward_only, "batch_wide": batch_wide}
+        everything["uneven"] = uneven
         (folder / "results.json").write_text(json.dumps(everything))
     dist.destroy_process_group()
 
@@ -183,6 +215,17 @@ def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
             expected = run_step(engine, [step_groups(step)]).metrics
             assert expected["grad_norm"] > 0
             assert next(got) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", range(len(UNEVEN)), ids=["streamable", "whole batch"])
+def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: dict[str, torch.Tensor], case: int):
+    algorithm, _, budget = UNEVEN[case]
+    engine = TorchTrainEngine(make_config(str(folder / "policy"), **with_budget(algorithm, budget)))
+    for step in range(STEPS):
+        expected = run_step(engine, [many_groups(step)]).metrics
+        assert expected["grad_norm"] > 0
+        assert results["uneven"][case][step] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(tensors["uneven"][case], flat_weights(engine, 0), rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.batching import balance, length_buckets, micro_batches
@@ -40,10 +41,10 @@ def test_length_buckets_bound_the_spread(lengths: list[int], ratio: float):
         begin += size
 
 
-def test_balance_beats_greedy_where_differencing_does():
-    # Greedy, largest first: {8, 5, 4} and {7, 6}; Karmarkar-Karp: 16 and 14.
+def test_balance_beats_greedy_and_differencing():
+    # Greedy, largest first: 17 and 13; Karmarkar-Karp: 16 and 14.
     parts = balance([8, 7, 6, 5, 4], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
+    assert [sum([8, 7, 6, 5, 4][i] for i in part) for part in parts] == [15, 15]
 
 
 @pytest.mark.parametrize(("costs", "parts"), [([], 3), ([5], 3), ([1, 2], 2)])
@@ -61,6 +62,44 @@ def test_balance_spread_is_at_most_the_largest_item(costs: list[int], parts: int
     assert sorted(itertools.chain.from_iterable(shared)) == list(range(len(costs)))
     assert max(sums) - min(sums) <= max(costs)
     assert shared == balance(costs, parts)
+
+
+def group_tokens(tail: str, groups: int, seed: int) -> list[int]:
+    """Tokens of groups of 8 whose replies have a long tail, prompts included; a Pareto tail of 1.2 has no variance."""
+    rng = np.random.default_rng(seed)
+    tails = {
+        "lognormal": lambda: np.exp(rng.normal(5.0, 1.0, (groups, 8))),
+        "pareto 2": lambda: 50 * (1 + rng.pareto(2.0, (groups, 8))),
+        "pareto 1.2": lambda: 50 * (1 + rng.pareto(1.2, (groups, 8))),
+    }
+    replies = np.clip(tails[tail](), 1, 8192).astype(int)
+    return (replies.sum(1) + 8 * rng.integers(20, 400, groups)).tolist()
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8, 16])
+@pytest.mark.parametrize("tail", ["lognormal", "pareto 2", "pareto 1.2"])
+@settings(max_examples=15)
+@given(groups=st.sampled_from([64, 65, 100, 128, 256, 512]), seed=st.integers(0, 2**32 - 1))
+def test_balance_of_long_tails_is_within_5_percent_of_the_mean(tail: str, parts: int, groups: int, seed: int):
+    """Or at the longest group, where that alone is above the mean: no sharing can be better."""
+    tokens = group_tokens(tail, groups, seed)
+    shared = balance(tokens, parts)
+    assert sorted(itertools.chain.from_iterable(shared)) == list(range(groups))
+    worst = max(sum(tokens[i] for i in part) for part in shared)
+    assert worst <= 1.05 * max(sum(tokens) / parts, max(tokens))
+
+
+@pytest.mark.parametrize(("tail", "seed"), [("lognormal", 328), ("pareto 2", 121), ("pareto 1.2", 196)])
+def test_balance_where_differencing_alone_misses_5_percent(tail: str, seed: int):
+    tokens = group_tokens(tail, 64, seed)
+    worst = max(sum(tokens[i] for i in part) for part in balance(tokens, 16))
+    assert worst <= 1.02 * sum(tokens) / 16
+
+
+def test_balance_of_one_long_group_is_that_group_alone():
+    shared = balance([1000, *[10] * 30], 4)
+    assert [0] in shared
+    assert sorted(len(part) for part in shared) == [1, 10, 10, 10]
 
 
 @pytest.mark.parametrize(
