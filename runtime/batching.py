@@ -6,11 +6,9 @@ Lengths are tokens of a whole sequence; results are indices into `lengths`.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 
 SLACK = 0.005  # by how much the largest part may exceed what is possible before `balance` tries harder
-_UNITS = 4096  # steps in which the mean part is counted when parts are filled
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -43,23 +41,16 @@ def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Share items out over `parts` so that the largest sum of costs is small.
 
-    No sharing is better than the larger of the mean and the dearest item. Where largest differencing stays more than
-    `SLACK` above that, as it does with few items a part, the better of it and of filling part by part is taken.
-    Deterministic; every index occurs once, in ascending order within its part. Parts may be empty when there are few items.
+    Karmarkar and Karp's largest differencing method; then exchanges, as with few items a part it leaves the largest several
+    per cent above the mean. Deterministic; every index occurs once, in ascending order within its part. Parts may be empty
+    when there are few items.
     """
     if parts < 1:
         raise ValueError(f"parts is at least 1, not {parts}")
     shares = _difference(costs, parts)
-    aim = max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK)
-    if _largest(costs, shares) > aim:
-        filled = _fill(costs, parts)
-        _exchange(costs, filled, aim)
-        shares = min(shares, filled, key=lambda sharing: _largest(costs, sharing))
+    # No sharing is better than the larger of the mean and the dearest item.
+    _exchange(costs, shares, max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK))
     return [sorted(share) for share in shares]
-
-
-def _largest(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
-    return max(sum(costs[index] for index in share) for share in shares)
 
 
 def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -77,33 +68,6 @@ def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
     return [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-
-
-def _fill(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Part by part: the dearest item left, and those which bring it closest to the mean of what is left, without passing it.
-
-    As the minimum bin slack heuristic (Gupta and Ho, 1999, Production Planning & Control 10(6)) with its subset sums exact
-    up to `_UNITS` steps. Dear items go first, which leaves the cheap ones for the parts that come last.
-    """
-    unit = sum(costs) / parts / _UNITS
-    sizes = [math.ceil(cost / unit) for cost in costs]
-    left = sorted(range(len(costs)), key=lambda index: -costs[index])
-    filled: list[list[int]] = []
-    for open_parts in range(parts, 1, -1):
-        part, left = left[:1], left[1:]
-        room = math.ceil(sum(sizes[index] for index in part + left) / open_parts) - sum(sizes[index] for index in part)
-        # reachable[k], bit s: the first k items have a subset of size s.
-        reachable = [1]
-        within = (1 << max(room, 0) + 1) - 1
-        for index in left:
-            reachable.append((reachable[-1] | reachable[-1] << sizes[index]) & within)
-        size = reachable[-1].bit_length() - 1
-        for position in reversed(range(len(left))):
-            if not reachable[position] >> size & 1:
-                size -= sizes[left[position]]
-                part.append(left.pop(position))
-        filled.append(part)
-    return [*filled, left]
 
 
 def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> None:

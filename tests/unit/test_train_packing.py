@@ -16,7 +16,7 @@ from runtime.config import Algorithm
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.unit.training_cases import VOCAB, make_config, make_groups
-from tests.unit.training_steps import LOSS_TERMS, run_step, weights
+from tests.unit.training_steps import LOSS_TERMS, comparable, run_step, weights
 
 # Adam's first step is lr · g / (|g| + eps): with a large eps it is plain gradient descent at a rate of lr / eps.
 RATE = 100.0
@@ -34,7 +34,7 @@ def make_engine(policy: str, algorithm: dict[str, Any], budget: int = 8192) -> T
 def step_and_gradient(engine: TorchTrainEngine, *calls: list[TrainGroup]) -> tuple[dict[str, float], torch.Tensor]:
     """The metrics of one step, and the gradient [parameters] that its weights moved by."""
     before = weights(engine)
-    metrics = run_step(engine, *calls).metrics
+    metrics = comparable(run_step(engine, *calls))
     after = weights(engine)
     return metrics, torch.cat([(before[name].double() - after[name].double()).flatten() for name in before]) / RATE
 
