@@ -18,7 +18,8 @@ from rich.table import Table
 
 from runtime.errors import UserError
 
-MATERIAL = Path("runs") / ".cache" / "bench"
+FOLDER = Path("runs") / ".cache" / "bench"
+MATERIAL = FOLDER / "material"  # made at once by a rename, so that nothing else may lie in it
 
 
 class Machine(Struct):
@@ -29,19 +30,25 @@ class Machine(Struct):
     python: str
 
 
-def run(name: str, json_path: Path | None) -> None:
+def run(name: str, json_path: Path | None, quick: bool = False) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import bench_engine, bench_train
+    from launcher import bench_engine, bench_staleness, bench_train
 
+    if quick and name != "staleness":
+        raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
     if json_path is not None and not json_path.parent.is_dir():
         raise UserError(f"--json: there is no folder {json_path.parent}")
     console = Console()
     tables: list[Table]
-    report: bench_engine.Report | bench_train.Report
+    report: bench_engine.Report | bench_train.Report | bench_staleness.Report
     with console.status("starting") as status:
         if name == "engine":
             report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings(), status.update))
             tables = [bench_engine.render(report)]
+        elif name == "staleness":
+            settings = bench_staleness.QUICK if quick else bench_staleness.Settings()
+            report = asyncio.run(bench_staleness.measure(FOLDER / name, settings, status.update, console.print))
+            tables = bench_staleness.render(report)
         else:
             report = asyncio.run(bench_train.measure(MATERIAL, bench_train.Settings(), status.update))
             tables = bench_train.render(report)

@@ -38,8 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
     samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
 
-    bench = commands.add_parser("bench", help="measure this machine: engine, or train")
-    bench.add_argument("name", choices=("engine", "train"))
+    bench = commands.add_parser("bench", help="measure this machine (engine, train), or what stale samples cost (staleness)")
+    bench.add_argument("name", choices=("engine", "train", "staleness"))
+    bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser
 
@@ -124,7 +125,7 @@ def _samples(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
-    bench.run(options.name, options.json)
+    bench.run(options.name, options.json, options.quick)
     return 0
 
 

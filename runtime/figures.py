@@ -41,7 +41,7 @@ _PHASE_COLOURS = {
 }
 _OTHER_COLOURS = (_YELLOW, _RED, "#999999", "#000000")
 _SMOOTHING_STEPS = 10
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -65,7 +65,7 @@ def plot_run(metrics_jsonl: Path, png: Path) -> None:
     if not rows:
         raise UserError(f"{metrics_jsonl}: no step to draw")
     first, span = rows[0]["step"], max(1, rows[-1]["step"] - rows[0]["step"])
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(12, 7.5), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         for draw, panel in zip((_reward, _accuracy, _staleness, _phases), axes.flat, strict=True):
             draw(panel, rows)

@@ -1,0 +1,422 @@
+"""`sluice bench staleness`: its plan, what is run again and what is kept, its figures, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import os
+import statistics
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from launcher import bench, bench_staleness, bench_staleness_runs
+from launcher.bench_staleness import QUICK, Report, Settings, measure, render
+from launcher.bench_staleness_report import report
+from launcher.bench_staleness_runs import CONFIG, Outcome, Point, Trial, outcome, overrides, plan, train
+from launcher.bench_statistics import t_interval, t_quantile, wilson
+from launcher.cli import main
+from launcher.supervisor import Child, Supervisor
+from runtime import config_loading
+from runtime.data import arithmetic
+from runtime.errors import SluiceError, UserError
+from runtime.summary import Totals
+from runtime.trackers import JSONL_FILE
+
+SMALL = Settings(steps=4, seeds=2, bounds=(0, 2), every=2)
+NAMES = [trial.name for trial in plan(SMALL)]
+
+
+@pytest.fixture(autouse=True)
+def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second a figure: one test draws."""
+    monkeypatch.setattr("launcher.bench_staleness_figure.draw", lambda made, png: None)
+
+
+class Runs:
+    """Stands for the runs: writes what each leaves behind, and remembers which were asked for."""
+
+    def __init__(self, **instead: Callable[[Trial], None]):
+        self.made: list[str] = []
+        self._instead = {name.replace("_", "-"): act for name, act in instead.items()}
+
+    async def __call__(self, trial: Trial, settings: Settings, folder: Path) -> None:
+        self.made.append(trial.name)
+        if trial.name in self._instead:
+            self._instead[trial.name](trial)
+        write(trial, settings, folder)
+
+
+def write(trial: Trial, settings: Settings, folder: Path, steps: int | None = None) -> None:
+    """A run that stopped after `steps`, all by default. Its accuracy grows by 0.1 a step from 0.5 + 0.01 seed."""
+    config = config_loading.resolve(config_loading.load(CONFIG, overrides(trial, settings, folder)))
+    made = {"model": replace(config.model, path="m", reference="m"), "data": replace(config.data, train="t", eval="e")}
+    run_dir = folder / trial.name
+    (run_dir / "ledger").mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(config_loading.to_yaml(replace(config, run=replace(config.run, resume=""), **made)))
+    done = settings.steps if steps is None else steps
+    accuracies = {step: min(1.0, 0.5 + 0.01 * trial.seed + 0.1 * step) for step in range(0, done + 1, settings.every)}
+    (run_dir / JSONL_FILE).write_text(
+        "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, done + 1))
+        + "".join(
+            json.dumps(
+                {
+                    "step": step,
+                    "eval/accuracy": accuracy,
+                    "eval/samples": 100.0,
+                    "eval/version_oldest": float(step),
+                    "eval/version_newest": float(min(step + 1, settings.steps)),
+                }
+            )
+            + "\n"
+            for step, accuracy in accuracies.items()
+        )
+    )
+    totals = Totals()
+    totals.add({"staleness/histogram": {trial.bound: 3, 0: 1}, "timing/all": 1.0})
+    totals.steps = done
+    totals.summary(
+        rl_seconds=10.0 * trial.seed,
+        stop_reason="all steps done",
+        accuracy_before=0.5,
+        accuracy_after=accuracies.get(done),
+        total_seconds=20.0,
+        startup={},
+        groups={},
+        peak_pss_bytes=0,
+    ).write(run_dir)
+
+
+def run(folder: Path, start: Callable[[Trial, Settings, Path], Awaitable[None]], settings: Settings = SMALL) -> Report:
+    return asyncio.run(measure(folder, settings, start=start))
+
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_agrees_with_published_intervals(successes: int, trials: int, low: float, high: float) -> None:
+    """Newcombe, Statistics in Medicine 17 (1998), table I, method 3; the mirror image by symmetry."""
+    got, mirrored = wilson(successes, trials), wilson(trials - successes, trials)
+    assert (got.low, got.high) == pytest.approx((low, high), abs=5e-5)
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_t_quantiles_agree_with_tables() -> None:
+    table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 8: 2.3060, 9: 2.2622, 10: 2.2281, 30: 2.0423}
+    assert {freedom: t_quantile(0.95, freedom) for freedom in table} == pytest.approx(table, abs=6e-5)
+    assert t_quantile(0.99, 4) == pytest.approx(4.6041, abs=6e-5)
+    assert t_quantile(0.5, 1) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_the_t_interval_is_about_the_mean() -> None:
+    values = [0.91, 0.95, 0.93, 0.97, 0.94]
+    interval = t_interval(values)
+    assert interval is not None
+    half = 2.776445 * math.sqrt(sum((value - 0.94) ** 2 for value in values) / 4 / 5)
+    assert (interval.low, interval.high) == pytest.approx((0.94 - half, 0.94 + half), abs=1e-7)
+    assert t_interval([0.9]) is None
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+def test_the_plan_is_every_cell_with_every_seed() -> None:
+    trials = plan(Settings())
+    assert len(set(trials)) == len({trial.name for trial in trials}) == 50
+    assert [trial.seed for trial in trials] == [seed for seed in range(1, 6) for _ in range(10)]
+    assert {(trial.bound, trial.loss) for trial in trials} == {(b, x) for b in (0, 1, 2, 4, 8) for x in ("naive", "decoupled")}
+    assert [trial.name for trial in plan(QUICK)] == [f"eta{b}-{x}-seed1" for b in (0, 2, 8) for x in ("naive", "decoupled")]
+    assert Settings().problems * Settings().seeds >= 4000
+
+
+def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "a: [b] #c"
+    config = config_loading.load(CONFIG, overrides(Trial(4, "naive", 3), Settings(), folder))
+    assert (config.algorithm.loss, config.algorithm.correction, config.training.staleness) == ("ppo", "none", 4)
+    assert (config.run.seed, config.run.dir) == (3, str(folder / "eta4-naive-seed3"))
+    assert config.warmup is not None
+    assert (config.warmup.seed, config.warmup.eval_problems, config.warmup.cache) == (3, 820, str(folder))
+    assert (config.training.steps, config.evaluation.problems, config.evaluation.after) == (200, 0, True)
+    quickstart = config_loading.load(CONFIG, ())
+    for section in ("sampling", "rewards", "services", "publication"):
+        assert getattr(config, section) == getattr(quickstart, section)
+    assert replace(config.training, staleness=2) == quickstart.training
+    other = config_loading.load(CONFIG, overrides(Trial(4, "decoupled", 3), Settings(), folder))
+    assert replace(other, run=config.run, algorithm=config.algorithm) == config
+    assert replace(other.algorithm, loss="ppo") == config.algorithm
+
+
+def test_seeds_hold_out_different_sums() -> None:
+    warmup = config_loading.load(CONFIG, ()).warmup
+    assert warmup is not None
+    held = [arithmetic.split(warmup.min_operand, warmup.max_operand, Settings().problems, seed)[1] for seed in (1, 2)]
+    assert [len(set(one)) for one in held] == [820, 820]
+    assert set(held[0]) != set(held[1])
+
+
+# ------------------------------------------------------------------------------------------------ what is run again
+
+
+def test_finished_runs_are_kept(tmp_path: Path) -> None:
+    first, second = Runs(), Runs()
+    made = run(tmp_path, first)
+    assert first.made == NAMES
+    assert not list(tmp_path.glob("*/ledger")), "what is bulky goes"
+    assert run(tmp_path, second) == made
+    assert second.made == []
+
+
+def test_an_interrupted_bench_goes_on(tmp_path: Path) -> None:
+    def interrupted(trial: Trial) -> None:
+        raise asyncio.CancelledError
+
+    first, second = Runs(eta2_naive_seed1=interrupted), Runs()
+    with pytest.raises(asyncio.CancelledError):
+        run(tmp_path, first)
+    run(tmp_path, second)
+    assert first.made == NAMES[:3] and second.made == NAMES[2:]
+
+
+def test_changed_settings_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, Runs())
+    longer = Runs()
+    run(tmp_path, longer, Settings(steps=6, seeds=2, bounds=(0, 2), every=2))
+    assert longer.made == NAMES
+    changed = tmp_path / "quickstart.yaml"
+    changed.write_text(CONFIG.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 2.0e-4"))
+    assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is not None
+    monkeypatch.setattr(bench_staleness_runs, "CONFIG", changed)
+    assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["config.yaml", "summary.json", JSONL_FILE, "stopped early", "not evaluated", "old schema"])
+def test_a_run_that_is_not_whole_runs_again(tmp_path: Path, damage: str) -> None:
+    run(tmp_path, Runs())
+    trial = plan(SMALL)[5]
+    run_dir = tmp_path / trial.name
+    if damage == "stopped early":
+        write(trial, SMALL, tmp_path, steps=2)
+    elif damage == "not evaluated":
+        lines = (run_dir / JSONL_FILE).read_text().splitlines(keepends=True)
+        (run_dir / JSONL_FILE).write_text("".join(lines[:-1]))
+    elif damage == "old schema":
+        (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "once: 1\n")
+    else:
+        (run_dir / damage).unlink()
+    again = Runs()
+    run(tmp_path, again)
+    assert again.made == [trial.name]
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+def failing(trial: Trial) -> None:
+    raise SluiceError(f"{trial.name}: coordinator: died (log: logs/{trial.name}.log)")
+
+
+def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
+    runs = Runs(eta0_naive_seed1=failing)
+    with pytest.raises(SluiceError, match="1 of 8 runs failed, 7 are finished and kept") as caught:
+        run(tmp_path, runs)
+    assert str(caught.value).splitlines()[1:] == ["eta0-naive-seed1: coordinator: died (log: logs/eta0-naive-seed1.log)"]
+    assert not isinstance(caught.value, UserError), "the exit code is 1"
+    again = Runs()
+    run(tmp_path, again)
+    assert again.made == ["eta0-naive-seed1"]
+
+
+def test_three_failures_end_the_bench(tmp_path: Path) -> None:
+    runs = Runs(eta0_naive_seed1=failing, eta2_naive_seed1=failing, eta2_decoupled_seed1=failing)
+    with pytest.raises(SluiceError, match="3 of 8 runs failed, 1 are finished"):
+        run(tmp_path, runs)
+    assert runs.made == NAMES[:4]
+
+
+def test_a_run_that_ends_well_but_early_has_failed(tmp_path: Path) -> None:
+    async def start(trial: Trial, settings: Settings, folder: Path) -> None:
+        write(trial, settings, folder, steps=2)
+
+    with pytest.raises(SluiceError, match=r"eta0-naive-seed1: ended before its last step \(log: .*eta0-naive-seed1.log\)"):
+        run(tmp_path, start)
+
+
+def test_a_refused_configuration_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "quickstart.yaml"
+    config.write_text("run: {name: x}\ntrainig: {}\n")
+    monkeypatch.setattr(bench_staleness_runs, "CONFIG", config)
+    with pytest.raises(SluiceError, match="unknown key") as caught:
+        asyncio.run(train(Trial(0, "naive", 1), SMALL, tmp_path))
+    log = tmp_path / "logs" / "eta0-naive-seed1.log"
+    assert str(caught.value).startswith("eta0-naive-seed1: ") and str(caught.value).endswith(f"(log: {log})")
+    assert "trainig" in log.read_text()
+
+
+@pytest.fixture
+def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In the place of the run, a process that says its id and waits until it is told to stop, which it notes."""
+    script, fifo = tmp_path / "run.sh", tmp_path / "ready"
+    os.mkfifo(fifo)
+    script.write_text(f"#!/bin/sh\ntrap 'echo stopped; exit 0' TERM\necho $$ >{fifo}\nsleep 100 &\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(bench_staleness_runs.sys, "executable", str(script))
+    return fifo
+
+
+def test_a_run_that_is_late_is_ended_and_named(tmp_path: Path, patient: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[Child] = []
+    end_all = Supervisor.end_all
+
+    async def ended(supervisor: Supervisor, grace: float) -> None:
+        children.extend(supervisor.children)
+        await end_all(supervisor, grace)
+
+    monkeypatch.setattr(Supervisor, "end_all", ended)
+    with pytest.raises(SluiceError, match=r"did not end within 0.1 s \(log: .*eta2-naive-seed1.log\)"):
+        asyncio.run(train(Trial(2, "naive", 1), replace(SMALL, deadline=0.1), tmp_path))
+    assert [child.running for child in children] == [False]
+
+
+def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> None:
+    async def body() -> int:
+        training = asyncio.create_task(train(Trial(2, "naive", 1), SMALL, tmp_path))
+        pid = int(await asyncio.wait_for(asyncio.to_thread(patient.read_text), 10))
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(training, 10)
+        return pid
+
+    assert not Path(f"/proc/{asyncio.run(body())}").exists()
+    assert (tmp_path / "logs" / "eta2-naive-seed1.log").read_text() == "stopped\n"
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def ended(seed: int, correct: int, reached: int | None, mean: float = 1.5) -> Outcome:
+    curve = [
+        Point(0, 0, 0, 0.5),
+        *([Point(reached - 5, reached - 5, reached, 0.9)] if reached else []),
+        Point(200, 200, 200, 0.9),
+    ]
+    return Outcome(seed, correct, 820, curve if reached else curve[:1], mean, 4, 30.0 + seed)
+
+
+def test_the_figures_of_a_cell(tmp_path: Path) -> None:
+    settings = Settings(seeds=3, bounds=(4,))
+    naive = [ended(1, 700, 50), ended(2, 760, None), ended(3, 790, 100, mean=3.0)]
+    decoupled = [ended(1, 780, 75), ended(2, 790, 25), ended(3, 800, 50)]
+    outcomes = {trial: {"naive": naive, "decoupled": decoupled}[trial.loss][trial.seed - 1] for trial in plan(settings)}
+    made = report(settings, outcomes, tmp_path)
+    first, second = made.cells
+    assert (first.bound, first.loss, first.runs, second.loss) == (4, "naive", naive, "decoupled")
+    assert first.problems == 2460 and first.accuracy == pytest.approx(2250 / 2460)
+    assert first.wilson == wilson(2250, 2460)
+    spread = 4.302653 * statistics.stdev([700 / 820, 760 / 820, 790 / 820]) / math.sqrt(3)
+    assert first.over_seeds is not None
+    assert first.over_seeds.low == pytest.approx(2250 / 2460 - spread, abs=1e-6)
+    assert first.over_seeds.high == 1.0, "no accuracy is above 1"
+    assert (first.steps_to_goal, first.reached) == (75.0, 2)
+    assert (second.steps_to_goal, second.reached) == (50, 3)
+    assert (first.staleness_mean, first.staleness_max, first.rl_seconds) == (pytest.approx(2.0), 4, pytest.approx(32.0))
+    (gain,) = made.differences
+    assert gain.mean == pytest.approx((80 + 30 + 10) / 3 / 820)
+    assert gain.interval is not None
+    assert gain.interval.high - gain.mean == pytest.approx(4.302653 * statistics.stdev([80, 30, 10]) / math.sqrt(3) / 820)
+
+
+def test_what_a_run_left_is_read_back(tmp_path: Path) -> None:
+    trial = Trial(2, "decoupled", 2)
+    write(trial, SMALL, tmp_path)
+    read = outcome(trial, SMALL, tmp_path)
+    assert read is not None
+    assert (read.seed, read.correct, read.problems) == (2, 92, 100)
+    assert [(p.step, p.oldest, p.newest) for p in read.curve] == [(0, 0, 1), (2, 2, 3), (4, 4, 4)]
+    assert [p.accuracy for p in read.curve] == pytest.approx([0.52, 0.72, 0.92])
+    assert (read.steps_to(0.7), read.steps_to(0.9), read.steps_to(0.95)) == (3, 4, None)
+    assert (read.staleness_mean, read.staleness_max, read.rl_seconds) == (1.5, 2, 20.0)
+
+
+def printed(made: Report) -> str:
+    text = io.StringIO()
+    Console(width=160, file=text).print(*render(made))
+    return text.getvalue()
+
+
+def test_the_table_tells_both_intervals(tmp_path: Path) -> None:
+    text = printed(run(tmp_path, Runs()))
+    (row,) = {line for line in text.splitlines() if "decoupled" in line and " 2 " in line.partition("decoupled")[0]}
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert cells == ["2", "decoupled", "91.5%", "85.1% to 97.9%", "86.8% to 94.6%", "4 (2 of 2)", "1.50", "15"]
+    assert "+0.0 to +0.0" in text
+    single = printed(run(tmp_path / "single", Runs(), replace(SMALL, seeds=1)))
+    assert "one seed" in single and "4 (1 of 1)" in single
+
+
+@pytest.mark.parametrize("settings", [SMALL, replace(SMALL, seeds=1, bounds=(0, 1, 2, 4, 8))])
+def test_the_figure_and_the_report_are_written(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    made = run(tmp_path, Runs(), settings)
+    png = (tmp_path / "staleness.png").read_bytes()
+    width, height = struct.unpack(">II", png[16:24])
+    assert png.startswith(b"\x89PNG") and width >= 960 and height == 900 and len(png) > 20_000
+    assert msgspec.json.decode((tmp_path / "staleness.json").read_bytes(), type=Report) == made
+
+
+def test_a_curve_stands_on_what_all_runs_evaluated() -> None:
+    from launcher.bench_staleness_figure import curve
+
+    whole = Outcome(1, 1, 2, [Point(0, 0, 0, 0.5), Point(25, 25, 35, 0.6), Point(50, 50, 60, 0.7)], 0, 0, 0)
+    gap = Outcome(2, 1, 2, [Point(0, 0, 0, 0.4), Point(50, 50, 54, 0.9)], 0, 0, 0)
+    steps, accuracies = curve([whole, gap])
+    assert steps.tolist() == [0.0, 53.5]
+    assert accuracies.tolist() == [[0.5, 0.7], [0.4, 0.9]]
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_quick_is_of_this_bench_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "engine", "--quick"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --quick: bench engine has no shorter form; staleness is the only one that has\n"
+
+
+@pytest.mark.parametrize(("options", "settings"), [([], Settings()), (["--quick"], QUICK)])
+def test_the_command_prints_and_writes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    settings: Settings,
+) -> None:
+    asked: list[tuple[Path, Settings]] = []
+
+    async def measured(folder: Path, settings: Settings, *_: object) -> Report:
+        asked.append((folder, settings))
+        return await measure(tmp_path, SMALL, start=Runs())
+
+    monkeypatch.setattr(bench_staleness, "measure", measured)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "staleness", "--json", str(tmp_path / "out.json"), *options])
+    assert ended.value.code == 0
+    assert asked == [(Path("runs/.cache/bench/staleness"), settings)]
+    assert "Final accuracy" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["bench"] == "staleness" and len(written["cells"]) == 4
+
+
+def test_no_bench_lies_in_what_another_makes_as_a_whole() -> None:
+    assert not (bench.FOLDER / "staleness").is_relative_to(bench.MATERIAL)
