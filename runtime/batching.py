@@ -57,3 +57,13 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+
+
+def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> list[list[int]]:
+    """`balance`, the items of each kind among themselves: for kinds that all parts take up one after the other, together."""
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for kind in sorted(set(kinds)):
+        items = [index for index, own in enumerate(kinds) if own == kind]
+        for share, chosen in zip(shares, balance([costs[index] for index in items], parts), strict=True):
+            share += [items[index] for index in chosen]
+    return [sorted(share) for share in shares]

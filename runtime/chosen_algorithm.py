@@ -80,6 +80,21 @@ def choose(config: Config) -> ChosenAlgorithm:
     )
 
 
+def updates_per_epoch(config: Config) -> int:
+    """Optimizer updates of one pass over a step's batch."""
+    return config.training.groups_per_step // groups_per_update(config)
+
+
+def groups_per_update(config: Config) -> int:
+    return config.training.mini_batch_size or config.training.groups_per_step
+
+
+def streams(config: Config) -> bool:
+    """Whether a step may be accumulated group by group. Its whole batch comes first where the advantages need it, and where
+    the step makes several updates."""
+    return choose(config).streamable and config.training.epochs * updates_per_epoch(config) == 1
+
+
 def kl_control(algorithm: Algorithm, reached: float | None = None) -> FixedKl | AdaptiveKl:
     """How β moves, from the configured value or, where it adapts, from the one `reached` before a resume."""
     if not algorithm.kl_target:
