@@ -12,6 +12,7 @@ def known_names() -> dict[str, list[str]]:
 
     return {
         "algorithm.advantage": list(interfaces.ADVANTAGES),
+        "critic": [name for name in interfaces.ADVANTAGES if interfaces.ADVANTAGES.get(name).needs_values],
         "algorithm.loss": list(interfaces.POLICY_LOSSES),
         "algorithm.correction": ["none", *interfaces.CORRECTIONS],
         "algorithm.aggregation": list(interfaces.AGGREGATIONS),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from runtime import checkpoint
-from runtime.config import Run
+from runtime.config import Config, Run
 from runtime.errors import UserError
 
 LOCK = ".lock"
@@ -42,9 +42,14 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
     return logs, lock
 
 
-def begin(folder: Path, run: Run) -> str:
-    """The checkpoint to resume from, or "" for a new run: then what an earlier run left in the folder is removed."""
-    resume = checkpoint.resolve(run.resume, folder)
+def begin(folder: Path, config: Config) -> str:
+    """The checkpoint to resume from, or "" for a new run: then what an earlier run left in the folder is removed.
+
+    Raises UserError when it is no checkpoint, or lacks what this run needs of it.
+    """
+    resume = checkpoint.resolve(config.run.resume, folder)
+    if resume and config.critic is not None:
+        checkpoint.critic_state(Path(resume))
     if not resume:
         for name in LEFTOVERS:
             path = folder / name

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from runtime.config import Config, Process
+from runtime.config import Config, Process, Trainer
 from runtime.topology import members
 
 
@@ -45,13 +45,14 @@ def _specs(config: Config, arguments: tuple[str, ...], python: str, cores: int) 
         "reward": config.services.reward,
         "reference": config.services.reference,
         "trainer": config.services.trainer,
+        "critic": config.services.critic,
     }
     for member in members(config):
         if member.rank:
             continue
         role = settings[member.role]
         start: tuple[str, ...] = (role.python or python, "-m")
-        ranks = config.services.trainer.processes if member.role == "trainer" else 1
+        ranks = role.processes if isinstance(role, Trainer) else 1
         if ranks > 1:
             start += ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m")
         yield ProcessSpec(

@@ -101,7 +101,7 @@ class _Run:
             config = config_loading.resolve(config)
             _check(config)
             self._launched = time.monotonic()
-        config = replace(config, run=replace(config.run, resume=run_folder.begin(self._folder, config.run)))
+        config = replace(config, run=replace(config.run, resume=run_folder.begin(self._folder, config)))
         (self._folder / "config.yaml").write_text(config_loading.to_yaml(config))
         return config
 

@@ -94,3 +94,13 @@ def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> No
         if taken is not None:
             shares[other].remove(taken)
             shares[heavy].append(taken)
+
+
+def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> list[list[int]]:
+    """`balance`, the items of each kind among themselves: for kinds that all parts take up one after the other, together."""
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for kind in sorted(set(kinds)):
+        items = [index for index, own in enumerate(kinds) if own == kind]
+        for share, chosen in zip(shares, balance([costs[index] for index in items], parts), strict=True):
+            share += [items[index] for index in chosen]
+    return [sorted(share) for share in shares]

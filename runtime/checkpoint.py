@@ -1,6 +1,7 @@
 """Checkpoint folders: `RUN/checkpoints/step-00000050`, whole or not there at all.
 
-The trainer's rank 0 writes them; the coordinator's position lies beside the model, so that a checkpoint is one thing.
+The trainer writes its state there, the critic its own into the folder `critic`; the coordinator, which has them do so, puts its
+position beside both, so that a checkpoint is one thing.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runtime import codec
@@ -20,11 +21,48 @@ from runtime.position import Position
 
 FOLDER = "checkpoints"
 POSITION = "position.msgpack"
+CRITIC = "critic"  # folder of the critic's state within a checkpoint
+_PARTIAL, _DISCARDED = ".partial", ".discarded"
 _NAME = re.compile(r"step-(\d{8})")
 
 
 def folder_for(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:08d}"
+
+
+def begin(folder: Path) -> Path:
+    """An empty temporary folder beside `folder`, for `complete` or `discard`."""
+    partial = folder.with_name(f".{folder.name}{_PARTIAL}")
+    discard(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def complete(partial: Path, folder: Path, last: Mapping[str, bytes] | None = None) -> None:
+    """Add the files `last` to `partial`, and give it the name `folder`: it survives a power cut, and replaces what lay there.
+
+    When that fails it is discarded.
+    """
+    try:
+        for name, data in (last or {}).items():
+            (partial / name).write_bytes(data)
+        sync_tree(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.replace(folder)
+        _sync(folder.parent)
+    except BaseException:
+        discard(partial)
+        raise
+
+
+def discard(partial: Path) -> None:
+    """Remove it. Under another name first: whoever still writes into it can add nothing any more."""
+    doomed = partial.with_suffix(_DISCARDED)
+    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        partial.replace(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager
@@ -33,18 +71,22 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     Raises StorageFull when there is no room, whatever library it was that met it.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with full_disk_told(folder):
+        partial = begin(folder)
+        try:
+            yield partial
+        except BaseException:
+            discard(partial)
+            raise
+        complete(partial, folder)
+
+
+@contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Raises StorageFull, naming `folder`, for whatever any library raises in the block when there is no room."""
     try:
-        yield partial
-        sync_tree(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.replace(folder)
-        _sync(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        yield
+    except Exception as error:
         if os.strerror(errno.ENOSPC) in str(error):
             raise StorageFull(folder) from error
         raise
@@ -79,6 +121,13 @@ def prune(run_dir: Path, keep: int, best: int | None) -> list[int]:
     return gone
 
 
+def sweep(run_dir: Path) -> None:
+    """Remove what a coordinator that was killed while it saved has left; none may be under way."""
+    for suffix in (_PARTIAL, _DISCARDED):
+        for path in (run_dir / FOLDER).glob(f".*{suffix}"):
+            discard(path)
+
+
 def resolve(resume: str, run_dir: Path) -> str:
     """The folder that `run.resume` means, "" for none. Raises UserError when it is not a checkpoint."""
     if resume == "never":
@@ -89,6 +138,13 @@ def resolve(resume: str, run_dir: Path) -> str:
     if resume and not (Path(resume) / POSITION).exists():
         raise UserError(f"run.resume: {resume!r} is not a checkpoint; must be never, auto or a checkpoint's folder")
     return resume
+
+
+def critic_state(folder: Path) -> Path:
+    """The critic's part of the checkpoint `folder`. Raises UserError when it was saved by a run without one."""
+    if not (folder / CRITIC).is_dir():
+        raise UserError(f"run.resume: {folder} has no folder {CRITIC}: it was saved by a run without a critic")
+    return folder / CRITIC
 
 
 def read_position(folder: Path) -> Position:

@@ -80,26 +80,29 @@ def choose(config: Config) -> ChosenAlgorithm:
     )
 
 
+def groups_per_update(config: Config) -> int:
+    """A mini-batch; `TrainGroup.mini_batch` counts them from 0."""
+    return config.training.mini_batch_size or config.training.groups_per_step
+
+
+def updates_per_epoch(config: Config) -> int:
+    return config.training.groups_per_step // groups_per_update(config)
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer updates that make one version."""
+    return config.training.epochs * updates_per_epoch(config)
+
+
+def streams(config: Config) -> bool:
+    """Whether a step may be accumulated group by group. Its whole batch comes first where the advantages need it, and where
+    the step makes several updates."""
+    return choose(config).streamable and updates_per_step(config) == 1
+
+
 def kl_control(algorithm: Algorithm, reached: float | None = None) -> FixedKl | AdaptiveKl:
     """How β moves, from the configured value or, where it adapts, from the one `reached` before a resume."""
     if not algorithm.kl_target:
         return FixedKl(algorithm.kl_coefficient)
     start = algorithm.kl_coefficient if reached is None else reached
     return AdaptiveKl(start, algorithm.kl_target, algorithm.kl_horizon)
-
-
-def mini_batches(config: Config) -> int:
-    """Into how many a step's batch is cut; `TrainGroup.mini_batch` counts them from 0."""
-    training = config.training
-    return training.groups_per_step // (training.mini_batch_size or training.groups_per_step)
-
-
-def updates_per_step(config: Config) -> int:
-    """Optimizer updates that make one version."""
-    return config.training.epochs * mini_batches(config)
-
-
-def streams(config: Config) -> bool:
-    """Whether a step may be trained on group by group, as they come: it makes one update, and no advantage needs the whole
-    batch. Otherwise the step is given its batch whole."""
-    return updates_per_step(config) == 1 and choose(config).streamable

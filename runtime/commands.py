@@ -12,6 +12,10 @@ class Command(Struct, frozen=True, tag=True):
     """Base of all: tagged by its name, so that a union of commands decodes without ambiguity."""
 
 
+Slot = tuple[str, int, int]
+"""Names a part of the data: its kind, step and part. The same for all ranks, each of which has its own share of it."""
+
+
 class Cancel(Command, frozen=True):
     group_ids: list[int]
 
@@ -71,6 +75,10 @@ class Accumulate(Command, frozen=True):
     part: int
     groups: list[TrainGroup]
 
+    @property
+    def slot(self) -> Slot:
+        return type(self).__name__, self.step, self.part
+
 
 class Apply(Command, frozen=True):
     step: int
@@ -82,8 +90,18 @@ class ComputeValues(Command, frozen=True):
     part: int
     groups: list[ValueRequest]
 
+    @property
+    def slot(self) -> Slot:
+        return type(self).__name__, 0, self.part
+
+
+Shared = Accumulate | ComputeValues
+"""Commands of which every data-parallel leader gets its own share of the groups."""
+
 
 class Save(Command, frozen=True):
+    """Write the state into `folder`, which exists and is empty."""
+
     folder: str
 
 

@@ -206,6 +206,10 @@ class Training(Section, frozen=True):
     optimizer: Optimizer = Optimizer()
 
 
+class CriticOptimizer(Optimizer, frozen=True):
+    learning_rate: Rate = 1e-5
+
+
 class Critic(Section, frozen=True):
     """The value model of `algorithm.advantage: gae`, trained beside the policy with an optimizer of its own.
 
@@ -215,7 +219,7 @@ class Critic(Section, frozen=True):
 
     path: str = ""  # the policy's own start when empty
     value_clip: Rate = 0.2  # how far a value may move from the recorded one; 0 = anywhere
-    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    optimizer: CriticOptimizer = CriticOptimizer()
 
 
 class Reference(Section, frozen=True):

@@ -31,7 +31,8 @@ def semantic_faults(
     """One line per fault, [] when there is none.
 
     `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.correction",
-    "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules"; what it leaves out is not checked.
+    "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
+    need a critic's values; what it leaves out is not checked.
     `available_bytes` is the memory for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will
     name may be empty.
     """
@@ -42,11 +43,14 @@ def semantic_faults(
         *_run(config),
         *_names(config, known or {}),
         *_algorithm(config.algorithm, config.sampling),
+        *_critic(config, known or {}),
+        *_reference(config),
         *_values(config),
         *_data(config),
         *_models(config, policy),
         *_lengths(config, policy),
         *_kv_memory(config, policy, available_bytes),
+        *_updates(config),
         *_processes(config),
     ]
 
@@ -122,13 +126,31 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
         yield "algorithm.kl_importance_weighted: true is for kl_placement loss; rewards are of the tokens as they were sampled"
 
 
+def _critic(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    advantage = config.algorithm.advantage
+    needed = advantage in known.get("critic", ())
+    if needed and config.critic is None:
+        yield f"critic: missing; algorithm.advantage {advantage} needs one"
+    if config.critic is not None and not needed and advantage in known.get("algorithm.advantage", ()):
+        yield f"critic: there is one, but algorithm.advantage {advantage} takes no values; leave the section out"
+
+
+def _reference(config: Config) -> Iterator[str]:
+    mode, coefficient = config.reference.mode, config.algorithm.kl_coefficient
+    if mode == "none" and coefficient > 0:
+        yield f"reference.mode: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"
+    if mode == "adapter_off" and config.lora is None:
+        yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
+
+
 def _values(config: Config) -> Iterator[str]:
-    optimizer = config.training.optimizer
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield (
-            f"training.optimizer.min_learning_rate: {optimizer.min_learning_rate:g} is above "
-            f"learning_rate {optimizer.learning_rate:g}"
-        )
+    optimizers = {"training.optimizer": config.training.optimizer}
+    if config.critic is not None:
+        optimizers["critic.optimizer"] = config.critic.optimizer
+    for path, optimizer in optimizers.items():
+        low, high = optimizer.min_learning_rate, optimizer.learning_rate
+        if low > high:
+            yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
     if not config.rewards.rules:
         yield "rewards.rules: empty; at least one rule is needed"
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
@@ -159,11 +181,12 @@ def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
         yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
     else:
         yield from _warmup_faults(config.warmup)
-    if reference and reference != path:
-        yield from _folder_faults("model.reference", reference, needs_tokenizer=False)
-        wanted, found = (policy or {}).get("vocab_size"), (_model_config(reference) or {}).get("vocab_size")
-        if None not in (wanted, found) and wanted != found:
-            yield f"model.reference: '{reference}' has a vocabulary of {found} tokens, the policy one of {wanted}"
+    for key, folder in (("model.reference", reference), ("critic.path", config.critic.path if config.critic else "")):
+        if folder and folder != path:
+            yield from _folder_faults(key, folder, needs_tokenizer=False)
+            wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")
+            if None not in (wanted, found) and wanted != found:
+                yield f"{key}: '{folder}' has a vocabulary of {found} tokens, the policy one of {wanted}"
 
 
 def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
@@ -220,10 +243,19 @@ def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> It
         )
 
 
+def _updates(config: Config) -> Iterator[str]:
+    """Every update must share its groups out evenly over the ranks."""
+    groups, mini_batch = config.training.groups_per_step, config.training.mini_batch_size
+    if mini_batch and groups % mini_batch:
+        yield f"training.mini_batch_size: {mini_batch} does not divide groups_per_step = {groups}"
+    key, size = ("mini_batch_size", mini_batch) if mini_batch else ("groups_per_step", groups)
+    for role in ("trainer", "critic") if config.critic is not None else ("trainer",):
+        processes = getattr(config.services, role).processes
+        if size % processes:
+            yield f"services.{role}.processes: {processes} does not divide training.{key} = {size}"
+
+
 def _processes(config: Config) -> Iterator[str]:
-    processes, groups = config.services.trainer.processes, config.training.groups_per_step
-    if groups % processes:
-        yield f"services.trainer.processes: {processes} does not divide training.groups_per_step = {groups}"
     for role in config.services.__struct_fields__:
         python = getattr(config.services, role).python
         if python and shutil.which(python) is None:

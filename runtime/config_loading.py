@@ -91,11 +91,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def resolve(config: Config) -> Config:
     """Fill the defaults that follow from other values. Idempotent, so that it may run again once a warm-up named the model."""
-    model = config.model
+    model, critic = config.model, config.critic
     return replace(
         config,
         run=replace(config.run, dir=config.run.dir or f"runs/{config.run.name}"),
         model=replace(model, reference=model.reference or model.path),
+        critic=None if critic is None else replace(critic, path=critic.path or model.path),
         evaluation=replace(
             config.evaluation, max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens
         ),

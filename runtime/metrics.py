@@ -21,7 +21,7 @@ Histogram = dict[int, int]  # how often each value occurred
 Metrics = dict[str, float | Histogram]
 Span = tuple[float, float]  # start, end in seconds
 
-UPDATE = "update"
+UPDATE, UPDATE_CRITIC = "update", "update_critic"
 NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model", "adv")
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from runtime.actor import MailboxStats
 from runtime.types import PolicyVersion
 
-Role = Literal["coordinator", "rollout", "reward", "reference", "trainer"]
+Role = Literal["coordinator", "rollout", "reward", "reference", "trainer", "critic"]
 State = Literal["starting", "ready", "draining", "failed"]
 
 

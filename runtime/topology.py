@@ -22,9 +22,12 @@ def members(config: Config) -> list[Member]:
     out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
     if uses_reference(config):
         out += [Member("reference", f"reference-{index}") for index in range(services.reference.replicas)]
-    return out + [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
+    out += [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
+    if config.critic is not None:
+        out += [Member("critic", f"critic-{rank}", rank) for rank in range(services.critic.processes)]
+    return out
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the run needs reference log-probabilities at all."""
-    return config.algorithm.kl_coefficient > 0
+    """Whether the run needs a reference service: log-probabilities of the frozen model that come from nowhere else."""
+    return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0

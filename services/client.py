@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from runtime import commands
-from runtime.batching import balance
+from runtime.batching import balance, balance_each
 from runtime.config import Deadlines, Publication
 from runtime.status import Status, Stop
 from runtime.types import (
@@ -19,6 +20,7 @@ from runtime.types import (
     Scores,
     StepResult,
     TrainGroup,
+    ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest
 from services.session import Session
@@ -78,26 +80,23 @@ class ReferenceClient(Peer):
         return await self.session.call("Logprobs", request, self._deadlines.score)
 
 
-class TrainerClient(WeightPeer):
-    """The trainer group: commands to rank 0, each data-parallel leader's share of the data to the leader itself."""
+class UpdateClient(Peer):
+    """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself."""
 
     def __init__(self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication):
         super().__init__(sessions[0], deadlines, publication)
         self._sessions = sessions
         self._part = 0
 
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        command = commands.HostWeights(epoch, world_size)
-        hosted: commands.WeightsHosted = await self.session.call("HostWeights", command, self._publication.join_timeout)
-        return hosted.address, hosted.manifest
-
     def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
         self._part = 0
         return self.session.post("BeginStep", commands.BeginStep(step), self._deadlines.train)
 
     def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
+        """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
         part, self._part = self._part, self._part + 1
-        shares = balance([group.tokens for group in groups], len(self._sessions))
+        tokens, mini_batches = [group.tokens for group in groups], [group.mini_batch for group in groups]
+        shares = balance_each(tokens, mini_batches, len(self._sessions))
         return _all(
             session.post("Accumulate", commands.Accumulate(step, part, [groups[i] for i in share]), self._deadlines.train)
             for session, share in zip(self._sessions, shares, strict=True)
@@ -106,15 +105,68 @@ class TrainerClient(WeightPeer):
     def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
         return self.session.post("Apply", commands.Apply(step), self._deadlines.train)
 
+    def save(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self.session.post("Save", commands.Save(folder), self._deadlines.save)
+
+
+class TrainerClient(UpdateClient, WeightPeer):
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        command = commands.HostWeights(epoch, world_size)
+        hosted: commands.WeightsHosted = await self.session.call("HostWeights", command, self._publication.join_timeout)
+        return hosted.address, hosted.manifest
+
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, commands.WeightsSent]:
         timeout = self._deadlines.train + self._publication.transfer_timeout
         return self.session.post("SendWeights", commands.SendWeights(version, epoch), timeout)
 
-    def save(self, folder: str, position: bytes) -> Coroutine[Any, Any, None]:
-        return self.session.post("Save", commands.Save(folder, position), self._deadlines.save)
-
     def export(self, folder: str) -> Coroutine[Any, Any, None]:
         return self.session.post("Export", commands.Export(folder), self._deadlines.save)
+
+
+Asked = tuple[ValueRequest, "asyncio.Future[bytes]"]  # and its answer to come
+
+
+class CriticClient(UpdateClient):
+    """Values that are asked for in one turn of the event loop are one part, shared out over the leaders."""
+
+    def __init__(self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication):
+        super().__init__(sessions, deadlines, publication)
+        self._asked: list[Asked] = []
+        self._parts = itertools.count()
+        self._computing: set[asyncio.Task[None]] = set()
+
+    async def values(self, request: ValueRequest) -> bytes:
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._flush)
+        future: asyncio.Future[bytes] = loop.create_future()
+        self._asked.append((request, future))
+        return await future
+
+    def _flush(self) -> None:
+        asked, self._asked = self._asked, []
+        task = asyncio.ensure_future(self._compute(next(self._parts), asked))
+        self._computing.add(task)
+        task.add_done_callback(self._computing.discard)
+
+    async def _compute(self, part: int, asked: list[Asked]) -> None:
+        """One part. It is carried through even when those who asked withdraw: the leaders compute it together."""
+        shares = balance([request.tokens for request, _ in asked], len(self._sessions))
+        calls = (
+            session.call("Values", commands.ComputeValues(part, [asked[i][0] for i in share]), self._deadlines.train)
+            for session, share in zip(self._sessions, shares, strict=True)
+        )
+        try:
+            replies: list[list[bytes]] = await asyncio.gather(*calls)
+            values = {i: one for share, reply in zip(shares, replies, strict=True) for i, one in zip(share, reply, strict=True)}
+        except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
+            for _, future in asked:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for index, (_, future) in enumerate(asked):
+            if not future.done():
+                future.set_result(values[index])
 
 
 def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +33,7 @@ from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.topology import Member, members
 from runtime.trackers import Trackers
-from services.client import Peer, ReferenceClient, RewardClient, RolloutClient, TrainerClient
+from services.client import CriticClient, Peer, ReferenceClient, RewardClient, RolloutClient, TrainerClient
 from services.server import Handler, Server
 from services.session import Session
 
@@ -143,7 +144,7 @@ class Coordinator:
             except asyncio.TimeoutError:
                 names = ", ".join(member.name for member in missing)
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
-        by_role: dict[str, list[Session]] = {"rollout": [], "reward": [], "reference": [], "trainer": []}
+        by_role: dict[str, list[Session]] = defaultdict(list)
         for member in expected:
             session = Session(self._registered[member].address, member.name, member.role.capitalize())
             self._sessions.append(session)
@@ -154,8 +155,9 @@ class Coordinator:
         rewards = [RewardClient(session, *settings) for session in by_role["reward"]]
         references = [ReferenceClient(session, *settings) for session in by_role["reference"]]
         trainer = TrainerClient(by_role["trainer"], *settings)
+        critic = CriticClient(by_role["critic"], *settings) if self._config.critic is not None else None
         self._peers = [Peer(session, *settings) for session in self._sessions]
-        return Roles(trainer=trainer, rollouts=rollouts, rewards=rewards, references=references)
+        return Roles(trainer=trainer, rollouts=rollouts, rewards=rewards, references=references, critic=critic)
 
     async def _stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""

@@ -1,72 +1,49 @@
-"""The trainer role: an SPMD group of one or more ranks. `python -m services.trainer`, or under torchrun.
+"""The trainer role: an SPMD group of one or more ranks, of which rank 0 publishes the weights.
 
-Rank 0 takes the commands in order and relays them; the other ranks carry them out on their own share of the data, which comes
-to them over their own stream.
+`python -m services.trainer`, or under torchrun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from runtime.actor import Letter
-from runtime.commands import AbortWeights, Accumulate, HostWeights, SendWeights, WeightsHosted, WeightsSent
+from runtime.commands import AbortWeights, HostWeights, SendWeights, WeightsHosted, WeightsSent
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
-from runtime.types import PolicyVersion
+from runtime.errors import ServiceFault
 from services import process
+from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
     from runtime.engines.train_rank import TrainRank
-    from runtime.spmd import Relay
     from runtime.weights.group import WeightGroup
     from runtime.weights.sender import SendResult
 
-log = logging.getLogger("sluice")
+
+def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
+    from runtime.engines import train_rank
+
+    return train_rank.make(config, rank, world_size)
 
 
-class TrainerService(process.Service):
-    """Rank 0, or the only rank: commands run one at a time, in order, in the engine's thread."""
+ROLE = SpmdRole("trainer", "Trainer", make_rank)
 
-    role = "trainer"
-    service = "Trainer"
+
+class TrainerService(Leader):
+    """Rank 0, or the only rank: a member of the publication group besides."""
+
+    _worker: TrainRank
 
     def __init__(self, config: Config, name: str, rank: int):
-        super().__init__(config, name, rank)
-        self._ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self._thread = ThreadPoolExecutor(1, "engine")
-        self._worker: TrainRank
-        self._relay: Relay[Any] | None = None
+        super().__init__(ROLE, config, name, rank)
         self._group: Future[WeightGroup] | None = None
-        self._busy_seconds = 0.0
-
-    def load(self) -> None:
-        from runtime.engines import train_rank
-
-        # The engine is made in its own thread, as some of torch's state belongs to the thread.
-        self._worker = self._thread.submit(train_rank.make, self.config, self.rank, self._ranks).result()
-        self._relay = self._worker.connect_relay(self.name)
 
     async def close(self) -> None:
-        if self._relay is not None:
-            await asyncio.to_thread(self._relay.close)
+        await super().close()
         self._leave()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._worker.version
-
-    def gauges(self) -> dict[str, float]:
-        return {"busy_seconds_total": self._busy_seconds, "steps_total": self._worker.version.step}
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         (letter,) = letters
@@ -78,15 +55,7 @@ class TrainerService(process.Service):
             self._leave()
             letter.reply()
         else:
-            letter.reply(await self._execute(letter.message))
-
-    async def _execute(self, command: Any) -> Any:
-        before = time.monotonic()
-        if self._relay is not None:
-            self._relay.send(replace(command, groups=[]) if isinstance(command, Accumulate) else command)
-        value = await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.execute, command)
-        self._busy_seconds += time.monotonic() - before
-        return value
+            await super().receive(letters)
 
     def _leave(self) -> None:
         if self._group is not None and self._group.done() and self._group.exception() is None:
@@ -133,68 +102,8 @@ class TrainerService(process.Service):
             letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "transfer", repr(error)))
 
 
-class FollowerService(process.Service):
-    """Another rank: a thread follows rank 0's commands; the mailbox takes only this rank's share of the data."""
-
-    role = "trainer"
-    service = "Trainer"
-
-    def __init__(self, config: Config, name: str, rank: int):
-        super().__init__(config, f"{name.rpartition('-')[0]}-{rank}", rank)
-        self._ranks = int(os.environ["WORLD_SIZE"])
-        self._thread = ThreadPoolExecutor(1, "engine")
-        self._worker: TrainRank
-        self._inbox: dict[tuple[int, int], Future[Letter]] = {}
-        self._following: asyncio.Future[None] | None = None
-
-    def load(self) -> None:
-        from runtime.engines import train_rank
-
-        self._worker = self._thread.submit(train_rank.make, self.config, self.rank, self._ranks).result()
-        self._relay = self._worker.connect_relay(self.name)
-
-    async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.background = self._loop.run_in_executor(self._thread, self._follow)
-
-    async def close(self) -> None:
-        if self._relay is not None:
-            await asyncio.to_thread(self._relay.close)
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._worker.version
-
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        (letter,) = letters
-        if not isinstance(letter.message, Accumulate):
-            raise InvalidMessage(f"rank {self.rank} takes data only, not {type(letter.message).__name__}")
-        self._slot(letter.message.step, letter.message.part).set_result(letter)
-
-    def _slot(self, step: int, part: int) -> Future[Letter]:
-        return self._inbox.setdefault((step, part), Future())
-
-    def _follow(self) -> None:
-        """In the engine's thread: carry out rank 0's commands until it closes the relay."""
-        assert self._relay is not None
-        while (command := self._relay.receive()) is not None:
-            if not isinstance(command, Accumulate):
-                self._worker.execute(command)
-                continue
-            timeout = self.config.deadlines.train
-            try:
-                letter = self._slot(command.step, command.part).result(timeout)
-            except FutureTimeout:
-                message = f"part {command.part} of step {command.step} did not come"
-                raise DeadlineExceeded(self.name, "accumulate", message, timeout) from None
-            del self._inbox[command.step, command.part]
-            self._worker.execute(letter.message)
-            self._loop.call_soon_threadsafe(letter.reply)
-
-
 def make(config: Config, name: str, rank: int) -> process.Service:
-    return FollowerService(config, name, rank) if rank else TrainerService(config, name, rank)
+    return Follower(ROLE, config, name, rank) if rank else TrainerService(config, name, rank)
 
 
 if __name__ == "__main__":

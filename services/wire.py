@@ -18,7 +18,16 @@ from google.protobuf.message import DecodeError, Message
 from runtime import codec, commands, errors, status
 from runtime.actor import Priority
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores, StepResult
-from services.rpc import common_pb2, coordinator_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2
+from services.rpc import (
+    common_pb2,
+    coordinator_pb2,
+    critic_pb2,
+    reference_pb2,
+    reward_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    weights_pb2,
+)
 
 PACKAGE = "sluice.v1"
 
@@ -111,6 +120,11 @@ def _raw(message: Any, field: str) -> Side:
     return Side(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
 
 
+def _raw_list(message: Any, field: str) -> Side:
+    """A message whose one field is a list of which each item is handed on without decoding."""
+    return Side(message, lambda values: message(**{field: values}), lambda out: list(getattr(out, field)))
+
+
 _empty = Side(common_pb2.Empty, lambda _: common_pb2.Empty(), lambda _: None)
 _status = _struct(common_pb2.StatusReply, status.Status)
 _join = _struct(weights_pb2.JoinWeightsRequest, commands.JoinWeights)
@@ -180,6 +194,21 @@ METHODS: dict[tuple[str, str], Method] = {
         ),
         Method("Trainer", "Save", _struct(trainer_pb2.SaveRequest, commands.Save), _empty),
         Method("Trainer", "Export", _struct(trainer_pb2.ExportRequest, commands.Export), _empty),
+        Method("Critic", "BeginStep", _struct(critic_pb2.CriticStepRequest, commands.BeginStep), _empty),
+        Method("Critic", "Accumulate", _struct(critic_pb2.CriticAccumulateRequest, commands.Accumulate), _empty),
+        Method(
+            "Critic",
+            "Apply",
+            _struct(critic_pb2.CriticStepRequest, commands.Apply),
+            _bulk(critic_pb2.CriticApplyReply, "result", StepResult),
+        ),
+        Method("Critic", "Save", _struct(critic_pb2.CriticSaveRequest, commands.Save), _empty),
+        Method(
+            "Critic",
+            "Values",
+            _struct(critic_pb2.ValuesRequest, commands.ComputeValues),
+            _raw_list(critic_pb2.ValuesReply, "values"),
+        ),
     )
 }
 

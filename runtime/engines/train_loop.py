@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.chosen_algorithm import choose, kl_control, mini_batches, streams, updates_per_step
+from runtime.chosen_algorithm import choose, kl_control, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.engines import train_batch, train_rows, train_sharding, train_state
 from runtime.engines.lr_schedule import learning_rate
@@ -139,7 +139,7 @@ class TorchUpdateEngine(UpdateEngine):
         empty = [train_rows.decode_groups([], 0, self._needs)]
         work = self._work(train_rows.join(self._held or empty))
         for _ in range(self._config.training.epochs):
-            for index in range(mini_batches(self._config)):
+            for index in range(updates_per_epoch(self._config)):
                 self._add(work, (work.rows.mini_batch == index)[work.rows.group])
                 self._update()
 

@@ -44,6 +44,14 @@ class Group(Struct, eq=False, kw_only=True):
     def group_id(self) -> int:
         return self.ticket.group_id
 
+    @property
+    def tokens(self) -> int:
+        """Of all its samples, prompts included. 0 until it is generated."""
+        if self.generated is None:
+            return 0
+        lengths = self.generated.response_tokens
+        return self.generated.prompt_tokens * len(lengths) + sum(lengths)
+
 
 class Wait(Struct, frozen=True):
     """What a step waits for: the group, the service that has it, and the phase it is in."""

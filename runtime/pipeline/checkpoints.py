@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from runtime import checkpoint, codec
 from runtime.config import Config
 from runtime.data.prompts import PromptStream
+from runtime.errors import ServiceFault
 from runtime.ledger import Ledger
 from runtime.ledger_records import CheckpointSaved
 from runtime.pipeline.buffer import Buffer
-from runtime.ports import Answer, TrainerPort
+from runtime.pipeline.roles import Roles
+from runtime.ports import Answer
 from runtime.position import Position
 from runtime.types import PolicyVersion
 
@@ -21,13 +24,11 @@ from runtime.types import PolicyVersion
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(
-        self, folder: Path, config: Config, trainer: TrainerPort, ledger: Ledger, stream: PromptStream, buffer: Buffer
-    ):
+    def __init__(self, folder: Path, config: Config, roles: Roles, ledger: Ledger, stream: PromptStream, buffer: Buffer):
         self._folder = folder
         self._settings = config.checkpoint
         self._retain_bytes = config.ledger.retain_bytes
-        self._trainer = trainer
+        self._roles = roles
         self._ledger = ledger
         self._stream = stream
         self._buffer = buffer
@@ -37,6 +38,7 @@ class Checkpoints:
     def resume(self, incarnation: int, position: Position) -> None:
         """Go on after `position`, as `incarnation`."""
         self._incarnation = incarnation
+        checkpoint.sweep(self._folder)
         if position.best_step is not None and position.best_accuracy is not None:
             self.accuracy[position.best_step] = position.best_accuracy
 
@@ -68,12 +70,28 @@ class Checkpoints:
         return codec.encode(position)
 
     def save(self, step: int, position: bytes) -> Answer[None]:
-        """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned."""
-        folder = checkpoint.folder_for(self._folder, step)
-        return self._saved_at(step, folder, self._trainer.save(str(folder.absolute()), position))
+        """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
-    async def _saved_at(self, step: int, folder: Path, saving: Answer[None]) -> None:
-        await saving
+        Raises StorageFull when there is no room for it.
+        """
+        folder, roles = checkpoint.folder_for(self._folder, step), self._roles
+        with _faults_told(folder):
+            partial = checkpoint.begin(folder.absolute())
+            if roles.critic is not None:
+                (partial / checkpoint.CRITIC).mkdir()
+        saving = [roles.trainer.save(str(partial))]
+        if roles.critic is not None:
+            saving.append(roles.critic.save(str(partial / checkpoint.CRITIC)))
+        return self._saved_at(step, folder, partial, saving, position)
+
+    async def _saved_at(self, step: int, folder: Path, partial: Path, saving: list[Answer[None]], position: bytes) -> None:
+        try:
+            await asyncio.gather(*saving)
+        except BaseException:
+            checkpoint.discard(partial)
+            raise
+        with _faults_told(folder):
+            await asyncio.to_thread(checkpoint.complete, partial, folder, {checkpoint.POSITION: position})
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=time.time()))
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, best)
@@ -82,3 +100,13 @@ class Checkpoints:
 
     def _best(self, steps: Iterable[int]) -> int | None:
         return max(steps, key=lambda step: self.accuracy[step], default=None)
+
+
+@contextmanager
+def _faults_told(folder: Path) -> Iterator[None]:
+    """An error of the file system is a StorageFull or a ServiceFault."""
+    with checkpoint.full_disk_told(folder):
+        try:
+            yield
+        except OSError as error:
+            raise ServiceFault("coordinator", "save", str(error)) from error

@@ -1,4 +1,4 @@
-"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores and reference.
+"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores, reference and values.
 
 One coroutine sees one group through its life, up to `ready`. What bounds the number of them, and so every queue behind them, is
 admission: a group is dispatched only while it may still be trained on in time.
@@ -21,7 +21,7 @@ from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.roles import Roles, RolloutPool
 from runtime.pipeline.states import Mark, Phase
 from runtime.ports import Answer, RolloutPort
-from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest
+from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 
 STREAM = "stream"  # the ledger's note of where the prompt stream is
 
@@ -136,6 +136,8 @@ class GroupStage:
             jobs.append(self._score(group, payload, turn))
         if missing & Mark.REFERENCED:
             jobs.append(self._reference(group, payload, turn))
+        if missing & Mark.VALUED:
+            jobs.append(self._value(group, payload))
         await asyncio.gather(*jobs)
 
     async def _score(self, group: Group, payload: bytes, turn: int) -> None:
@@ -151,6 +153,13 @@ class GroupStage:
         with self._spans.span("reference_model"):
             logprobs = await reference.logprobs(request)
         self._buffer.referenced(group.group_id, logprobs)
+
+    async def _value(self, group: Group, payload: bytes) -> None:
+        assert self._roles.critic is not None
+        request = ValueRequest(group_id=group.group_id, tokens=group.tokens, payload=payload)
+        with self._spans.span("critic_model"):
+            values = await self._roles.critic.values(request)
+        self._buffer.valued(group.group_id, values)
 
 
 def max_in_flight(config: Config) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.ports import ReferencePort, RewardPort, RolloutPort, TrainerPort
+from runtime.ports import CriticPort, ReferencePort, RewardPort, RolloutPort, TrainerPort
 from runtime.types import GeneratedGroup, GroupRequest
 
 
@@ -15,6 +15,7 @@ class Roles:
     rollouts: Sequence[RolloutPort]
     rewards: Sequence[RewardPort]
     references: Sequence[ReferencePort]
+    critic: CriticPort | None = None
 
 
 class RolloutPool:

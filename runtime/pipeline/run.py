@@ -11,9 +11,10 @@ from typing import Any
 
 from runtime import checkpoint, codec
 from runtime.aio import TaskGroup
-from runtime.chosen_algorithm import choose
+from runtime.chosen_algorithm import choose, groups_per_update, streams
 from runtime.config import Config
 from runtime.data.prompts import Prompts, PromptStream, StreamState
+from runtime.errors import UserError
 from runtime.ledger import Ledger
 from runtime.ledger_reader import LedgerReader
 from runtime.ledger_records import Note
@@ -30,6 +31,7 @@ from runtime.pipeline.training import TrainedStep, TrainStage
 from runtime.position import Position
 from runtime.status import Progress
 from runtime.summary import Summary
+from runtime.topology import members, uses_reference
 from runtime.trackers import Trackers
 from runtime.types import PolicyVersion
 
@@ -65,7 +67,7 @@ class Run:
         self._position = self._restored_position()
         first = self._position.version.step if self._position else 0
         self._incarnation = 0
-        self._needs = Mark.SCORED | (Mark.REFERENCED if roles.references else Mark.NONE)
+        self._needs = _needs(config)
         self._buffer = Buffer(
             needs=self._needs,
             groups_per_step=config.training.groups_per_step,
@@ -73,7 +75,7 @@ class Run:
             journal=material.ledger.record,
             step=first,
         )
-        self._checkpoints = Checkpoints(material.folder, config, roles.trainer, material.ledger, self._stream, self._buffer)
+        self._checkpoints = Checkpoints(material.folder, config, roles, material.ledger, self._stream, self._buffer)
         self._spans = SpanClock()
         self._pool = RolloutPool(roles.rollouts)
         self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
@@ -91,12 +93,13 @@ class Run:
             self._spans,
         )
         self._training = TrainStage(
-            roles.trainer,
+            roles,
             self._publisher,
             self._buffer,
             material.ledger,
             self._spans,
-            streamable=choose(config).streamable,
+            streams=streams(config),
+            groups_per_update=groups_per_update(config),
             checkpoint=self._checkpoints.due,
             finished=self._finished,
         )
@@ -240,6 +243,7 @@ class Run:
     async def _save_end(self) -> None:
         self._report("saving")
         step = self._buffer.committed
+        await self._training.saved()  # it may be of the same step
         await self._checkpoints.save(step, await self._checkpoints.position(step))
         folder = self._material.folder / MODEL
         await self._roles.trainer.export(str(folder.absolute()))
@@ -303,8 +307,18 @@ def _line(figures: dict[str, float]) -> str:
     return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)
 
 
+def _needs(config: Config) -> Mark:
+    """What a group must have before it is trained on. Raises UserError for an advantage whose critic is missing."""
+    needs = Mark.SCORED
+    if uses_reference(config):
+        needs |= Mark.REFERENCED
+    if config.critic is not None:
+        needs |= Mark.VALUED
+    elif choose(config).advantage.needs_values:
+        raise UserError(f"critic: missing; algorithm.advantage {config.algorithm.advantage} needs one")
+    return needs
+
+
 def accelerators(config: Config) -> int:
-    """All devices of the run: one a process of trainer, rollout and reference."""
-    services = config.services
-    reference = services.reference.replicas if config.algorithm.kl_coefficient > 0 else 0
-    return services.trainer.processes + services.rollout.replicas + reference
+    """All devices of the run: one a process of all roles that compute."""
+    return sum(member.role != "reward" for member in members(config))

@@ -1,8 +1,8 @@
 """The last stages: fill a step's batch by deadline, apply it, publish what it made.
 
 Step v trains version v and makes v + 1. While v is applied and v + 1 published, the batch of step v + 1 is already being filled
-and sent: the trainer holds one batch ahead. A step's groups are consumed once it is applied, and retire once its version is
-committed.
+and sent: the trainer holds one batch ahead. A critic is given the same commands in the same order, and updates beside the
+trainer. A step's groups are consumed once both have applied it, and retire once its version is committed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from runtime.aio import TaskGroup
 from runtime.ledger import Ledger
-from runtime.metrics import UPDATE, PublicationFigures, SpanClock
+from runtime.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
 from runtime.pipeline.buffer import Buffer, Group, Part
 from runtime.pipeline.publisher import Publisher, Transaction
+from runtime.pipeline.roles import Roles
 from runtime.pipeline.states import Phase
-from runtime.ports import Answer, TrainerPort
+from runtime.ports import Answer, UpdatePort
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
 CHUNKS = 4  # an idle trainer is given what is ready once it is a quarter of the step
@@ -40,25 +41,30 @@ class TrainStage:
 
     def __init__(
         self,
-        trainer: TrainerPort,
+        roles: Roles,
         publisher: Publisher,
         buffer: Buffer,
         ledger: Ledger,
         spans: SpanClock,
         *,
-        streamable: bool,
+        streams: bool,
+        groups_per_update: int,
         checkpoint: Callable[[int], Awaitable[Callable[[], Answer[None]] | None]],
         finished: Callable[[TrainedStep], Awaitable[None]],
     ):
-        self._trainer = trainer
+        self._updated: list[tuple[UpdatePort, str]] = [(roles.trainer, UPDATE)]
+        if roles.critic is not None:
+            self._updated.append((roles.critic, UPDATE_CRITIC))
         self._publisher = publisher
         self._buffer = buffer
         self._ledger = ledger
         self._spans = spans
-        self._streamable = streamable
+        self._streams = streams
+        self._groups_per_update = groups_per_update
         self._checkpoint = checkpoint
         self._finished = finished
         self._running: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self.incarnation = 0
         self.last_step = 0
         """The run ends before this step."""
@@ -81,19 +87,25 @@ class TrainStage:
             if self._running is not None:
                 await self._running
             version = PolicyVersion(self.incarnation, step + 1)
-            apply = tasks.create_task(self._trainer.apply(step))
+            applying = [tasks.create_task(self._applied(model.apply(step), phase)) for model, phase in self._updated]
             self.first_applied = self.first_applied or time.monotonic()
             publication = self._publisher.begin(version)
             if saving is not None:
-                tasks.create_task(saving())
-            self._running = tasks.create_task(self._finish(step, batch, apply, publication))
+                self._saving = tasks.create_task(saving())
+            self._running = tasks.create_task(self._finish(step, batch, applying, publication))
         if self._running is not None:
             await self._running
+
+    async def saved(self) -> None:
+        """The checkpoint ordered last, if there was one, is complete."""
+        if self._saving is not None:
+            await self._saving
 
     async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them on; None when `stop` came first."""
         buffer, batch = self._buffer, list[Group]()
-        tasks.create_task(self._trainer.begin_step(step))
+        for model, _ in self._updated:
+            tasks.create_task(model.begin_step(step))
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
@@ -104,42 +116,58 @@ class TrainStage:
             if groups:
                 batch += groups
                 data = [await self._train_group(group) for group in groups]
-                tasks.create_task(self._trainer.accumulate(step, data))
+                for model, _ in self._updated:
+                    tasks.create_task(model.accumulate(step, data))
             else:
                 await buffer.ready_changed.wait()
         return batch
 
     def _may_stream(self, taken: int) -> bool:
         """Whether a part of the batch is worth sending: it is, when the trainer has nothing else to do."""
-        if not self._streamable or not (self._running is None or self._running.done()):
+        if not self._streams or not (self._running is None or self._running.done()):
             return False
         buffer = self._buffer
         ready = sum(group.state.phase == Phase.READY and group.taken is None for group in buffer)
         return ready >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
 
-    async def _finish(self, step: int, batch: list[Group], apply: Awaitable[StepResult], publication: Transaction) -> None:
+    async def _applied(self, apply: Answer[StepResult], phase: str) -> StepResult:
+        result = await apply
+        now = time.monotonic()
+        self._spans.add(phase, now - result.seconds, now)
+        return result
+
+    async def _finish(
+        self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], publication: Transaction
+    ) -> None:
+        trainer, *others = applying
         try:
-            result = await apply
-            now = time.monotonic()
-            self._spans.add(UPDATE, now - result.seconds, now)
-            self._buffer.consume(step)
-            with self._spans.span("resharding_to_infer"):
-                figures = await publication.finish()
+            result = await trainer
+            async with TaskGroup() as both:  # the rollouts need not wait for the critic
+                publishing = both.create_task(self._publish(publication))
+                for applied in others:
+                    result = structs.replace(result, metrics=(await applied).metrics | result.metrics)
+                self._buffer.consume(step)
         finally:
             publication.cancel()
         self._buffer.commit(step + 1)
-        await self._finished(TrainedStep(step=step, groups=batch, result=result, publication=figures))
+        await self._finished(TrainedStep(step=step, groups=batch, result=result, publication=publishing.result()))
+
+    async def _publish(self, publication: Transaction) -> PublicationFigures:
+        with self._spans.span("resharding_to_infer"):
+            return await publication.finish()
 
     async def _train_group(self, group: Group) -> TrainGroup:
-        generated, scores = group.generated, group.scores
-        assert generated is not None and scores is not None and group.payload is not None
+        scores = group.scores
+        assert scores is not None and group.payload is not None and group.place is not None
         return TrainGroup(
             group_id=group.group_id,
-            tokens=generated.prompt_tokens * len(generated.response_tokens) + sum(generated.response_tokens),
+            tokens=group.tokens,
             payload=await self._bytes(group.payload),
             rewards=scores.rewards,
             valid=scores.valid,
             reference=None if group.reference is None else await self._bytes(group.reference),
+            values=None if group.value is None else await self._bytes(group.value),
+            mini_batch=group.place // self._groups_per_update,
         )
 
     async def _bytes(self, part: Part) -> bytes:

@@ -29,12 +29,10 @@ class ApplyReply(_message.Message):
     def __init__(self, result: _Optional[bytes] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("folder", "position")
+    __slots__ = ("folder",)
     FOLDER_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
     folder: str
-    position: bytes
-    def __init__(self, folder: _Optional[str] = ..., position: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...
 
 class ExportRequest(_message.Message):
     __slots__ = ("folder",)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from runtime import checkpoint, config
 from runtime.aio import first_error
-from runtime.commands import WeightsSent
 from runtime.config import Config
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts, PromptStream
@@ -39,16 +38,11 @@ from runtime.types import (
     PolicyVersion,
     ScoreRequest,
     Scores,
-    StepResult,
-    TrainGroup,
 )
 from runtime.weights.plan import GroupAddress, Manifest
-
-T = TypeVar("T")
+from tests.loopback.model_fakes import MANIFEST, FakeCritic, FakeTrainer, Weights, no_time
 
 DEADLINE = 30.0  # seconds that one run may take
-BYTES = 4096  # of one publication
-MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 
 
 class LongTail:
@@ -60,20 +54,6 @@ class LongTail:
 
     def __call__(self) -> float:
         return min(self._longest, self._scale * self._random.paretovariate(0.9))
-
-
-def no_time() -> float:
-    return 0.0
-
-
-class Weights:
-    """What the trainer has broadcast: receivers wait here for a version."""
-
-    def __init__(self) -> None:
-        self._sent: dict[PolicyVersion, asyncio.Event] = {}
-
-    def of(self, version: PolicyVersion) -> asyncio.Event:
-        return self._sent.setdefault(version, asyncio.Event())
 
 
 class FakeRollout:
@@ -156,92 +136,6 @@ class FakeReference:
         return b"reference " + request.payload
 
 
-class FakeTrainer:
-    """Carries out commands one after the other, in the order in which they were posted.
-
-    `posted` and `done` are those orders; `seen_done[i]` is how many were done when command i was posted.
-    """
-
-    name = "trainer-0"
-
-    def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time):
-        self.posted: list[tuple[str, int]] = []
-        self.done: list[tuple[str, int]] = []
-        self.done_when_posted: list[frozenset[tuple[str, int]]] = []
-        self.batches: dict[int, list[TrainGroup]] = {}
-        self.calls: list[tuple[str, Any]] = []
-        self._weights = weights
-        self._apply_seconds = apply_seconds
-        self._last: asyncio.Task[Any] | None = None
-
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        address = GroupAddress(
-            epoch=epoch, host="127.0.0.1", port=1, rank=0, world_size=world_size, backend="gloo", timeout=1.0
-        )
-        return address, MANIFEST
-
-    def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
-        return self._post("begin", step, lambda: self._nothing())
-
-    def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
-        self.batches.setdefault(step, []).extend(groups)
-        return self._post("accumulate", step, lambda: self._nothing())
-
-    def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
-        return self._post("apply", step, lambda: self.applied(step))
-
-    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
-        return self._post("send_weights", version.step, lambda: self.send(version))
-
-    def save(self, folder: str, position: bytes) -> Coroutine[Any, Any, None]:
-        return self._post("save", checkpoint_step(folder), lambda: self._write(Path(folder), position))
-
-    def export(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self._post("export", 0, lambda: self._write(Path(folder), b""))
-
-    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        self.calls.append(("abort", version.step))
-
-    async def applied(self, step: int) -> StepResult:
-        seconds = self._apply_seconds()
-        await asyncio.sleep(seconds)
-        return StepResult(step=step, metrics={"grad_norm": 1.0}, seconds=seconds)
-
-    async def send(self, version: PolicyVersion) -> WeightsSent:
-        self._weights.of(version).set()
-        return WeightsSent(BYTES, 0.0)
-
-    async def _nothing(self) -> None:
-        return None
-
-    async def _write(self, folder: Path, position: bytes) -> None:
-        with checkpoint.atomic_folder(folder) as partial:
-            (partial / checkpoint.POSITION).write_bytes(position)
-
-    def _post(self, name: str, step: int, work: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        command, previous = (name, step), self._last
-        self.posted.append(command)
-        self.done_when_posted.append(frozenset(self.done))
-
-        async def in_turn() -> T:
-            if previous is not None:
-                await asyncio.wait({previous})
-            value = await work()
-            self.done.append(command)
-            return value
-
-        task = self._last = asyncio.ensure_future(in_turn())
-
-        async def answer() -> T:
-            return await asyncio.shield(task)
-
-        return answer()
-
-
-def checkpoint_step(folder: str) -> int:
-    return int(Path(folder).name.removeprefix("step-"))
-
-
 @dataclass
 class Cast:
     """The roles of one run; replace what should behave otherwise."""
@@ -251,6 +145,7 @@ class Cast:
     rollouts: list[FakeRollout]
     reward: FakeReward
     reference: FakeReference
+    critic: FakeCritic | None = None
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -272,7 +167,13 @@ class Cast:
 
     @property
     def roles(self) -> Roles:
-        return Roles(trainer=self.trainer, rollouts=self.rollouts, rewards=[self.reward], references=[self.reference])
+        return Roles(
+            trainer=self.trainer,
+            rollouts=self.rollouts,
+            rewards=[self.reward],
+            references=[self.reference],
+            critic=self.critic,
+        )
 
     def generated_by(self) -> dict[int, PolicyVersion]:
         """The version at the start of each group, as the rollouts saw it."""

@@ -14,7 +14,8 @@ from runtime.metrics import PublicationFigures
 from runtime.pipeline import publisher
 from runtime.pipeline.publisher import Publisher
 from runtime.types import PolicyVersion
-from tests.loopback.pipeline_fakes import BYTES, Cast, FakeRollout
+from tests.loopback.model_fakes import BYTES
+from tests.loopback.pipeline_fakes import Cast, FakeRollout
 
 DEADLINE = 10.0
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[type[TorchUpdateEngine], dict[str, Any]]] = {
 def settings(folder: Path, sections: dict[str, Any], **training: Any) -> Config:
     training = {"groups_per_step": 4, "epochs": 2, "mini_batch_size": 2, "max_tokens_per_microbatch": 24} | training
     made = make_config(str(folder / "policy"), optimizer=SMOOTH, training=training, **sections)
-    critic = config.Critic(value_clip=0.1, optimizer=config.Optimizer(learning_rate=1e-2, eps=1e-2))
+    critic = config.Critic(value_clip=0.1, optimizer=config.CriticOptimizer(learning_rate=1e-2, eps=1e-2))
     return replace(made, critic=critic, run=replace(made.run, dir=str(folder)))
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.batching import balance, length_buckets, micro_batches
+from runtime.batching import balance, balance_each, length_buckets, micro_batches
 from runtime.config import Optimizer
 from runtime.engines.lr_schedule import learning_rate
 
@@ -115,3 +115,14 @@ def test_learning_rate(schedule: str, expected: list[float]):
     options = Optimizer(learning_rate=1.0, min_learning_rate=0.1, schedule=schedule, warmup_steps=2)
     assert [learning_rate(step, 6, options) for step in range(7)] == pytest.approx(expected)
     assert learning_rate(100, 6, options) == pytest.approx(expected[-1])
+
+
+def test_each_kind_is_shared_out_for_itself() -> None:
+    costs, kinds = [9, 1, 5, 5, 1, 9, 4, 4], [0, 0, 1, 1, 0, 0, 1, 1]
+    shares = balance_each(costs, kinds, 2)
+    assert sorted(index for share in shares for index in share) == list(range(8))
+    assert all(share == sorted(share) for share in shares)
+    for kind, half in ((0, 10), (1, 9)):
+        assert [sum(costs[i] for i in share if kinds[i] == kind) for share in shares] == [half, half]
+    assert balance_each([], [], 3) == [[], [], []]
+    assert sorted(map(len, balance_each([1, 1], [0, 1], 2))) == [0, 2]  # fewer items of a kind than parts

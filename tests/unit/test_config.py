@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from runtime import config_loading
-from runtime.config import Config, Tracker, Warmup
+from runtime.config import Config, Critic, Tracker, Warmup
 from runtime.config_checks import kv_cache_bytes, semantic_faults
 from runtime.config_loading import load, preset_names, resolve, schema, to_yaml
 from runtime.errors import ConfigError
@@ -211,8 +211,11 @@ def test_yaml_round_trip(tmp_path_factory: pytest.TempPathFactory, texts: list[s
 def test_resolve_fills_derived_values_once_they_are_known(loading: Loading) -> None:
     first = resolve(loading("run: {name: q}\nwarmup: {}\nsampling: {max_new_tokens: 33}"))
     assert (first.run.dir, first.evaluation.max_new_tokens, first.model.reference) == ("runs/q", 33, "")
-    named = msgspec.structs.replace(first, model=msgspec.structs.replace(first.model, path="m"))
+    assert first.critic is None
+    critic = resolve(msgspec.structs.replace(first, critic=Critic()))
+    named = msgspec.structs.replace(critic, model=msgspec.structs.replace(first.model, path="m"))
     assert resolve(named).model.reference == "m"
+    assert resolve(named).critic == Critic(path="m")
     assert resolve(resolve(named)) == resolve(named)
     kept = resolve(loading("run: {name: q, dir: d}\nmodel: {path: m, reference: r}\nevaluation: {max_new_tokens: 5}"))
     assert (kept.run.dir, kept.evaluation.max_new_tokens, kept.model.reference) == ("d", 5, "r")
@@ -260,7 +263,8 @@ def sound(tmp_path: Path) -> dict[str, Any]:
 
 
 KNOWN = {
-    "algorithm.advantage": ["group_norm", "rloo"],
+    "algorithm.advantage": ["gae", "group_norm", "rloo"],
+    "critic": ["gae"],
     "algorithm.loss": ["decoupled", "gspo", "ppo"],
     "algorithm.correction": ["none", "icepop"],
     "algorithm.aggregation": ["token_mean"],
@@ -289,6 +293,18 @@ def test_a_warmup_names_model_and_data_later() -> None:
     ]
 
 
+PPO: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {}}
+
+
+def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
+    assert checked(sound, **PPO) == []
+    shared = {"trainer": {"processes": 2}, "critic": {"processes": 4}}
+    assert checked(sound, **PPO, training={"mini_batch_size": 4, "epochs": 2}, services=shared) == []
+    assert checked(sound, services={"critic": {"processes": 3}}) == []  # there is none
+    assert checked(sound, reference={"mode": "none"}) == []
+    assert checked(sound, reference={"mode": "adapter_off"}, lora={}, algorithm={"kl_coefficient": 0.1}) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -311,7 +327,7 @@ def test_a_warmup_names_model_and_data_later() -> None:
             "evaluation.max_new_tokens: 65 and data.max_prompt_tokens 64 exceed the model's 128",
         ),
         ({"sampling": {"group_size": 1}}, "sampling.group_size: 1 is too few; algorithm.advantage group_norm needs at least 2"),
-        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage: 'gae' is not one of group_norm, rloo, nor"),
+        ({"algorithm": {"advantage": "gea"}}, "algorithm.advantage: 'gea' is not one of gae, group_norm, rloo, nor"),
         ({"algorithm": {"kl": "k9", "kl_coefficient": 1}}, "algorithm.kl: 'k9' is not one of k1, k3"),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip: 0.5 is not 0 (off) or > 1"),
         ({"algorithm": {"correction": "tis"}}, "algorithm.correction: 'tis' is not one of icepop, none, nor FILE.py:NAME"),
@@ -351,6 +367,38 @@ def test_a_warmup_names_model_and_data_later() -> None:
             {"services": {"trainer": {"processes": 3}}},
             "services.trainer.processes: 3 does not divide training.groups_per_step = 8",
         ),
+        (
+            {"training": {"mini_batch_size": 3}},
+            "training.mini_batch_size: 3 does not divide groups_per_step = 8",
+        ),
+        ({"training": {"mini_batch_size": 16}}, "training.mini_batch_size: 16 does not divide groups_per_step = 8"),
+        (
+            {"training": {"mini_batch_size": 2}, "services": {"trainer": {"processes": 4}}},
+            "services.trainer.processes: 4 does not divide training.mini_batch_size = 2",
+        ),
+        (
+            {"reference": {"mode": "none"}, "algorithm": {"kl_coefficient": 0.1}},
+            "reference.mode: none leaves the KL term of algorithm.kl_coefficient 0.1 without its reference",
+        ),
+        ({"reference": {"mode": "adapter_off"}}, "reference.mode: adapter_off needs a lora section"),
+        ({"algorithm": {"advantage": "gae"}}, "critic: missing; algorithm.advantage gae needs one"),
+        (
+            {"critic": {}},
+            "critic: there is one, but algorithm.advantage group_norm takes no values; leave the section out",
+        ),
+        ({**PPO, "critic": {"path": "/no/critic"}}, "critic.path: '/no/critic' is not a folder"),
+        (
+            {**PPO, "critic": {"optimizer": {"learning_rate": 0.5, "min_learning_rate": 1}}},
+            "critic.optimizer.min_learning_rate: 1 is above learning_rate 0.5",
+        ),
+        (
+            {**PPO, "services": {"critic": {"processes": 3}}},
+            "services.critic.processes: 3 does not divide training.groups_per_step = 8",
+        ),
+        (
+            {**PPO, "training": {"mini_batch_size": 2}, "services": {"critic": {"processes": 8}}},
+            "services.critic.processes: 8 does not divide training.mini_batch_size = 2",
+        ),
         ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
     ],
 )
@@ -361,9 +409,14 @@ def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault:
 
 def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     policy = Path(sound["model"]["path"])
-    model_folder(tmp_path / "wide", vocab_size=301)
-    (fault,) = checked(sound, model={"reference": str(tmp_path / "wide")})
-    assert fault == f"model.reference: '{tmp_path / 'wide'}' has a vocabulary of 301 tokens, the policy one of 300"
+    wide = model_folder(tmp_path / "wide", vocab_size=301)
+    (fault,) = checked(sound, model={"reference": str(wide)})
+    assert fault == f"model.reference: '{wide}' has a vocabulary of 301 tokens, the policy one of 300"
+    (fault,) = checked(sound, **(PPO | {"critic": {"path": str(wide)}}))
+    assert fault == f"critic.path: '{wide}' has a vocabulary of 301 tokens, the policy one of 300"
+    (model_folder(tmp_path / "empty") / "model.safetensors").unlink()
+    (fault,) = checked(sound, **(PPO | {"critic": {"path": str(tmp_path / "empty")}}))
+    assert fault == f"critic.path: '{tmp_path / 'empty'}' has no weights (*.safetensors)"
 
     (policy / "model.safetensors").unlink()
     assert checked(sound) == [f"model.path: '{policy}' has no weights (*.safetensors)"]
@@ -427,8 +480,11 @@ class TestPresets:
         assert len(preset_names()) >= 7
         for name in preset_names():
             config = loading("run: {name: a}", f"algorithm.preset={name}")
-            checked_config = msgspec.convert(sound | {"algorithm": msgspec.to_builtins(config.algorithm)}, Config)
-            known = {key: names for key, names in known_names().items() if key.startswith("algorithm")}
+            known = {key: names for key, names in known_names().items() if key.startswith(("algorithm", "critic"))}
+            sections: dict[str, Any] = {"algorithm": msgspec.to_builtins(config.algorithm)}
+            if config.algorithm.advantage in known["critic"]:
+                sections["critic"] = {}
+            checked_config = msgspec.convert(sound | sections, Config)
             assert semantic_faults(resolve(checked_config), known, 1 << 40) == [], name
 
     def test_a_file_of_ones_own(self, loading: Loading, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def settings(path: str, *, algorithm: dict[str, Any] | None = None, critic: str 
     training = {"groups_per_step": GROUPS, **training}
     made = make_config(path, algorithm=algorithm or {}, optimizer=SMOOTH, training=training)
     if critic is not None:
-        options = config.Optimizer(learning_rate=5e-3, eps=1e-2, max_grad_norm=0.3)
+        options = config.CriticOptimizer(learning_rate=5e-3, eps=1e-2, max_grad_norm=0.3)
         made = replace(made, critic=config.Critic(path=critic, value_clip=0.1, optimizer=options))
     return made
 

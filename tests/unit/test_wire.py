@@ -25,10 +25,20 @@ from runtime.types import (
     Scores,
     StepResult,
     TrainGroup,
+    ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from services import wire
-from services.rpc import common_pb2, coordinator_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2
+from services.rpc import (
+    common_pb2,
+    coordinator_pb2,
+    critic_pb2,
+    reference_pb2,
+    reward_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    weights_pb2,
+)
 
 VERSION = PolicyVersion(3, 1 << 20)
 
@@ -54,6 +64,8 @@ GROUPS = [
         rewards=np.array([0.5, -1], np.float32),
         valid=np.array([1, 0], np.uint8),
         reference=reference,
+        values=reference,
+        mini_batch=group_id % 2,
     )
     for group_id, reference in ((1, None), (1 << 40, codec.encode(Logprobs(group_id=1, values=np.ones(2, np.float32)))))
 ]
@@ -140,8 +152,16 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Trainer", "BeginStep"): (commands.BeginStep(7), None),
     ("Trainer", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
     ("Trainer", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"grad_norm": 0.5}, seconds=1.25)),
-    ("Trainer", "Save"): (commands.Save("runs/a/checkpoint", b"\x00position"), None),
+    ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),
+    ("Critic", "BeginStep"): (commands.BeginStep(7), None),
+    ("Critic", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
+    ("Critic", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"critic/value_loss": 0.5}, seconds=1.25)),
+    ("Critic", "Save"): (commands.Save("runs/a/checkpoint/critic"), None),
+    ("Critic", "Values"): (
+        commands.ComputeValues(1 << 20, [ValueRequest(group_id=1 << 40, tokens=9, payload=b"\x00\xff")]),
+        [b"\x00\xffraw", b""],
+    ),
 }
 
 
@@ -176,6 +196,7 @@ def test_a_message_arrives_as_it_was_sent(side: wire.Side, value: Any) -> None:
     [
         (("Trainer", "Accumulate"), commands.Accumulate(0, 0, []), None),
         (("Trainer", "HostWeights"), commands.HostWeights(0, 0), commands.WeightsHosted(ADDRESS, Manifest((), 0))),
+        (("Critic", "Values"), commands.ComputeValues(0, []), []),
         (("Rollout", "Cancel"), commands.Cancel([]), None),
         (("Coordinator", "Processes"), None, status.Topology()),
         (("Coordinator", "Watch"), None, status.Progress()),
@@ -232,7 +253,7 @@ def test_protobuf_and_struct_have_the_same_fields(side: wire.Side, value: Any) -
 
 def test_the_protocol_files_declare_exactly_these_methods() -> None:
     declared = {}
-    for module in (common_pb2, coordinator_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2):
+    for module in (common_pb2, coordinator_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 if method.name == "Session":
@@ -272,6 +293,7 @@ def test_what_steers_a_role_goes_before_its_data() -> None:
         (("Reward", "Score"), reward_pb2.ScoreRequest(group=codec.encode({"group_id": "7"})).SerializeToString()),
         (("Trainer", "Accumulate"), trainer_pb2.AccumulateRequest(groups=codec.encode([5])).SerializeToString()),
         (("Trainer", "Accumulate"), trainer_pb2.AccumulateRequest(step=1).SerializeToString()),
+        (("Critic", "Values"), critic_pb2.ValuesRequest(groups=codec.encode([5])).SerializeToString()),
     ],
 )
 def test_what_does_not_decode_is_an_invalid_message(key: tuple[str, str], data: bytes) -> None:

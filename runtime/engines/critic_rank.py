@@ -1,0 +1,35 @@
+"""One rank of the critic group: besides the steps, it computes values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from runtime import checkpoint, codec
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Save
+from runtime.config import Config
+from runtime.engines.train_base import CriticEngine
+from runtime.engines.update_rank import UpdateRank, join_group
+
+
+class CriticRank(UpdateRank[CriticEngine]):
+    role = "critic"
+    relayed = BeginStep | Accumulate | Apply | ComputeValues | Save
+
+    def state(self, folder: Path) -> Path:
+        return checkpoint.critic_state(folder)
+
+    def execute(self, command: Any) -> Any:
+        """Of ComputeValues, the encoded Values of this rank's groups, in their order."""
+        if isinstance(command, ComputeValues):
+            return [codec.encode(values) for values in self.engine.values(command.groups)]
+        return super().execute(command)
+
+
+def make(config: Config, rank: int, world_size: int) -> CriticRank:
+    """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    from runtime.engines.critic_torch import TorchCriticEngine
+
+    device = join_group(config, world_size)
+    engine = TorchCriticEngine(config, rank=rank, world_size=world_size, device=device)
+    return CriticRank(engine, config, rank, world_size)

@@ -1,0 +1,29 @@
+"""The critic role: an SPMD group of one or more ranks. `python -m services.critic`, or under torchrun."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from runtime.config import Config
+from services import process
+from services.spmd_service import Follower, Leader, SpmdRole
+
+if TYPE_CHECKING:
+    from runtime.engines.critic_rank import CriticRank
+
+
+def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
+    from runtime.engines import critic_rank
+
+    return critic_rank.make(config, rank, world_size)
+
+
+ROLE = SpmdRole("critic", "Critic", make_rank)
+
+
+def make(config: Config, name: str, rank: int) -> process.Service:
+    return Follower(ROLE, config, name, rank) if rank else Leader(ROLE, config, name, rank)
+
+
+if __name__ == "__main__":
+    process.main(make)

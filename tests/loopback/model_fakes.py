@@ -1,0 +1,156 @@
+"""Trainer and critic in memory, for the pipeline's real logic: they take the time they are told to take."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runtime import checkpoint
+from runtime.commands import WeightsSent
+from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest
+from runtime.weights.plan import GroupAddress, Manifest
+
+T = TypeVar("T")
+
+BYTES = 4096  # of one publication
+MANIFEST = Manifest(tensors=(), bucket_bytes=1)
+STATE = "state"  # what a model leaves in a checkpoint
+
+
+def no_time() -> float:
+    return 0.0
+
+
+class Weights:
+    """What the trainer has broadcast: receivers wait here for a version."""
+
+    def __init__(self) -> None:
+        self._sent: dict[PolicyVersion, asyncio.Event] = {}
+
+    def of(self, version: PolicyVersion) -> asyncio.Event:
+        return self._sent.setdefault(version, asyncio.Event())
+
+
+class FakeModel:
+    """A model under training: carries out commands one after the other, in the order in which they were posted.
+
+    `posted` and `done` are those orders; `done_when_posted[i]` is what was done when command i was posted.
+    """
+
+    name: str
+
+    def __init__(self, apply_seconds: Callable[[], float] = no_time):
+        self.posted: list[tuple[str, int]] = []
+        self.done: list[tuple[str, int]] = []
+        self.done_when_posted: list[frozenset[tuple[str, int]]] = []
+        self.batches: dict[int, list[TrainGroup]] = {}
+        self._apply_seconds = apply_seconds
+        self._last: asyncio.Task[Any] | None = None
+
+    def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
+        return self._post("begin", step, lambda: self._nothing())
+
+    def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
+        self.batches.setdefault(step, []).extend(groups)
+        return self._post("accumulate", step, lambda: self._nothing())
+
+    def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
+        return self._post("apply", step, lambda: self.applied(step))
+
+    def save(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self._post("save", checkpoint_step(folder), lambda: self.write(Path(folder)))
+
+    async def applied(self, step: int) -> StepResult:
+        seconds = self._apply_seconds()
+        await asyncio.sleep(seconds)
+        return StepResult(step=step, metrics=self.metrics(), seconds=seconds)
+
+    def metrics(self) -> dict[str, float]:
+        return {"grad_norm": 1.0}
+
+    async def write(self, folder: Path) -> None:
+        leave_state(folder, self.name)
+
+    async def _nothing(self) -> None:
+        return None
+
+    def _post(self, name: str, step: int, work: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        command, previous = (name, step), self._last
+        self.posted.append(command)
+        self.done_when_posted.append(frozenset(self.done))
+
+        async def in_turn() -> T:
+            if previous is not None:
+                await asyncio.wait({previous})
+            value = await work()
+            self.done.append(command)
+            return value
+
+        task = self._last = asyncio.ensure_future(in_turn())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have gone
+
+        async def answer() -> T:
+            return await asyncio.shield(task)
+
+        return answer()
+
+
+class FakeTrainer(FakeModel):
+    name = "trainer-0"
+
+    def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time):
+        super().__init__(apply_seconds)
+        self.calls: list[tuple[str, Any]] = []
+        self._weights = weights
+
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        address = GroupAddress(
+            epoch=epoch, host="127.0.0.1", port=1, rank=0, world_size=world_size, backend="gloo", timeout=1.0
+        )
+        return address, MANIFEST
+
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self._post("send_weights", version.step, lambda: self.send(version))
+
+    def export(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self._post("export", 0, lambda: self._nothing())
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        self.calls.append(("abort", version.step))
+
+    async def send(self, version: PolicyVersion) -> WeightsSent:
+        self._weights.of(version).set()
+        return WeightsSent(BYTES, 0.0)
+
+
+class FakeCritic(FakeModel):
+    """Its metrics have one of the trainer's names among them, which must not get through."""
+
+    name = "critic-0"
+
+    def __init__(self, apply_seconds: Callable[[], float] = no_time):
+        super().__init__(apply_seconds)
+        self.asked: list[ValueRequest] = []
+
+    async def values(self, request: ValueRequest) -> bytes:
+        self.asked.append(request)
+        await asyncio.sleep(self._apply_seconds())
+        return b"values of " + request.payload
+
+    def metrics(self) -> dict[str, float]:
+        return {"critic/loss": 0.25, "grad_norm": -1.0}
+
+
+def leave_state(folder: Path, name: str) -> None:
+    """In a folder that exists and is empty."""
+    assert [*folder.iterdir()] in ([], [folder / checkpoint.CRITIC])
+    (folder / STATE).write_text(name)
+
+
+def checkpoint_step(folder: str) -> int:
+    """The step of a checkpoint, of whose temporary folder, or a part of it, this is the name."""
+    (step,) = re.findall(r"/\.step-(\d+)\.partial", folder)
+    return int(step)

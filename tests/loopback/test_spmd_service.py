@@ -1,0 +1,241 @@
+"""Two ranks of the critic over real sessions and a real relay, with an engine that only notes what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from runtime import codec
+from runtime.actor import Actor
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues
+from runtime.config import Config, Deadlines, Publication, Run
+from runtime.engines.critic_rank import CriticRank
+from runtime.engines.train_base import CriticEngine
+from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.spmd import Relay
+from runtime.types import StepResult, TrainGroup, ValueRequest, Values
+from services import wire
+from services.client import CriticClient
+from services.server import Server
+from services.session import Session
+from services.spmd_service import Follower, Leader, SpmdRole, SpmdService
+from tests.loopback.session_peers import PATIENCE, run
+
+RANKS = 2
+
+
+class NotingEngine(CriticEngine):
+    """The value of a group is its id."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def begin_step(self, step: int) -> None:
+        self.seen.append(("begin", step))
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        self.seen.append(("accumulate", *((group.mini_batch, group.group_id) for group in groups)))
+
+    def apply(self) -> StepResult:
+        self.seen.append(("apply",))
+        return StepResult(step=0, metrics={}, seconds=0.0)
+
+    def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
+        self.seen.append(("values", *(group.group_id for group in groups)))
+        if any(group.payload == b"torn" for group in groups):
+            raise InvalidMessage("torn")
+        return [Values(group_id=group.group_id, values=np.full(1, group.group_id, np.float32)) for group in groups]
+
+    def save(self, folder: str) -> None:
+        self.seen.append(("save", folder))
+
+    def load(self, folder: str) -> None:
+        raise AssertionError("there is nothing to resume")
+
+
+class Rank(CriticRank):
+    """Finds the others through a store of the test's instead of torchrun's."""
+
+    store: Any
+
+    def connect_relay(self) -> Relay[Any]:
+        options = {"name": self.role, "interface": "127.0.0.1", "join_timeout": 10.0}
+        return Relay(self.store, self.rank, self.world_size, self.relayed, **options)
+
+
+class Group:
+    """The group of ranks, and a client of all of them."""
+
+    def __init__(self, deadlines: Deadlines):
+        self.engines = [NotingEngine() for _ in range(RANKS)]
+        self.services: list[SpmdService] = []
+        self.sessions: list[Session] = []
+        self.client: CriticClient
+        self._config = Config(run=Run(name="test", resume=""), deadlines=deadlines)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+    def make_rank(self, config: Config, rank: int, world_size: int) -> Rank:
+        made = Rank(self.engines[rank], config, rank, RANKS)
+        made.store = self._store if rank == 0 else self._store.clone()
+        return made
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Group]:
+        role = SpmdRole("critic", "Critic", self.make_rank)
+        self.services = [(Follower if rank else Leader)(role, self._config, "critic-0", rank) for rank in range(RANKS)]
+        await asyncio.gather(*(asyncio.to_thread(service.load) for service in self.services))
+        actors, servers = [], []
+        for service in self.services:
+            await service.start()
+            actor = Actor(service.name, service, capacity=64)
+            actors.append(asyncio.create_task(actor.run()))
+            server = Server({"Critic": {name: _handler(actor) for owner, name in wire.METHODS if owner == "Critic"}}, {})
+            address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+            await server.start()
+            servers.append(server)
+            self.sessions.append(Session(address, service.name, "Critic"))
+        try:
+            for session in self.sessions:
+                await session.open(PATIENCE)
+            self.client = CriticClient(self.sessions, self._config.deadlines, Publication())
+            yield self
+        finally:
+            for session in self.sessions:
+                await session.close()
+            for actor in actors:
+                actor.cancel()
+            for service in self.services:
+                await service.close()
+            following = [service.background for service in self.services if service.background is not None]
+            await asyncio.gather(*following, return_exceptions=True)
+            for server in servers:
+                await server.stop(0)
+
+    def seen(self, kind: str) -> list[list[tuple[Any, ...]]]:
+        """By rank: what the commands of this kind brought."""
+        return [[what[1:] for what in engine.seen if what[0] == kind] for engine in self.engines]
+
+
+def _handler(actor: Actor) -> Any:
+    return lambda request, timeout: actor.send(request, timeout=timeout)
+
+
+def group_of(deadlines: Deadlines | None = None) -> Any:
+    return Group(deadlines or Deadlines(train=PATIENCE)).up()
+
+
+def asked(*group_ids: int, tokens: int = 1) -> list[ValueRequest]:
+    return [ValueRequest(group_id=group_id, tokens=tokens, payload=b"") for group_id in group_ids]
+
+
+def train_group(group_id: int, tokens: int, mini_batch: int) -> TrainGroup:
+    return TrainGroup(
+        group_id=group_id,
+        tokens=tokens,
+        payload=b"",
+        rewards=np.zeros(1, np.float32),
+        valid=np.ones(1, np.uint8),
+        mini_batch=mini_batch,
+    )
+
+
+def answer(encoded: bytes) -> tuple[int, list[float]]:
+    values = codec.decode(Values, encoded)
+    return values.group_id, values.values.tolist()
+
+
+def test_what_is_asked_in_one_turn_is_one_part_shared_out_by_tokens() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            requests = [*asked(1, tokens=30), *asked(2, 3, 4, tokens=10)]
+            answers = await asyncio.gather(*(group.client.values(request) for request in requests))
+            assert list(map(answer, answers)) == [(number, [float(number)]) for number in (1, 2, 3, 4)]
+            assert sorted(group.seen("values")) == [[(1,)], [(2, 3, 4)]]
+            # A turn later it is another part, of which each rank has a share, be it nothing.
+            assert answer(await group.client.values(asked(5)[0])) == (5, [5.0])
+            assert sorted(shares[1] for shares in group.seen("values")) == [(), (5,)]
+
+    run(test())
+
+
+def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            client = group.client
+            tokens = {0: [5, 4, 9], 1: [8, 6, 5, 3]}  # balanced over all, neither would be balanced in itself
+            groups = [train_group(10 * batch + i, n, batch) for batch, row in tokens.items() for i, n in enumerate(row)]
+            posted = [client.begin_step(0), client.accumulate(0, groups[::-1]), client.accumulate(0, []), client.apply(0)]
+            value = asyncio.ensure_future(client.values(asked(1)[0]))
+            await asyncio.gather(*posted, value, client.save("/nowhere"))
+            cost = {group.group_id: group.tokens for group in groups}
+            first = [shares[0] for shares in group.seen("accumulate")]
+            for batch, row in tokens.items():
+                sums = [sum(cost[number] for own, number in share if own == batch) for share in first]
+                assert sums == [sum(row) / RANKS] * RANKS
+            orders = [[what[0] for what in engine.seen if what[0] != "values"] for engine in group.engines]
+            assert orders == [["begin", "accumulate", "accumulate", "apply", "save"]] * RANKS
+            assert [service.version.step for service in group.services] == [1, 1]
+
+    run(test())
+
+
+def test_a_request_that_is_withdrawn_takes_no_other_with_it() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            calls = [asyncio.ensure_future(group.client.values(request)) for request in asked(1, 2, 3)]
+            await asyncio.sleep(0)
+            calls[1].cancel()
+            assert [answer(encoded)[0] for encoded in await asyncio.gather(calls[0], calls[2])] == [1, 3]
+            assert answer(await group.client.values(asked(4)[0])) == (4, [4.0])
+
+    run(test())
+
+
+def test_a_part_that_cannot_be_computed_fails_for_everyone_who_still_asks() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            torn = [msgspec.structs.replace(request, payload=b"torn") for request in asked(1, 2, 3)]
+            calls = [asyncio.ensure_future(group.client.values(request)) for request in torn]
+            await asyncio.sleep(0)
+            calls[0].cancel()
+            answers = await asyncio.gather(*calls[1:], return_exceptions=True)
+            assert [(type(error), str(error)) for error in answers] == [(InvalidMessage, "torn")] * 2
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("method", "command", "said"),
+    [
+        ("Values", ComputeValues(4, []), "critic-1: ComputeValues: part 4 of step 0 did not come"),
+        ("Accumulate", Accumulate(3, 2, []), "critic-1: Accumulate: part 2 of step 3 did not come"),
+    ],
+)
+def test_a_rank_that_is_not_given_its_share_says_which(method: str, command: Any, said: str) -> None:
+    async def test() -> None:
+        async with group_of(Deadlines(train=0.3)) as group:
+            await group.sessions[0].call(method, command, PATIENCE)
+            follower = group.services[1].background
+            assert follower is not None
+            with pytest.raises(DeadlineExceeded, match=said):
+                await asyncio.wait_for(follower, PATIENCE)
+
+    run(test())
+
+
+def test_only_rank_0_takes_orders() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            for method, command in (("BeginStep", BeginStep(0)), ("Apply", Apply(0))):
+                with pytest.raises(InvalidMessage, match="rank 1 takes data only"):
+                    await group.sessions[1].call(method, command, PATIENCE)
+
+    run(test())

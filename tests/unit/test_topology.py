@@ -1,0 +1,64 @@
+"""Which processes a configuration makes, and how each is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from launcher.topology import service_specs
+from runtime.config import Config
+from runtime.pipeline.run import accelerators
+from runtime.topology import Member, members, uses_reference
+
+
+def make(**sections: Any) -> Config:
+    return msgspec.convert({"run": {"name": "a"}, **sections}, Config)
+
+
+def names(config: Config) -> list[str]:
+    return [member.name for member in members(config)]
+
+
+def test_a_run_without_kl_or_critic_has_neither_service() -> None:
+    config = make(services={"rollout": {"replicas": 2}, "critic": {"processes": 4}})
+    assert names(config) == ["rollout-0", "rollout-1", "reward-0", "trainer-0"]
+    assert accelerators(config) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "coefficient", "used"), [("service", 0.1, True), ("service", 0.0, False), ("adapter_off", 0.1, False)]
+)
+def test_a_reference_service_is_there_only_where_it_is_asked(mode: str, coefficient: float, used: bool) -> None:
+    config = make(reference={"mode": mode}, lora={}, algorithm={"kl_coefficient": coefficient})
+    assert uses_reference(config) is used
+    assert ("reference-0" in names(config)) is used
+
+
+def test_every_rank_of_a_critic_is_a_member() -> None:
+    config = make(critic={}, services={"critic": {"processes": 2}})
+    assert members(config)[-2:] == [Member("critic", "critic-0", 0), Member("critic", "critic-1", 1)]
+    assert accelerators(config) == 4
+
+
+def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
+    critic = {"processes": 2, "threads": 3, "python": "/own/python", "env": {"A": "1"}}
+    config = make(critic={}, services={"critic": critic})
+    (spec,) = (spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "critic")
+    assert spec.name == "critic-0"
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "-m")
+    arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
+    assert spec.command == ("/own/python", "-m", *torchrun, "services.critic", *arguments)
+    assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
+
+
+def test_the_cores_are_shared_out_among_all_that_compute() -> None:
+    def threads(**sections: Any) -> dict[str, str]:
+        specs = service_specs(make(**sections), Path("c.yaml"), "python", "host:1", 8)
+        return {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}
+
+    assert threads() == {"rollout-0": "4", "reward-0": "1", "trainer-0": "4"}
+    shared = threads(critic={}, services={"critic": {"processes": 2}})
+    assert shared == {"rollout-0": "2", "reward-0": "1", "trainer-0": "2", "critic-0": "2"}
