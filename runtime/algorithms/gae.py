@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.algorithms import token_returns
 from runtime.algorithms.interfaces import AdvantageInputs, AdvantageOptions, advantage
+from runtime.algorithms.token_returns import gae as estimate
 from runtime.algorithms.whitening import whiten
 
 if TYPE_CHECKING:
@@ -27,4 +27,4 @@ def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
 
 def _estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     assert inputs.values is not None  # `needs_values`
-    return token_returns.gae(inputs.token_rewards, inputs.values, inputs.mask, gamma=options.gamma, lam=options.gae_lambda)
+    return estimate(inputs.token_rewards, inputs.values, inputs.mask, gamma=options.gamma, lam=options.gae_lambda)
