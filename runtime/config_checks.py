@@ -6,6 +6,7 @@ with the YAML path of the value to change.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
+LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,6 +54,7 @@ def semantic_faults(
         *_kv_memory(config, policy, available_bytes),
         *_updates(config),
         *_processes(config),
+        *_lora(config),
     ]
 
 
@@ -260,6 +263,16 @@ def _processes(config: Config) -> Iterator[str]:
         python = getattr(config.services, role).python
         if python and shutil.which(python) is None:
             yield f"services.{role}.python: '{python}' is not an executable"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    # A trainer with an interpreter of its own has other packages; it says so itself.
+    if config.lora is not None and not config.services.trainer.python and importlib.util.find_spec("peft") is None:
+        yield LORA_NEEDS_PEFT
+    algorithm = config.algorithm
+    kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
+    if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
+        yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
 
 
 def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:

@@ -5,6 +5,7 @@ Parameters are sharded by rows; every helper is a collective that all ranks call
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a parameter or moment, on every rank."""
     detached: Any = tensor.detach()
     return detached.full_tensor() if _is_sharded(tensor) else detached
+
+
+def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each of `tensors`, whole, by its name and in their order; one at a time is in memory."""
+    for name, tensor in tensors.items():
+        yield name, full(tensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

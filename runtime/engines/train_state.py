@@ -1,16 +1,17 @@
 """A training engine's state on disk: safetensors and JSON, whole tensors, so that any number of ranks reads it back.
 
 model/              a Hugging Face folder, float32
+adapter/            in its stead where adapters are trained: they alone, as PEFT has them
 optimizer*.safetensors   Adam's moments: `exp_avg.NAME`, `exp_avg_sq.NAME`
 rng.safetensors     the generators' states: `RANK.DEVICE`
-trainer.json        format, step, Adam's step count, coefficient of the KL term
+trainer.json        format, step, Adam's step count, coefficient of the KL term, the section `lora`
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from runtime import platform
-from runtime.engines import hf_policy, train_sharding
+from runtime.engines import hf_policy, lora, train_sharding
+from runtime.engines.lora import Adapters
 from runtime.engines.train_model import Placement
 from runtime.errors import UserError
 
@@ -39,19 +41,18 @@ class Position:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What is saved, and where it is restored to."""
+    """What is saved, and where it is restored to. `parameters` are what is trained: the model's, or those of `adapters`."""
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW
     position: Position
     placement: Placement
+    adapters: Adapters | None = None
 
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer are `source`'s."""
-    if state.placement.rank == 0:
-        (folder / "model").mkdir()
-    write_model(folder / "model", state.parameters, state.placement.rank, torch.float32, source)
+    _write_weights(folder, state, source)
     updates = _updates(state)
     if updates:
         moments = {
@@ -59,7 +60,7 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
             for kind in MOMENTS
             for name, parameter in state.parameters.items()
         }
-        _write_tensors(folder, "optimizer", moments, state.placement.rank, torch.float32)
+        _write_tensors(folder, "optimizer", moments, train_sharding.wholes(moments), state.placement.rank, torch.float32)
     generators = _gather_generators(state)
     if state.placement.rank == 0:
         save_file(generators, folder / "rng.safetensors")
@@ -68,21 +69,49 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
             "step": state.position.step,
             "optimizer_updates": updates,
             "kl_coefficient": state.position.kl_coefficient,
+            "lora": state.adapters.description if state.adapters else None,
         }
         (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
 
 
-def write_model(folder: Path, parameters: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype, source: str) -> None:
-    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes."""
-    _write_tensors(folder, "model", parameters, rank, dtype)
+def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
+    rank = state.placement.rank
+    if state.adapters is not None:
+        state.adapters.write(folder / lora.FOLDER, rank)
+        return
+    if rank == 0:
+        (folder / "model").mkdir()
+    whole = train_sharding.wholes(state.parameters)
+    write_model(folder / "model", state.parameters, whole, rank, torch.float32, source)
+
+
+def write_model(
+    folder: Path,
+    like: Mapping[str, torch.Tensor],
+    whole: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes.
+
+    `whole` are its tensors, which come with the names and sizes of `like`, in its order.
+    """
+    _write_tensors(folder, "model", like, whole, rank, dtype)
     if rank == 0:
         hf_policy.write_description(source, folder, dtype)
 
 
-def _write_tensors(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype) -> None:
-    whole = ((name, train_sharding.full(tensor)) for name, tensor in tensors.items())
+def _write_tensors(
+    folder: Path,
+    stem: str,
+    like: Mapping[str, torch.Tensor],
+    whole: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+) -> None:
     if rank == 0:
-        sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in tensors.items()}
+        sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in like.items()}
         hf_policy.ShardWriter(folder, stem, sizes).write((name, tensor.to("cpu", dtype)) for name, tensor in whole)
     else:
         for _ in whole:  # take part in the gathering
@@ -114,9 +143,11 @@ def load(folder: Path, state: TrainingState) -> Position:
     Raises UserError, changing nothing, when the checkpoint does not fit the model.
     """
     description = _description(folder)
+    _require_same_adapters(folder, description.get("lora"), state.adapters)
+    kept = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
     moments = {f"{kind}.{name}": parameter for kind in MOMENTS for name, parameter in state.parameters.items()}
     with contextlib.ExitStack() as stack:
-        weights = _open(folder / "model", "model", state.parameters, stack)
+        weights = _open(*kept, state.parameters, stack)
         history = _open(folder, "optimizer", moments, stack) if description["optimizer_updates"] else None
         generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
         for name, parameter in state.parameters.items():
@@ -136,6 +167,18 @@ def _description(folder: Path) -> dict[str, Any]:
     if description.get("format") != FORMAT:
         raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
     return description
+
+
+def _require_same_adapters(folder: Path, saved: dict[str, Any] | None, adapters: Adapters | None) -> None:
+    if saved is None and adapters is None:
+        return
+    if saved is None:
+        raise UserError(f"lora: is set, but checkpoint {folder} is of a run without; must be left out")
+    if adapters is None:
+        raise UserError(f"lora: is not set, but checkpoint {folder} holds adapters; must be {json.dumps(saved)}")
+    for key, value in adapters.description.items():
+        if value != saved[key]:
+            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {saved[key]}")
 
 
 def _safetensors(path: Path) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 
 from runtime.chosen_algorithm import choose
 from runtime.config import Config
-from runtime.engines import hf_policy, train_model, train_sharding, train_state
+from runtime.engines import hf_policy, lora, train_model, train_sharding, train_state
+from runtime.engines.lora import Adapters
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.train_batch import Columns, MicroBatch
 from runtime.engines.train_loop import TorchUpdateEngine
@@ -22,7 +24,10 @@ from runtime.weights.plan import TensorSpec
 
 
 class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
-    """float32 master weights; computes in `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU."""
+    """float32 master weights; computes in `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU.
+
+    With `lora` adapters alone are trained, and the policy that leaves the engine has them merged.
+    """
 
     role = "trainer"
     averaged = "actor/pg_loss"
@@ -36,11 +41,25 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
         self._source = config.model.path
         model = hf_policy.load_policy(self._source)
         self._wire_dtype = _wire_dtype(config)
+        adapted = None
+        if config.lora is not None:
+            frozen = self._frozen_dtype(compute, world_size)
+            adapted = lora.adapt(model, config.lora, self._source, config.run.seed, frozen)
         train_model.place(model, config.services.trainer, "services.trainer", compute, placement)
-        needs = Needs(reference=config.algorithm.kl_coefficient != 0, values=algorithm.advantage.needs_values)
+        diverges = config.algorithm.kl_coefficient != 0
+        self._base_is_reference = diverges and config.reference.mode == "adapter_off"
+        needs = Needs(reference=diverges and not self._base_is_reference, values=algorithm.advantage.needs_values)
         super().__init__(config, model, config.training.optimizer, needs, compute, placement)
+        self._adapters = None if adapted is None else Adapters(model, adapted)
+        self._policy = self._parameters if self._adapters is None else self._adapters.base
+
+    def _frozen_dtype(self, compute: torch.dtype, world_size: int) -> torch.dtype:
+        """Weights that are never updated need no more digits than they came with. torch 2.7's FSDP2 wants one dtype a unit."""
+        return compute if world_size == 1 and hf_policy.declared_dtype(self._source) == compute else torch.float32
 
     def _columns(self, rows: Rows) -> tuple[Columns, np.ndarray]:
+        if self._base_is_reference:
+            rows = replace(rows, reference=self._base_logprobs(rows))
         coefficient = self._kl_control.coefficient
         self._objective.kl_coefficient = coefficient
         self._report_rows(rows)
@@ -49,6 +68,12 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
         if self._several_updates:
             columns["proximal"] = self._forward_only(rows)
         return columns, self._objective.has_gradient(advantages)
+
+    def _base_logprobs(self, rows: Rows) -> np.ndarray:
+        """float32 flat: what the policy gave to every trained token before training, 0 elsewhere."""
+        assert self._adapters is not None
+        with self._adapters.off():
+            return self._forward_only(rows)
 
     def _outputs(self, batch: MicroBatch) -> torch.Tensor:
         return self._objective.logprobs(self._logits(batch), batch.targets)[0]
@@ -90,20 +115,30 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
 
     def tensor_specs(self) -> list[TensorSpec]:
         dtype = str(self._wire_dtype).removeprefix("torch.")
-        return [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
+        return [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in self._policy.items()]
 
     @torch.no_grad()
     def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
-        if self._world_size == 1:
-            torch._foreach_copy_(list(out or ()), list(self._parameters.values()) if out else [])
+        if self._world_size == 1 and self._adapters is None:
+            torch._foreach_copy_(list(out or ()), list(self._policy.values()) if out else [])
             return
-        for index, parameter in enumerate(self._parameters.values()):
-            whole = train_sharding.full(parameter)
+        for index, (_, whole) in enumerate(self._whole_policy()):
             if out is not None:
                 out[index].copy_(whole)
 
+    @torch.no_grad()
     def export(self, folder: str) -> None:
-        train_state.write_model(Path(folder), self._parameters, self._rank, self._wire_dtype, self._source)
+        """With `lora` the adapters besides, in PEFT's format, as the folder `adapter` within."""
+        train_state.write_model(Path(folder), self._policy, self._whole_policy(), self._rank, self._wire_dtype, self._source)
+        if self._adapters is not None:
+            self._adapters.write(Path(folder) / lora.FOLDER, self._rank)
+
+    def _whole_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return train_sharding.wholes(self._policy) if self._adapters is None else self._adapters.merged()
+
+    def _training_state(self) -> train_state.TrainingState:
+        state = super()._training_state()
+        return state if self._adapters is None else replace(state, parameters=self._adapters.trained, adapters=self._adapters)
 
 
 def _wire_dtype(config: Config) -> torch.dtype:

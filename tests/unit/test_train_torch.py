@@ -58,7 +58,7 @@ class Oracle:
         loss.backward()
         names = ("actor/pg_loss", "actor/kl_loss", "actor/entropy")
         metrics = {name: mean.item() for name, mean in zip(names, means, strict=True)}
-        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
         metrics["grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         return metrics, gradients
 

@@ -1,0 +1,34 @@
+"""What the tests of adapters share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+from runtime.config import Config, Lora, Reference, Run
+from runtime.engines.train_torch import TorchTrainEngine
+from tests.unit.training_cases import make_config
+
+LORA = Lora(rank=4, alpha=12.0)
+
+
+def lora_config(path: str, lora: Lora | None = LORA, *, mode: str = "service", seed: int = 1234, **sections: Any) -> Config:
+    """`make_config` with adapters, and steps large enough to see what they do."""
+    sections["optimizer"] = {"learning_rate": 1e-2, "eps": 1e-2, **sections.get("optimizer", {})}
+    config = make_config(path, **sections)
+    return replace(config, lora=lora, reference=Reference(mode=mode), run=Run(name="test", seed=seed))
+
+
+def saved(engine: TorchTrainEngine, folder: Path) -> Path:
+    """`folder`, where the engine has saved its state."""
+    folder.mkdir()
+    engine.save(str(folder))
+    return folder
+
+
+def adapter_tensors(engine: TorchTrainEngine, folder: Path) -> dict[str, Any]:
+    """The adapters by their names in PEFT's files, by way of a checkpoint."""
+    return load_file(saved(engine, folder) / "adapter" / "adapter_model.safetensors")

@@ -1,0 +1,239 @@
+"""Adapters in the training engine: what is trained, what leaves the engine, and what is kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from runtime import codec
+from runtime.config import Critic, Lora, Trainer
+from runtime.config_checks import semantic_faults
+from runtime.engines import hf_policy
+from runtime.engines.train_torch import TorchTrainEngine
+from runtime.errors import UserError
+from runtime.types import GroupPayload, Logprobs, TrainGroup
+from tests.unit.lora_cases import LORA, adapter_tensors, lora_config, saved
+from tests.unit.test_train_torch import Oracle
+from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.training_steps import LOSS_TERMS, assert_same, comparable, run_step, weights
+
+ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+STEPS = 3
+
+
+def peft_model(path: str, adapter: Path, **options: bool):
+    """What other programs make of the base and a folder of adapters."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    return PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"), adapter, **options
+    )
+
+
+class TestStep:
+    def test_steps_are_those_of_a_plain_loop_over_pefts_model(self, policy: str, tmp_path: Path):
+        config = lora_config(policy, algorithm=LOSS_TERMS, optimizer={"max_grad_norm": 0.5, "weight_decay": 0.1})
+        engine = TorchTrainEngine(config)
+        oracle = Oracle(policy)
+        start = saved(engine, tmp_path / "start") / "adapter"
+        oracle.model = peft_model(policy, start, is_trainable=True).double()
+        trained = [parameter for parameter in oracle.model.parameters() if parameter.requires_grad]
+        adam = torch.optim.AdamW(trained, lr=1e-2, eps=1e-2, weight_decay=0.1)
+        for step in range(STEPS):
+            groups = make_groups(step)
+            got = comparable(run_step(engine, groups))
+            expected, _ = oracle.gradients(groups, config)
+            assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+            torch.nn.utils.clip_grad_norm_(trained, 0.5)
+            adam.step()
+        merged = dict(oracle.model.merge_and_unload().named_parameters())
+        for name, tensor in weights(engine).items():
+            torch.testing.assert_close(tensor.double(), merged[name], rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("targets", [[], ["q_proj", "layers.1.mlp.up_proj"]])
+    def test_only_the_adapted_layers_change(self, policy: str, targets: list[str]):
+        engine = TorchTrainEngine(lora_config(policy, replace(LORA, target_modules=targets)))
+        plain = TorchTrainEngine(make_config(policy))
+        assert engine.tensor_specs() == plain.tensor_specs()
+        before = weights(plain)
+        assert_same(weights(engine), before)  # B begins at 0
+        run_step(engine, make_groups(0))
+        run_step(engine, make_groups(1))
+        changed = {name for name, tensor in weights(engine).items() if not torch.equal(tensor, before[name])}
+        assert changed == {name for name in before if any(name.endswith(f"{target}.weight") for target in targets or ALL)}
+
+    def test_activation_checkpointing_changes_nothing(self, policy: str):
+        groups = make_groups(3)
+        plain = TorchTrainEngine(lora_config(policy))
+        saving = TorchTrainEngine(lora_config(policy, trainer=Trainer(activation_checkpointing=True)))
+        for _ in range(2):
+            left, right = comparable(run_step(plain, groups)), comparable(run_step(saving, groups))
+            assert left == pytest.approx(right, rel=1e-6)
+        assert_same(weights(saving), weights(plain), 1e-6)
+
+    def test_frozen_weights_keep_the_dtype_that_they_came_in(self, policy: str, tmp_path: Path):
+        model = hf_policy.load_policy(policy).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / "half")
+        engine = TorchTrainEngine(lora_config(str(tmp_path / "half"), dtype="bfloat16"))
+        exact = TorchTrainEngine(lora_config(str(tmp_path / "half"), dtype="float32"))
+        assert {p.dtype for p in engine._model.parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert {p.dtype for p in engine._model.parameters() if p.requires_grad} == {torch.float32}
+        before = {name: tensor.clone() for name, tensor in weights(engine).items()}
+        assert_same(before, {name: p.detach() for name, p in model.named_parameters()})
+        for seed in range(2):
+            left, right = (comparable(run_step(each, make_groups(seed))) for each in (engine, exact))
+            assert left["actor/entropy"] == pytest.approx(right["actor/entropy"], rel=2e-2)
+        assert not torch.equal(
+            weights(engine)["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
+        )
+
+
+class TestStart:
+    def test_the_seed_alone_decides_it(self, policy: str, tmp_path: Path):
+        torch.manual_seed(1)
+        first = adapter_tensors(TorchTrainEngine(lora_config(policy)), tmp_path / "first")
+        torch.manual_seed(2)
+        state = torch.get_rng_state()
+        second = adapter_tensors(TorchTrainEngine(lora_config(policy)), tmp_path / "second")
+        assert torch.equal(torch.get_rng_state(), state)
+        assert_same(first, second)
+        other = adapter_tensors(TorchTrainEngine(lora_config(policy, seed=5)), tmp_path / "other")
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        assert not torch.equal(first[name], other[name])
+        assert not torch.equal(first[name], first[name.replace("layers.0", "layers.1")])
+
+    @pytest.mark.parametrize("target", ["query", "lm_head", "embed_tokens", "proj", "self_attn"])
+    def test_what_is_no_linear_layer_is_refused(self, tmp_path: Path, target: str):
+        path = make_policy(tmp_path, tied=False)
+        names = ", ".join(ALL)
+        with pytest.raises(UserError, match=rf"lora\.target_modules: '{target}' is no linear layer .* among {names}$"):
+            TorchTrainEngine(lora_config(path, Lora(target_modules=["q_proj", target])))
+
+    def test_without_the_package(self, policy: str, monkeypatch: pytest.MonkeyPatch):
+        message = "lora: needs a package: pip install 'sluice-rl[lora]'"
+        config = lora_config(policy)
+        assert message not in semantic_faults(config)
+        monkeypatch.setattr("runtime.config_checks.importlib.util.find_spec", lambda name: None)
+        assert message in semantic_faults(config)
+        elsewhere = replace(config, services=replace(config.services, trainer=Trainer(python=sys.executable)))
+        assert message not in semantic_faults(elsewhere)
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(UserError, match=r"^lora: needs a package"):
+            TorchTrainEngine(elsewhere)
+
+
+def test_a_critic_cannot_see_what_the_trainer_computes(policy: str):
+    fault = "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+    penalised = {"kl_coefficient": 0.1, "kl_placement": "reward"}
+    with_critic = replace(lora_config(policy, mode="adapter_off", algorithm=penalised), critic=Critic())
+    assert fault in semantic_faults(with_critic)
+    assert fault not in semantic_faults(replace(with_critic, critic=None))
+    in_loss = replace(with_critic, algorithm=replace(with_critic.algorithm, kl_placement="loss"))
+    assert fault not in semantic_faults(in_loss)
+
+
+class TestOnDisk:
+    def test_next_steps_are_bit_equal(self, policy: str, tmp_path: Path):
+        config = lora_config(policy, algorithm=LOSS_TERMS)
+        first, second = TorchTrainEngine(config), TorchTrainEngine(replace(config, run=replace(config.run, seed=9)))
+        for seed in range(STEPS):
+            run_step(first, make_groups(seed))
+        folder = saved(first, tmp_path / "save")
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter",
+            "optimizer.safetensors",
+            "rng.safetensors",
+            "trainer.json",
+        }
+        run_step(second, make_groups(40))  # a history that the checkpoint must erase
+        second.load(str(folder))
+        for seed in range(STEPS, 2 * STEPS):
+            left, right = run_step(first, make_groups(seed)), run_step(second, make_groups(seed))
+            assert (left.step, left.metrics) == (right.step, right.metrics)
+        assert_same(weights(first), weights(second))
+
+    def test_peft_and_transformers_load_it(self, policy: str, tmp_path: Path):
+        from transformers import AutoModelForCausalLM
+
+        engine = TorchTrainEngine(lora_config(policy))
+        for seed in range(2):
+            run_step(engine, make_groups(seed))
+        folder = saved(engine, tmp_path / "save")
+        (tmp_path / "export").mkdir()
+        engine.export(str(tmp_path / "export"))
+        exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export").named_parameters())
+        assert_same({name: parameter.detach() for name, parameter in exported.items()}, weights(engine))
+        for adapter in (folder / "adapter", tmp_path / "export" / "adapter"):
+            merged = dict(peft_model(policy, adapter).merge_and_unload().named_parameters())
+            assert_same({name: parameter.detach() for name, parameter in merged.items()}, weights(engine), 1e-6)
+
+    @pytest.mark.parametrize(
+        ("wrote", "reads", "message"),
+        [
+            (None, LORA, r"lora: is set, but checkpoint .*save is of a run without; must be left out"),
+            (LORA, None, r'lora: is not set, but checkpoint .*save holds adapters; must be {"rank": 4, "alpha": 12\.0, .*}'),
+            (LORA, replace(LORA, rank=8), r"lora\.rank: 8 is not that of checkpoint .*save; must be 4"),
+            (LORA, replace(LORA, alpha=6.0), r"lora\.alpha: 6\.0 is not that of checkpoint .*save; must be 12\.0"),
+            (LORA, replace(LORA, target_modules=["q_proj"]), r"lora\.target_modules: \['q_proj'\] is not that of .* 'up_proj'"),
+        ],
+    )
+    def test_another_lora_is_refused(self, policy: str, tmp_path: Path, wrote: Lora | None, reads: Lora | None, message: str):
+        folder = saved(TorchTrainEngine(lora_config(policy, wrote)), tmp_path / "save")
+        engine = TorchTrainEngine(lora_config(policy, reads))
+        before = weights(engine)
+        with pytest.raises(UserError, match=message) as raised:
+            engine.load(str(folder))
+        assert "\n" not in str(raised.value)
+        assert_same(weights(engine), before)
+
+
+@torch.no_grad()
+def with_base_reference(groups: list[TrainGroup], path: str) -> list[TrainGroup]:
+    """`groups` with the log-probabilities that the model of folder `path` gives, by stock transformers."""
+    model = Oracle(path).model
+    out = []
+    for group in groups:
+        payload = codec.decode(GroupPayload, group.payload)
+        parts = []
+        for sample in payload.samples:
+            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+            logp = torch.log_softmax(model(ids[None]).logits[0, len(payload.prompt) - 1 : -1] / 0.8, -1)
+            parts.append(logp.gather(1, ids[len(payload.prompt) :, None])[:, 0].float().numpy())
+        reference = codec.encode(Logprobs(group_id=group.group_id, values=np.concatenate(parts)))
+        out.append(replace(group, reference=reference))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "epochs"),
+    [
+        ({}, 1),
+        ({"kl_placement": "reward", "kl": "k1"}, 1),
+        ({"kl_placement": "reward", "advantage": "reinforce_plus_plus"}, 1),
+        ({}, 2),
+    ],
+    ids=["loss", "reward", "whole batch", "several updates"],
+)
+def test_the_reference_is_the_model_with_its_adapters_off(policy: str, algorithm: dict, epochs: int):
+    sections = {
+        "algorithm": {"kl_coefficient": 0.1, **algorithm},
+        "sampling": {"temperature": 0.8},
+        "training": {"max_tokens_per_microbatch": 40, "epochs": epochs},
+    }
+    own = TorchTrainEngine(lora_config(policy, mode="adapter_off", **sections))
+    sent = TorchTrainEngine(lora_config(policy, **sections))
+    for seed in range(STEPS):
+        groups = make_groups(seed)
+        # In parts, so that gradients are there already when the adapters go off.
+        bare = [[replace(group, reference=None)] for group in groups]
+        left = comparable(run_step(own, *bare))
+        right = comparable(run_step(sent, *([group] for group in with_base_reference(groups, policy))))
+        assert left == pytest.approx(right, rel=1e-5, abs=1e-6)
+    assert abs(left["actor/kl"]) > 1e-4
+    assert_same(weights(own), weights(sent), 1e-6)
