@@ -104,6 +104,8 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
     size = sampling.group_size
     if algorithm.advantage in _NEED_GROUPS and size < 2:
         yield f"sampling.group_size: {size} is too few; algorithm.advantage {algorithm.advantage} needs at least 2"
+    elif algorithm.dynamic_sampling and size < 2:
+        yield f"sampling.group_size: {size} is too few; algorithm.dynamic_sampling needs at least 2, whose rewards can differ"
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
     if algorithm.loss == "gspo" and algorithm.aggregation != "seq_mean_token_mean":

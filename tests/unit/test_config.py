@@ -280,6 +280,13 @@ def test_a_sound_configuration_has_no_faults(sound: dict[str, Any]) -> None:
     assert checked(sound, available_bytes=None) == []
 
 
+def test_dynamic_sampling_needs_rewards_that_can_differ(sound: dict[str, Any]) -> None:
+    algorithm = {"advantage": "reinforce_plus_plus", "dynamic_sampling": True}
+    raw = sound | {"sampling": {"group_size": 1, "max_new_tokens": 64}, "algorithm": algorithm}
+    (fault,) = semantic_faults(resolve(msgspec.convert(raw, Config)), {}, 1 << 40)
+    assert fault.startswith("sampling.group_size: 1 is too few; algorithm.dynamic_sampling needs at least 2")
+
+
 def test_a_warmup_names_model_and_data_later() -> None:
     raw: dict[str, Any] = {"run": {"name": "a"}, "warmup": {}, "rewards": {"rules": [{"name": "accuracy"}]}}
     assert checked(raw, evaluation={"every": 5}, algorithm={"kl_coefficient": 0.1}) == []
