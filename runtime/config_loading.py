@@ -91,7 +91,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def resolve(config: Config) -> Config:
     """Fill the defaults that follow from other values. Idempotent, so that it may run again once a warm-up named the model."""
-    model = config.model
+    model, publication = config.model, config.publication
+    in_flight = publication.in_flight
+    if in_flight == "auto":
+        in_flight = "drain" if config.training.staleness == 0 else "keep"
     return replace(
         config,
         run=replace(config.run, dir=config.run.dir or f"runs/{config.run.name}"),
@@ -99,6 +102,7 @@ def resolve(config: Config) -> Config:
         evaluation=replace(
             config.evaluation, max_new_tokens=config.evaluation.max_new_tokens or config.sampling.max_new_tokens
         ),
+        publication=replace(publication, in_flight=in_flight),
     )
 
 

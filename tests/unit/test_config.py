@@ -218,6 +218,15 @@ def test_resolve_fills_derived_values_once_they_are_known(loading: Loading) -> N
     assert (kept.run.dir, kept.evaluation.max_new_tokens, kept.model.reference) == ("d", 5, "r")
 
 
+@pytest.mark.parametrize(
+    ("staleness", "chosen", "resolved"),
+    [(0, "auto", "drain"), (1, "auto", "keep"), (2, "recompute", "recompute"), (2, "drain", "drain"), (0, "drain", "drain")],
+)
+def test_resolve_says_what_samples_do_when_weights_change(loading: Loading, staleness: int, chosen: str, resolved: str) -> None:
+    text = f"run: {{name: q}}\ntraining: {{staleness: {staleness}}}\npublication: {{in_flight: {chosen}}}"
+    assert resolve(loading(text)).publication.in_flight == resolved
+
+
 def test_schema_describes_every_section() -> None:
     found = schema()
     assert found["$defs"]["Training"]["properties"]["staleness"] == {"minimum": 0, "default": 2, "type": "integer"}
@@ -278,6 +287,19 @@ def checked(raw: dict[str, Any], available_bytes: int | None = 1 << 40, **change
 def test_a_sound_configuration_has_no_faults(sound: dict[str, Any]) -> None:
     assert checked(sound) == []
     assert checked(sound, available_bytes=None) == []
+
+
+@pytest.mark.parametrize("in_flight", ["auto", "keep", "recompute", "drain"])
+def test_without_staleness_weights_cannot_change_under_a_sample(sound: dict[str, Any], in_flight: str) -> None:
+    assert checked(sound, publication={"in_flight": in_flight}) == []
+    faults = checked(sound, publication={"in_flight": in_flight}, training={"staleness": 0})
+    if in_flight in ("auto", "drain"):
+        assert faults == []
+    else:
+        (fault,) = faults
+        assert fault.startswith(
+            f"publication.in_flight: {in_flight} swaps weights under samples; with training.staleness 0 each"
+        )
 
 
 def test_dynamic_sampling_needs_rewards_that_can_differ(sound: dict[str, Any]) -> None:
