@@ -36,6 +36,7 @@ class Row(Struct, kw_only=True):
     sample: int
     step: int | None
     state: str
+    why: str | None  # it was dropped
     prompt: str
     reply: str
     label: str
@@ -93,13 +94,14 @@ def _range(option: str, text: str | None, kind: Callable[[str], N], most: N) -> 
 
 
 def _rows(reader: LedgerReader, found: Iterator[GroupRow | EvaluationRow], tokenizer: Tokenizer) -> Iterator[Row]:
+    about: tuple[int | str, int | None, str, str | None, str]
     for row in found:
         if isinstance(row, GroupRow):
-            yield from _samples(
-                reader, row.handles["payload"], row.scores, row.group_id, row.step, str(row.phase.value), row.label, tokenizer
-            )
+            about = row.group_id, row.step, str(row.phase.value), row.why, row.label
+            yield from _samples(reader, row.handles["payload"], row.scores, *about, tokenizer)
         else:
-            yield from _samples(reader, row.handle, row.scores, row.problem, row.step, "evaluated", row.label, tokenizer)
+            about = row.problem, row.step, "evaluated", None, row.label
+            yield from _samples(reader, row.handle, row.scores, *about, tokenizer)
 
 
 def _samples(
@@ -109,6 +111,7 @@ def _samples(
     group: int | str,
     step: int | None,
     state: str,
+    why: str | None,
     label: str,
     tokenizer: Tokenizer,
 ) -> Iterator[Row]:
@@ -124,6 +127,7 @@ def _samples(
             sample=index,
             step=step,
             state=state,
+            why=why,
             prompt=prompt,
             reply=tokenizer.decode(sample.tokens, skip_special=False),
             label=label,
@@ -152,7 +156,7 @@ def _table(rows: Iterator[Row]) -> Table:
         cells = (
             f"{row.group}/{row.sample}",
             "–" if row.step is None else str(row.step),
-            row.state,
+            row.state if row.why is None else f"{row.state}: {row.why}",
             row.prompt,
             row.reply,
             row.label,

@@ -298,8 +298,8 @@ class Publication(Section, frozen=True):
     """Weights go to the rollouts in flat buckets. Every phase has a deadline.
 
     `in_flight`: what a sample does that is being generated when new weights are swapped in. It goes on with the keys and
-    values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is drain where
-    `training.staleness` is 0 and keep otherwise.
+    values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is keep; where
+    `training.staleness` is 0, that concerns samples of evaluations alone, and no other choice but drain is allowed.
     """
 
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"

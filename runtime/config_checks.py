@@ -111,6 +111,8 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
     size = sampling.group_size
     if algorithm.advantage in _NEED_GROUPS and size < 2:
         yield f"sampling.group_size: {size} is too few; algorithm.advantage {algorithm.advantage} needs at least 2"
+    elif algorithm.dynamic_sampling and size < 2:
+        yield f"sampling.group_size: {size} is too few; algorithm.dynamic_sampling needs at least 2, whose rewards can differ"
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
     if algorithm.loss == "gspo" and algorithm.aggregation != "seq_mean_token_mean":
@@ -156,6 +158,12 @@ def _values(config: Config) -> Iterator[str]:
             yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
     if not config.rewards.rules:
         yield "rewards.rules: empty; at least one rule is needed"
+    in_flight = config.publication.in_flight
+    if config.training.staleness == 0 and in_flight in ("keep", "recompute"):
+        yield (
+            f"publication.in_flight: {in_flight} swaps weights under samples; with training.staleness 0 each sample is of one "
+            "version, so only drain (or auto) is allowed"
+        )
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 

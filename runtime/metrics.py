@@ -45,6 +45,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     queues: Mapping[str, int] = {}  # groups waiting, by stage
     idle: Mapping[str, float] = {}  # by role, of `idle_fraction`
     publication: PublicationFigures | None = None
+    dynamic_sampling: Mapping[str, float] = {}  # of DynamicSampling.close_step
 
 
 def step_metrics(figures: StepFigures) -> Metrics:
@@ -65,6 +66,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
             timing=figures.timing,
         ),
         **figures.trained.metrics,
+        **figures.dynamic_sampling,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
         **{f"idle/{role}": fraction for role, fraction in figures.idle.items()},
         **(

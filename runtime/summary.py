@@ -35,6 +35,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     idle_trainer: float
     idle_rollout: float
     groups: dict[str, int]  # by final state
+    dropped: dict[str, int] = {}  # of these, the dropped ones by reason
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
     peak_pss_bytes: int  # of all processes together
 
@@ -113,11 +114,19 @@ def render(summary: Summary) -> Table:
         "staleness", f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
     )
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
-    table.add_row("groups", ", ".join(f"{count:,} {state}" for state, count in summary.groups.items()) or "–")
+    table.add_row("groups", _groups(summary) or "–")
     table.add_row("time by phase", _phases(summary.timing))
     table.add_row("start-up", _phases(summary.startup))
     table.add_row("peak memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)")
     return table
+
+
+def _groups(summary: Summary) -> str:
+    why = ", ".join(f"{count:,} {reason}" for reason, count in summary.dropped.items())
+    told = {state: f"{count:,} {state}" for state, count in summary.groups.items()}
+    if why:
+        told["dropped"] += f" ({why})"
+    return ", ".join(told.values())
 
 
 def _percent(accuracy: float | None) -> str:

@@ -34,6 +34,7 @@ class RolloutService(process.Service):
         self._group: WeightGroup | None = None
         self._receiver: WeightReceiver | None = None
         self._staged: Staged | None = None
+        self._commit: tuple[Letter, float] | None = None  # waits for running sequences, since then on the loop's clock
         self._open: dict[int, Letter] = {}
         self._withdrawn: list[int] = []
         self._swaps = 0
@@ -93,6 +94,8 @@ class RolloutService(process.Service):
             letter = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
             if letter is not None:
                 letter.reply(group)
+        if self._commit is not None:
+            await self._commit_once_drained(*self._commit)
 
     def _submit(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
@@ -120,7 +123,7 @@ class RolloutService(process.Service):
         elif isinstance(message, ReceiveWeights):
             self._receive_weights(letter, message)
         elif isinstance(message, CommitWeights):
-            letter.reply(WeightsCommitted(await self._commit(message)))
+            await self._commit_weights(letter, message)
         elif isinstance(message, AbortWeights):
             self._leave()
             letter.reply()
@@ -136,6 +139,8 @@ class RolloutService(process.Service):
         self._receiver = WeightReceiver(message.manifest)
 
     def _leave(self) -> None:
+        if self._commit is not None and not self._commit[0].abandoned:
+            self._commit[0].fail(ServiceFault(self.name, "commit", "was aborted while sequences were still running"))
         self._staged = None
         if self._group is not None:
             self._group.abort()
@@ -160,16 +165,37 @@ class RolloutService(process.Service):
         else:
             letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "receive", repr(error)))
 
-    async def _commit(self, message: CommitWeights) -> float:
+    async def _commit_weights(self, letter: Letter, message: CommitWeights) -> None:
         if self._staged is None or self._staged.version != message.version:
             raise ServiceFault(self.name, "commit", f"version {message.version} is not staged")
-        loop = asyncio.get_running_loop()
-        before = loop.time()
-        await self._engine.swap(self._staged.tensors(), message.version)
+        now = asyncio.get_running_loop().time()
+        if self.config.publication.in_flight == "drain" and self._engine.stats().running:
+            self._engine.hold(True)
+            self._commit = letter, now
+        else:
+            await self._swap(letter, now)
+
+    async def _commit_once_drained(self, letter: Letter, since: float) -> None:
+        """Swap once no sequence is running any more, unless the commit was given up meanwhile: its deadline passed, or it was
+        aborted."""
+        if self._engine.stats().running:
+            return
+        self._commit = None
+        self._engine.hold(False)
+        if not letter.abandoned:
+            try:
+                await self._swap(letter, since)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+                letter.fail(error)
+
+    async def _swap(self, letter: Letter, since: float) -> None:
+        assert self._staged is not None
+        recompute = self.config.publication.in_flight == "recompute"
+        await self._engine.swap(self._staged.tensors(), self._staged.version, recompute)
         self._staged.release()
         self._staged = None
         self._swaps += 1
-        return loop.time() - before
+        letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
 
 if __name__ == "__main__":

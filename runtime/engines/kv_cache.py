@@ -48,9 +48,9 @@ class KVCache:
         """Layer by layer the keys, then the values, [slots, kv_heads, length, head_dim], of neighbouring slots."""
         return self.data[:, :, slots, :, :length].flatten(0, 1).unbind()
 
-    def fill(self, slot: int, prompt: torch.Tensor) -> None:
-        """Start a slot with a prompt's [layers, 2, kv_heads, length, head_dim]."""
-        self.data[:, :, slot, :, : prompt.shape[3]].copy_(prompt)
+    def fill(self, slot: int, text: torch.Tensor) -> None:
+        """Write the first positions of a slot: a text's [layers, 2, kv_heads, length, head_dim]."""
+        self.data[:, :, slot, :, : text.shape[3]].copy_(text)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""

@@ -44,15 +44,23 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether `advance` would do something."""
+        """Whether `advance` would do something now."""
 
     @property
     @abstractmethod
     def version(self) -> PolicyVersion: ...
 
     @abstractmethod
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Take over new weights (Hugging Face names and shapes). Running sequences go on, per the in-flight policy."""
+    def hold(self, held: bool) -> None:
+        """While held, no sequence is begun, and `advance` returns once those that are running have finished."""
+
+    @abstractmethod
+    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
+        """Take over new weights (Hugging Face names and shapes). Raises InvalidMessage, changing nothing.
+
+        Running sequences go on with the keys and values that they have or, with `recompute`, with those that the new weights
+        give their tokens so far.
+        """
 
     @abstractmethod
     def stats(self) -> EngineStats: ...

@@ -120,6 +120,11 @@ class Slots:
         done = np.flatnonzero(stopped | (position + 1 >= self._end[sequences]))
         return done, stopped[done]
 
+    def cached(self, slot: int) -> np.ndarray:
+        """int64: the generated tokens of a slot's sequence whose keys and values the cache holds, all but its newest."""
+        s = self._sequence[slot]
+        return self._tokens[s, self._start[s] : self._position[s]]
+
     def release(self, slot: int) -> None:
         """Free a slot; a hole until it is refilled or closed."""
         self.owner[self._sequence[slot]] = None

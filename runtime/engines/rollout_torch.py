@@ -85,6 +85,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._sampling_key = b""
         self._stats = EngineStats(slots=slots)
         self._halt = False
+        self._held = False
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -140,7 +141,7 @@ class TorchRolloutEngine(RolloutEngine):
         started = time.perf_counter()
         deadline: float | None = None
         with torch.inference_mode():
-            while self._groups and not self._halt and not interrupted():
+            while self._can_step and not self._halt and not interrupted():
                 self._step()
                 if self._finished:
                     now = time.perf_counter()
@@ -149,10 +150,14 @@ class TorchRolloutEngine(RolloutEngine):
                         break
         self._stats.busy_seconds += time.perf_counter() - started
 
+    @property
+    def _can_step(self) -> bool:
+        return bool(self._slots.count if self._held else self._groups)
+
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
         slots = self._slots
-        while self._waiting and slots.free:
+        while self._waiting and slots.free and not self._held:
             self._admit(self._waiting[0])
         slots.close_holes()
         n = slots.count
@@ -196,15 +201,9 @@ class TorchRolloutEngine(RolloutEngine):
     def _prefill(self) -> None:
         """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
         groups = self._next_prompts()
-        config, lengths = self._decoder.config, [len(group.request.prompt) for group in groups]
-        padded = np.zeros((len(groups), max(lengths)), np.int64)
-        for row, group in enumerate(groups):
-            padded[row, : lengths[row]] = group.request.prompt
-        shape = (config.layers, 2, len(groups), config.kv_heads, padded.shape[1], config.head_dim)
-        kept = torch.empty(shape, device=self._device, dtype=self._decoder.dtype)
-        positions = torch.arange(padded.shape[1], device=self._device).expand(padded.shape)
-        hidden = self._decoder.forward(self._to_device(padded), positions, kept=kept)
-        last = self._to_device(np.arange(len(groups)) * padded.shape[1] + np.array(lengths) - 1)
+        lengths = [len(group.request.prompt) for group in groups]
+        hidden, kept = self._forward([group.request.prompt for group in groups])
+        last = self._to_device(np.arange(len(groups)) * hidden.shape[1] + np.array(lengths) - 1)
         logits = self._decoder.logits(hidden.flatten(0, 1).index_select(0, last))
 
         counts = [group.request.n for group in groups]
@@ -218,7 +217,20 @@ class TorchRolloutEngine(RolloutEngine):
         for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
             keys_values = kept[:, :, row, :, : lengths[row]]
             group.prefilled = _Prefilled(keys_values, streams[row], own, values, self._version.pack())
-        self._stats.prefill_tokens += sum(lengths)
+
+    def _forward(self, texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole texts at once, padded to the longest: the last layer's output [texts, T, hidden], and the keys and values
+        [layers, 2, texts, kv_heads, T, head_dim]."""
+        config, longest = self._decoder.config, max(map(len, texts))
+        padded = np.zeros((len(texts), longest), np.int64)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        shape = (config.layers, 2, len(texts), config.kv_heads, longest, config.head_dim)
+        kept = torch.empty(shape, device=self._device, dtype=self._decoder.dtype)
+        positions = torch.arange(longest, device=self._device).expand(padded.shape)
+        hidden = self._decoder.forward(self._to_device(padded), positions, kept=kept)
+        self._stats.prefill_tokens += sum(map(len, texts))
+        return hidden, kept
 
     def _next_prompts(self) -> list[_Group]:
         """The first waiting groups without a prefilled prompt, within the token budget but at least one."""
@@ -266,22 +278,41 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups or self._finished)
+        return bool(self._can_step or self._finished)
 
     @property
     def version(self) -> PolicyVersion:
         return self._version
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Running sequences keep their keys and values; prompts not continued yet are prefilled again."""
+    def hold(self, held: bool) -> None:
+        self._held = held
+
+    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
+        """Prompts that samples are still to be begun from are prefilled again in any case."""
 
         def apply() -> None:
             self._decoder.load_weights(tensors)
             self._version = version
             for group in self._waiting:
                 group.prefilled = None
+            if recompute:
+                self._recompute()
 
         await self._in_thread(apply)
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Make anew what the cache holds of the running sequences: their texts but for the newest token, which the next step
+        feeds. Texts of like length go together, as those of a batch are padded to its longest."""
+        slots = self._slots
+        texts = {slot: np.concatenate((slots.owner_of(slot)[0].request.prompt, slots.cached(slot))) for slot in slots.active()}
+        order = sorted(texts, key=lambda slot: len(texts[slot]), reverse=True)
+        while order:
+            fit = max(1, _PREFILL_TOKENS // len(texts[order[0]]))
+            batch, order = order[:fit], order[fit:]
+            _, kept = self._forward([texts[slot] for slot in batch])
+            for row, slot in enumerate(batch):
+                self._cache.fill(slot, kept[:, :, row, :, : len(texts[slot])])
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""

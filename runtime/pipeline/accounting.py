@@ -10,6 +10,7 @@ from typing import Protocol
 from runtime.errors import ServiceFault
 from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.training import TrainedStep
 from runtime.status import Status
 from runtime.summary import Totals
@@ -54,12 +55,21 @@ class BusyMeter:
 class Books:
     """What is known of the steps so far."""
 
-    def __init__(self, trackers: Trackers, spans: SpanClock, buffer: Buffer, meter: BusyMeter, world_size: int):
+    def __init__(
+        self,
+        trackers: Trackers,
+        spans: SpanClock,
+        buffer: Buffer,
+        meter: BusyMeter,
+        world_size: int,
+        dynamic_sampling: DynamicSampling | None = None,
+    ):
         self._trackers = trackers
         self._spans = spans
         self._buffer = buffer
         self._meter = meter
         self._world_size = world_size
+        self._dynamic_sampling = dynamic_sampling
         self.totals = Totals()
         self.newest: Metrics = {}
 
@@ -87,6 +97,7 @@ class Books:
                     "rollout": self._meter.idle,
                 },
                 publication=trained.publication,
+                dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )
         self.totals.add(metrics)

@@ -190,7 +190,7 @@ class Buffer:
         """
         if step != self.step:
             raise InvariantViolated(f"step {step} cannot take groups while step {self.step} is being filled")
-        slots = self.groups_per_step - self._filled
+        slots = self.places
         opened = self._opened()
         ready = sum(group.ready for group in opened)
         if not ready or (whole and ready < slots):
@@ -248,6 +248,11 @@ class Buffer:
         holding = sum(group.state.phase != Phase.ADMITTED for group in self)
         missing = (steps - self.step) * self.groups_per_step - self._filled - len(self._opened())
         return staleness.admission_capacity(holding, generating, max_in_flight, self.staleness, self.groups_per_step, missing)
+
+    @property
+    def places(self) -> int:
+        """How many places of the step being filled no group has taken yet."""
+        return self.groups_per_step - self._filled
 
     def waiting(self) -> list[Group]:
         """Admitted groups that no replica has, oldest first."""

@@ -18,6 +18,7 @@ from runtime.ledger import Ledger
 from runtime.ledger_records import Note, Ticket
 from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
+from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.roles import Roles, RolloutPool
 from runtime.pipeline.states import Mark, Phase
 from runtime.ports import Answer, RolloutPort
@@ -44,6 +45,7 @@ class GroupStage:
         prompts: Prompts,
         stop_token_ids: tuple[int, ...],
         spans: SpanClock,
+        dynamic_sampling: DynamicSampling | None = None,
     ):
         self._config = config
         self._roles = roles
@@ -53,6 +55,7 @@ class GroupStage:
         self._stream = stream
         self._prompts = prompts
         self._spans = spans
+        self._dynamic_sampling = dynamic_sampling
         self._turn = count()
         self._sampling = SamplingParams(
             max_new_tokens=config.sampling.max_new_tokens,
@@ -133,7 +136,14 @@ class GroupStage:
         turn = next(self._turn)
         jobs = []
         if missing & Mark.SCORED:
-            jobs.append(self._score(group, payload, turn))
+            scoring = self._score(group, payload, turn)
+            if self._dynamic_sampling is None:
+                jobs.append(scoring)
+            else:
+                # The other marks cost a forward pass each, and most groups may be dropped: they do not overlap the reward here.
+                await scoring
+                if group.group_id not in self._buffer:
+                    return
         if missing & Mark.REFERENCED:
             jobs.append(self._reference(group, payload, turn))
         if missing & Mark.VALUED:
@@ -146,6 +156,9 @@ class GroupStage:
         with self._spans.span("rule_reward"):
             scores = await reward.score(request)
         self._buffer.scored(scores)
+        # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.
+        if self._dynamic_sampling is not None:
+            self._dynamic_sampling.judge(group)
 
     async def _reference(self, group: Group, payload: bytes, turn: int) -> None:
         reference = self._roles.references[turn % len(self._roles.references)]

@@ -96,7 +96,7 @@ class Transaction:
         while not machine.final:
             await self._step(machine)
         if machine.phase != "done" or machine.reason:
-            raise _fault(machine)
+            raise _fault(machine, publisher._settings)
         publisher.committed = self._version
         return PublicationFigures(seconds=self._clock() - began, pause_seconds=self._pause, bytes=self._bytes)
 
@@ -155,7 +155,9 @@ def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event])
     raise error
 
 
-def _fault(machine: Publication) -> ServiceFault:
+def _fault(machine: Publication, settings: Settings) -> ServiceFault:
     """Names the members that were lost, or else whoever failed first."""
-    who = ", ".join(sorted(machine.lost)) or "publication"
-    return ServiceFault(who, "publish", machine.reason)
+    who, reason = ", ".join(sorted(machine.lost)) or "publication", machine.reason
+    if machine.phase == "done" and settings.in_flight == "drain":  # it got as far as the commit
+        reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
+    return ServiceFault(who, "publish", reason)

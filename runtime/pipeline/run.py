@@ -22,6 +22,7 @@ from runtime.metrics import Metrics, SpanClock
 from runtime.pipeline.accounting import Books, BusyMeter
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.checkpoints import Checkpoints
+from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.evaluation import Evaluation, Evaluator
 from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.publisher import Publisher
@@ -80,7 +81,9 @@ class Run:
         self._pool = RolloutPool(roles.rollouts)
         self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
         self._meter = BusyMeter(roles.rollouts)  # type: ignore[arg-type]
-        self._books = Books(material.trackers, self._spans, self._buffer, self._meter, accelerators(config))
+        limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
+        self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
+        self._books = Books(material.trackers, self._spans, self._buffer, self._meter, accelerators(config), self._dynamic)
         self._groups = GroupStage(
             config,
             roles,
@@ -91,6 +94,7 @@ class Run:
             material.train,
             material.stop_token_ids,
             self._spans,
+            self._dynamic,
         )
         self._training = TrainStage(
             roles,
@@ -264,6 +268,8 @@ class Run:
                 self._stream.give_back(problem)
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
+        if self._dynamic is not None:
+            self._dynamic.judge_restored()
         self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)
         self._checkpoints.resume(self._incarnation, position)
 
@@ -282,6 +288,7 @@ class Run:
         with LedgerReader(self._material.ledger.folder) as reader:
             # A resumed run may have begun in another folder, or with other groups per step.
             groups = reader.check_final(None if self._position else self._config.training.groups_per_step)
+            dropped = reader.dropped()
         final = {name: number for name, number in groups.items() if number or name in ("retired", "dropped")}
         return self._books.totals.summary(
             rl_seconds=seconds,
@@ -291,6 +298,7 @@ class Run:
             total_seconds=time.monotonic() - self._started,
             startup={**self._material.seconds, "to first step": self._training.first_applied - self._material.launched},
             groups=final,
+            dropped=dropped,
             peak_pss_bytes=0,
         )
 

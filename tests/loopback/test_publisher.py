@@ -21,8 +21,8 @@ DEADLINE = 10.0
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 
-def make(cast: Cast, transfer: float = 5.0, commit: float = 5.0) -> Publisher:
-    settings = config.Publication(transfer_timeout=transfer, commit_timeout=commit)
+def make(cast: Cast, transfer: float = 5.0, commit: float = 5.0, in_flight: Any = "keep") -> Publisher:
+    settings = config.Publication(transfer_timeout=transfer, commit_timeout=commit, in_flight=in_flight)
     return Publisher(cast.trainer, cast.rollouts, settings, 5.0)
 
 
@@ -174,14 +174,16 @@ def test_a_member_that_reports_a_failure_aborts_for_all_and_is_told() -> None:
     run(test)
 
 
-def test_a_member_that_does_not_commit_in_time_is_lost() -> None:
+@pytest.mark.parametrize("in_flight", ["keep", "drain"])
+def test_a_member_that_does_not_commit_in_time_is_lost(in_flight: str) -> None:
     async def test() -> None:
         cast, gate = with_gate()
         gate.may_verify.set()
         gate.may_commit.clear()
-        fault = await fault_of(make(cast, commit=0.1))
+        fault = await fault_of(make(cast, commit=0.1, in_flight=in_flight))
         assert fault.service == "rollout-1"
         assert "commit: rollout-1: no answer within 0.1 s" in fault.reason
+        assert ("publication.commit_timeout" in fault.reason) == (in_flight == "drain")
         assert cast.rollouts[0].version == FIRST  # what counts is not undone
 
     run(test)

@@ -284,6 +284,26 @@ def test_a_sound_configuration_has_no_faults(sound: dict[str, Any]) -> None:
     assert checked(sound, available_bytes=None) == []
 
 
+@pytest.mark.parametrize("in_flight", ["auto", "keep", "recompute", "drain"])
+def test_without_staleness_weights_cannot_change_under_a_sample(sound: dict[str, Any], in_flight: str) -> None:
+    assert checked(sound, publication={"in_flight": in_flight}) == []
+    faults = checked(sound, publication={"in_flight": in_flight}, training={"staleness": 0})
+    if in_flight in ("auto", "drain"):
+        assert faults == []
+    else:
+        (fault,) = faults
+        assert fault.startswith(
+            f"publication.in_flight: {in_flight} swaps weights under samples; with training.staleness 0 each"
+        )
+
+
+def test_dynamic_sampling_needs_rewards_that_can_differ(sound: dict[str, Any]) -> None:
+    algorithm = {"advantage": "reinforce_plus_plus", "dynamic_sampling": True}
+    raw = sound | {"sampling": {"group_size": 1, "max_new_tokens": 64}, "algorithm": algorithm}
+    (fault,) = semantic_faults(resolve(msgspec.convert(raw, Config)), {}, 1 << 40)
+    assert fault.startswith("sampling.group_size: 1 is too few; algorithm.dynamic_sampling needs at least 2")
+
+
 def test_a_warmup_names_model_and_data_later() -> None:
     raw: dict[str, Any] = {"run": {"name": "a"}, "warmup": {}, "rewards": {"rules": [{"name": "accuracy"}]}}
     assert checked(raw, evaluation={"every": 5}, algorithm={"kl_coefficient": 0.1}) == []

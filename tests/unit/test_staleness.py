@@ -111,6 +111,7 @@ class Plant:
     drops: float
     deaths: float
     seed: int
+    without_signal: float = 0.0  # of the scored groups
 
 
 @dataclass
@@ -151,7 +152,7 @@ class Simulation:
         assert self.trained == self.plant.steps, f"deadlock: step {self.filling} has {self.filled}, {self.jobs}"
         assert self.consumed == self.plant.steps * self.plant.per_step == self.admitted - self.dropped
         assert not self.jobs, "a group was starved"
-        assert self.dropped == 0 or self.plant.drops > 0
+        assert self.dropped == 0 or self.plant.drops + self.plant.without_signal > 0
 
     def pump(self) -> None:
         self.dispatch()
@@ -215,7 +216,11 @@ class Simulation:
         self.queues[replica].clear()
 
     def on_scored(self, group: int, _: int) -> None:
-        self.jobs[group].ready = True
+        if self.random.random() < self.plant.without_signal:
+            del self.jobs[group]
+            self.dropped += 1
+        else:
+            self.jobs[group].ready = True
 
     def fill(self) -> None:
         plant = self.plant
@@ -274,6 +279,7 @@ def plants(draw: st.DrawFn, faults: bool) -> Plant:
         drops=draw(st.sampled_from([0.05, 0.5])) if faults else 0.0,
         deaths=draw(st.sampled_from([0.0, 0.05, 0.2])) if faults else 0.0,
         seed=draw(st.integers(0, 2**32)),
+        without_signal=draw(st.sampled_from([0.0, 0.3, 0.9])) if faults else 0.0,
     )
 
 
@@ -285,7 +291,7 @@ def test_no_deadlock_no_starvation_no_drop_and_never_over_the_bound(plant: Plant
 
 @given(plant=plants(faults=True))
 @settings(max_examples=80, deadline=None)
-def test_the_same_with_dropped_groups_and_dying_replicas(plant: Plant) -> None:
+def test_the_same_with_groups_that_are_dropped_before_or_after_their_scores_and_dying_replicas(plant: Plant) -> None:
     Simulation(plant).run()
 
 

@@ -88,7 +88,7 @@ def test_the_file(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "summary.json").read_text())
     expected = {"accuracy_before", "accuracy_after", "steps", "rl_seconds", "total_seconds", "peak_pss_bytes"}
     expected |= {"samples_per_second", "tokens_per_second", "staleness_mean", "staleness_max", "staleness_histogram"}
-    expected |= {"idle_trainer", "idle_rollout", "groups", "timing", "startup", "stop_reason"}
+    expected |= {"idle_trainer", "idle_rollout", "groups", "dropped", "timing", "startup", "stop_reason"}
     assert data.keys() == expected
     assert data["staleness_histogram"] == {"0": 32, "1": 48, "2": 48}
     assert Summary.read(tmp_path) == found
@@ -126,6 +126,11 @@ def test_the_table() -> None:
     ):
         assert said in shown
     assert "non_overlap" not in shown
+
+
+def test_the_table_says_why_groups_were_dropped() -> None:
+    shown = text_of(summary(groups={"retired": 16, "dropped": 1204}, dropped={"no signal": 1200, "run ended": 4}))
+    assert "16 retired, 1,204 dropped (1,200 no signal, 4 run ended)" in shown
 
 
 CHILD = "import sys; held = b'x' * (48 << 20); print('ready', flush=True); sys.stdin.read()"

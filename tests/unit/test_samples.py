@@ -1,0 +1,88 @@
+"""`sluice samples` over a ledger: which samples are shown, and what became of their groups."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher import samples
+from runtime import codec, config, config_loading
+from runtime.engines.tiny_model import write_tokenizer
+from runtime.ledger import Ledger
+from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.dynamic_sampling import NO_SIGNAL
+from runtime.pipeline.states import Mark
+from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores, Segment
+from tests.unit.test_buffer import ticket
+
+
+def generated(group_id: int, *replies: str) -> GeneratedGroup:
+    found = [
+        Sample(
+            tokens=np.frombuffer(reply.encode(), np.uint8).astype(np.int32),
+            loss_mask=np.ones(len(reply), np.uint8),
+            logprobs=np.full(len(reply), -0.5, np.float32),
+            versions=np.zeros(len(reply), np.int64),
+            segments=[Segment("model", len(reply))],
+            finish_reason="stop",
+        )
+        for reply in replies
+    ]
+    prompt = np.frombuffer(b"2+2=", np.uint8).astype(np.int32)
+    return GeneratedGroup(
+        group_id=group_id,
+        prompt_tokens=4,
+        response_tokens=[len(reply) for reply in replies],
+        truncated=0,
+        oldest=PolicyVersion(),
+        newest=PolicyVersion(),
+        payload=codec.encode(GroupPayload(group_id=group_id, prompt=prompt, samples=found)),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run with one group that was dropped for want of signal, and one that is ready."""
+    write_tokenizer(tmp_path)
+    settings = config.Config(run=config.Run(name="a"), model=config.Model(path=str(tmp_path)))
+    (tmp_path / "config.yaml").write_text(config_loading.to_yaml(settings))
+
+    async def write() -> None:
+        ledger = await Ledger.open(tmp_path / "ledger", 1 << 20)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger.record)
+        for group_id, replies in enumerate((("5", "6"), ("4", "5"))):
+            buffer.admit(ticket(group_id))
+            buffer.dispatch(group_id, "rollout-0")
+            buffer.generated(generated(group_id, *replies))
+            rewards = np.array([reply == "4" for reply in replies], np.float32)
+            buffer.scored(Scores(group_id=group_id, rewards=rewards, valid=np.ones(2, np.uint8)))
+        buffer.drop(0, NO_SIGNAL)
+        await ledger.close()
+
+    asyncio.run(write())
+    return tmp_path
+
+
+def options(run: Path, *states: str, jsonl: bool) -> argparse.Namespace:
+    return argparse.Namespace(run=run, step=None, reward=None, limit=0, eval=False, group=None, state=list(states), jsonl=jsonl)
+
+
+def test_dropped_groups_are_shown_with_the_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples.show(options(run, "dropped", jsonl=True))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["group"], row["reply"], row["reward"]) for row in rows] == [(0, "5", 0.0), (0, "6", 0.0)]
+    assert {(row["state"], row["why"]) for row in rows} == {("dropped", NO_SIGNAL)}
+    samples.show(options(run, "ready", jsonl=True))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["group"], row["state"], row["why"]) for row in rows] == [(1, "ready", None)] * 2
+
+
+def test_the_table_says_it_too(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    samples.show(options(run, "dropped", jsonl=False))
+    assert "dropped: no signal" in capsys.readouterr().out
