@@ -13,6 +13,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
     All [B, T]. Returns the loss and a bool tensor that tells which tokens the clip decided.
     """
-    near = old_values + (values - old_values).clamp(-clip, clip)
+    near = values.clamp(old_values - clip, old_values + clip)
     plain, clipped = (values - returns).square(), (near - returns).square()
     return 0.5 * plain.maximum(clipped), clipped > plain

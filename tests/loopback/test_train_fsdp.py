@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
+from tests.loopback.ranks import as_rank, run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
 
-DEADLINE = 100.0
 STEPS = 3
 # Advantages that need sums over the batch, each of them of all ranks.
 BATCH_WIDE = (
@@ -90,9 +85,6 @@ def uneven_steps(policy: str, rank: int) -> tuple[list[list[dict[str, float]]], 
 
 def two_ranks(rank: int, folder: Path) -> None:
     """What each of the two processes runs; rank 0 writes its results to `folder`."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE))
     policy = str(folder / "policy")
     engine = TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
     results = []
@@ -127,7 +119,6 @@ def two_ranks(rank: int, folder: Path) -> None:
         everything = {"steps": results, "resumed": resumed, "forward_only": forward_only, "batch_wide": batch_wide}
         everything["uneven"] = uneven
         (folder / "results.json").write_text(json.dumps(everything))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     make_policy(folder / "policy")
     one_rank(folder).save(str(folder / "saved-by-one"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.loopback.test_train_fsdp", str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], cwd=root, env=environment, stderr=subprocess.PIPE) for rank in range(2)]
-    try:
-        errors = [rank.communicate(timeout=DEADLINE)[1].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    run_two(__name__, folder)
     return folder
 
 
@@ -229,4 +210,4 @@ def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: di
 
 
 if __name__ == "__main__":
-    two_ranks(int(sys.argv[2]), Path(sys.argv[1]))
+    as_rank(two_ranks)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import codec, config
+from runtime import config
 from runtime.config import Config
 from runtime.engines.critic_torch import TorchCriticEngine
 from runtime.engines.train_loop import TorchUpdateEngine
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import ServiceFault
-from runtime.types import GroupPayload, TrainGroup, ValueRequest, Values
+from runtime.types import TrainGroup, ValueRequest
 from tests.loopback.ranks import as_rank, run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
 
@@ -42,11 +42,8 @@ def settings(folder: Path, sections: dict[str, Any], **training: Any) -> Config:
 def batch(step: int) -> list[TrainGroup]:
     """Mini-batch 0 lies with both ranks, mini-batch 1 with one alone."""
     groups = make_groups(step, (4, 3, 5, 2), step=step)
-    rng = np.random.default_rng(step)
     for place, group in enumerate(groups):
         group.mini_batch = place // 2
-        total = sum(len(sample.tokens) for sample in codec.decode(GroupPayload, group.payload).samples)
-        group.values = codec.encode(Values(group_id=place, values=rng.normal(0, 0.3, total).astype(np.float32)))
     return groups
 
 

@@ -18,7 +18,7 @@ from runtime.engines.critic_torch import TorchCriticEngine
 from runtime.engines.train_loop import TorchUpdateEngine
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import InvalidMessage, ServiceFault, UserError
-from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
+from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
 from tests.unit import training_oracle as oracle
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import comparable, run_step, weights
@@ -39,16 +39,11 @@ def settings(path: str, *, algorithm: dict[str, Any] | None = None, critic: str 
 
 
 def batch(seed: int, made: Config, step: int = 0) -> list[TrainGroup]:
-    """A step's groups with values, in mini-batches."""
+    """A step's groups in mini-batches."""
     groups = make_groups(seed, (4, 3, 5, 2), step=step)
     size = made.training.mini_batch_size or GROUPS
-    rng = np.random.default_rng(seed)
     for place, group in enumerate(groups):
         group.mini_batch = place // size
-        replies = codec.decode(GroupPayload, group.payload).samples
-        total = sum(len(sample.tokens) for sample in replies)
-        values = rng.normal(0, 0.3, total).astype(np.float32)
-        group.values = codec.encode(Values(group_id=group.group_id, values=values))
     return groups
 
 

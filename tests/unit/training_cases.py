@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
-from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, Segment, TrainGroup
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, Segment, TrainGroup, Values
 
 VOCAB = 61
 
@@ -95,4 +95,5 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
         rewards=rng.normal(size=size).astype(np.float32),
         valid=valid,
         reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
+        values=codec.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
     )
