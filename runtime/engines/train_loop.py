@@ -75,7 +75,7 @@ class TorchUpdateEngine(UpdateEngine):
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = make_optimizer(options, self._parameters)
         self._step = 0
-        self._begin(0)
+        self._begin()
 
     # ------------------------------------------------------------------------------------------ what a subclass says
 
@@ -101,9 +101,9 @@ class TorchUpdateEngine(UpdateEngine):
     def begin_step(self, step: int) -> None:
         if step != self._step:
             raise InvariantViolated(f"the {self.role}'s weights are of step {self._step}, but step {step} begins")
-        self._begin(step)
+        self._begin()
 
-    def _begin(self, step: int) -> None:
+    def _begin(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._seconds = 0.0
         self._held: list[Rows] = []
@@ -151,18 +151,18 @@ class TorchUpdateEngine(UpdateEngine):
         self._added.append((work, chosen))
         trained = work.rows.trained() & chosen
         for backward, kind in enumerate((~work.live, work.live)):
-            for batch in self._micro_batches(work, trained & kind):
+            for batch in self._micro_batches(work.rows, work.columns, trained & kind):
                 self._run(batch, bool(backward))
                 self._statistics.mean("padding_waste", batch.padding, batch.attended)
 
-    def _micro_batches(self, work: Work, chosen: np.ndarray) -> Iterator[MicroBatch]:
-        """As many on every rank, so that all take part in the collectives of each."""
-        plan = train_batch.plan(work.rows, np.flatnonzero(chosen), self._config.training.max_tokens_per_microbatch)
+    def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
+        """The samples `chosen` (bool [B]). As many on every rank, so that all take part in the collectives of each."""
+        plan = train_batch.plan(rows, np.flatnonzero(chosen), self._config.training.max_tokens_per_microbatch)
         for index in range(train_sharding.largest([len(plan)], self._device, self._world_size)[0]):
             if index < len(plan):
-                yield train_batch.pack(work.rows, plan[index], work.columns, self._device)
+                yield train_batch.pack(rows, plan[index], columns, self._device)
             else:
-                yield train_batch.nothing(work.columns, self._device)
+                yield train_batch.nothing(columns, self._device)
 
     def _run(self, batch: MicroBatch, backward: bool) -> torch.Tensor:
         """One forward pass, and the backward pass that adds to the gradients; returns the loss, a sum."""
@@ -176,7 +176,7 @@ class TorchUpdateEngine(UpdateEngine):
     def _forward_only(self, rows: Rows) -> np.ndarray:
         """float32 flat: the model's output of every trained token, 0 elsewhere."""
         out = np.zeros(len(rows.tokens), np.float32)
-        for batch in self._micro_batches(Work(rows, {}, rows.valid), rows.trained()):
+        for batch in self._micro_batches(rows, {}, rows.trained()):
             outputs = self._outputs(batch).float().cpu().numpy()
             out[batch.places] = outputs[: len(batch.places)]
         return out
@@ -226,7 +226,7 @@ class TorchUpdateEngine(UpdateEngine):
         skipped."""
         report = NonFiniteReport(self.role, self._step, self._placement)
         for work, chosen in self._added:
-            for batch in self._micro_batches(work, work.rows.trained() & chosen):
+            for batch in self._micro_batches(work.rows, work.columns, work.rows.trained() & chosen):
                 self._optimizer.zero_grad(set_to_none=True)
                 loss = self._run(batch, backward=True)
                 report.add(work.rows, batch, loss, self._gradients())
@@ -257,7 +257,7 @@ class TorchUpdateEngine(UpdateEngine):
         position = train_state.load(Path(folder), self._training_state())
         self._step = position.step
         self._kl_control = kl_control(self._config.algorithm, position.kl_coefficient)
-        self._begin(self._step)
+        self._begin()
 
     def _training_state(self) -> train_state.TrainingState:
         position = train_state.Position(self._step, self._kl_control.coefficient)
