@@ -29,13 +29,14 @@ import msgspec
 
 from launcher.bench_staleness_report import FIGURE_FILE, Report, render, report
 from launcher.bench_staleness_runs import QUICK, Outcome, Settings, Trial, outcome, plan, train
+from runtime import layout
 from runtime.errors import SluiceError
 
 __all__ = ["QUICK", "Report", "Settings", "measure", "render"]
 
 REPORT_FILE = "staleness.json"
 MOST_FAILURES = 3  # runs that may fail before the rest is not tried
-BULKY = ("checkpoints", "ledger", "model")  # of a finished run, not needed for the figures
+BULKY = (layout.CHECKPOINTS, layout.LEDGER, layout.MODEL)  # of a finished run, not needed for the figures
 
 Show = Callable[[str], None]
 Start = Callable[[Trial, Settings, Path], Awaitable[None]]

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from launcher.supervisor import Supervisor
 from launcher.topology import ProcessSpec
 from launcher.train import FAILED_GRACE, INTERRUPTED_GRACE
-from runtime import config_loading
+from runtime import config_loading, layout
 from runtime.config import Config
 from runtime.errors import SluiceError, UserError
 from runtime.summary import Summary
-from runtime.trackers import JSONL_FILE, read_jsonl
+from runtime.trackers import read_jsonl
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 LOSSES = {"naive": "ppo", "decoupled": "decoupled"}
@@ -130,9 +130,9 @@ def outcome(trial: Trial, settings: Settings, folder: Path) -> Outcome | None:
     run_dir = folder / trial.name
     wanted = config_loading.resolve(config_loading.load(CONFIG, overrides(trial, settings, folder)))
     try:
-        if _asked(config_loading.load(run_dir / "config.yaml", ())) != _asked(wanted):
+        if _asked(config_loading.load(run_dir / layout.CONFIG, ())) != _asked(wanted):
             return None
-        summary, rows = Summary.read(run_dir), read_jsonl(run_dir / JSONL_FILE)
+        summary, rows = Summary.read(run_dir), read_jsonl(run_dir / layout.METRICS)
     except UserError:  # nothing there, or not whole, or of a schema that is no more
         return None
     evaluations = [row for row in rows if "eval/accuracy" in row]

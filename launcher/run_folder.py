@@ -7,13 +7,12 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from runtime import checkpoint
+from runtime import checkpoint, layout
 from runtime.config import Config, Run
 from runtime.errors import UserError
 
 LOCK = ".lock"
 PROBE_BYTES = 1 << 16
-LEFTOVERS = ("ledger", "checkpoints", "model", "tensorboard", "metrics.jsonl", "metrics.png", "summary.json")
 
 
 def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
@@ -21,13 +20,13 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
 
     Returns the folder for logs, and the lock that keeps the folder ours while it is open. Raises UserError.
     """
-    if run.resume == "never" and not run.overwrite and (folder / "ledger").exists():
+    if run.resume == "never" and not run.overwrite and (folder / layout.LEDGER).exists():
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
             "with it, or run.overwrite=true to replace it"
         )
     try:
-        logs = folder / "logs"
+        logs = folder / layout.LOGS
         logs.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("wb")
         try:
@@ -51,7 +50,7 @@ def begin(folder: Path, config: Config) -> str:
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
     if not resume:
-        for name in LEFTOVERS:
+        for name in layout.OF_ONE_RUN:
             path = folder / name
             if path.is_dir():
                 shutil.rmtree(path)

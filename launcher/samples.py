@@ -16,15 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runtime import codec, config_loading
+from runtime import codec, config_loading, layout
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.ledger_reader import EvaluationRow, GroupRow, LedgerReader
 from runtime.payloads import Handle, PayloadLost
 from runtime.pipeline.states import Phase
 from runtime.types import GroupPayload, PolicyVersion, Scores
-
-LEDGER = "ledger"
 
 N = TypeVar("N", int, float)
 
@@ -51,9 +49,9 @@ class Row(Struct, kw_only=True):
 
 def show(options: argparse.Namespace) -> None:
     """Print a table, or JSON lines. Raises UserError for a run without a ledger or a filter that cannot be read."""
-    config = config_loading.load(options.run / "config.yaml", ())
+    config = config_loading.load(options.run / layout.CONFIG, ())
     tokenizer = Tokenizer(config.model.path, config.model.chat_template)
-    with LedgerReader(options.run / LEDGER) as reader:
+    with LedgerReader(options.run / layout.LEDGER) as reader:
         rows = _rows(reader, _selected(reader, options), tokenizer)
         if options.jsonl:
             for row in rows:

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from runtime import layout
 from runtime.errors import SluiceError, UserError
 from runtime.status import Registration, Status, Topology
 from services import session, wire
 
 REFRESH = 1.0  # seconds
-ADDRESS_FILE = "coordinator.address"
 
 
 async def show(run: str, watch: bool) -> None:
@@ -38,7 +38,7 @@ def _address(run: str) -> str:
             return run
         raise UserError(f"status: {run!r} is neither a run's folder nor host:port")
     try:
-        return (folder / ADDRESS_FILE).read_text().strip()
+        return (folder / layout.ADDRESS).read_text().strip()
     except FileNotFoundError:
         raise UserError(f"status: no run is under way in {folder}") from None
 

@@ -17,10 +17,9 @@ from msgspec.structs import replace
 
 from launcher import jobs, run_folder, topology
 from launcher.known import known_names
-from launcher.status import ADDRESS_FILE
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
-from runtime import config_checks, config_loading, os_process
+from runtime import config_checks, config_loading, layout, os_process
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.summary import PeakMemory, Summary
@@ -90,7 +89,7 @@ class _Run:
         """Whatever happened: no process stays."""
         if hasattr(self, "_supervisor"):
             await self._supervisor.end_all(0.0 if self._signals > 1 else FAILED_GRACE)
-            (self._folder / ADDRESS_FILE).unlink(missing_ok=True)  # which a coordinator that was killed left
+            (self._folder / layout.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     async def _prepared(self) -> Config:
         """The resolved, checked configuration, after the warm-up if there is one to do; written to the run's folder."""
@@ -102,14 +101,14 @@ class _Run:
             _check(config)
             self._launched = time.monotonic()
         config = replace(config, run=replace(config.run, resume=run_folder.begin(self._folder, config)))
-        (self._folder / "config.yaml").write_text(config_loading.to_yaml(config))
+        (self._folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
         return config
 
     async def _start(self, config: Config) -> str:
         """Start every process; returns the coordinator's address."""
         self._view.phase("starting")
         reader, writer = os.pipe()
-        path, python = self._folder / "config.yaml", sys.executable
+        path, python = self._folder / layout.CONFIG, sys.executable
         try:
             spec = topology.coordinator_spec(config, path, python, writer, self._launched)
             self._coordinator = await self._supervisor.start(spec, pass_fds=(writer,))

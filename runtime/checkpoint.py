@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime import codec
+from runtime import codec, layout
 from runtime.errors import InvalidMessage, UserError
 from runtime.payloads import StorageFull
 from runtime.position import Position
 
-FOLDER = "checkpoints"
 POSITION = "position.msgpack"
 CRITIC = "critic"  # folder of the critic's state within a checkpoint
 _PARTIAL, _DISCARDED = ".partial", ".discarded"
@@ -27,7 +26,7 @@ _NAME = re.compile(r"step-(\d{8})")
 
 
 def folder_for(run_dir: Path, step: int) -> Path:
-    return run_dir / FOLDER / f"step-{step:08d}"
+    return run_dir / layout.CHECKPOINTS / f"step-{step:08d}"
 
 
 def begin(folder: Path) -> Path:
@@ -108,7 +107,7 @@ def _sync(path: Path) -> None:
 
 def steps(run_dir: Path) -> list[int]:
     """The steps of the run's whole checkpoints, ascending."""
-    root = run_dir / FOLDER
+    root = run_dir / layout.CHECKPOINTS
     found = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
     return sorted(int(match[1]) for match in found if match and (root / match[0] / POSITION).exists())
 
@@ -124,7 +123,7 @@ def prune(run_dir: Path, keep: int, best: int | None) -> list[int]:
 def sweep(run_dir: Path) -> None:
     """Remove what a coordinator that was killed while it saved has left; none may be under way."""
     for suffix in (_PARTIAL, _DISCARDED):
-        for path in (run_dir / FOLDER).glob(f".*{suffix}"):
+        for path in (run_dir / layout.CHECKPOINTS).glob(f".*{suffix}"):
             discard(path)
 
 

@@ -20,11 +20,11 @@ from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from runtime import layout
 from runtime.errors import UserError
 from runtime.metrics import UPDATE
-from runtime.trackers import JSONL_FILE, read_jsonl
+from runtime.trackers import read_jsonl
 
-FIGURE_FILE = "metrics.png"
 ACCURACY = "eval/accuracy"
 
 Rows = Sequence[Mapping[str, Any]]
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     folder = Path(arguments[0])
     try:
-        plot_run(folder / JSONL_FILE, folder / FIGURE_FILE)
+        plot_run(folder / layout.METRICS, folder / layout.FIGURE)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

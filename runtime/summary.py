@@ -12,9 +12,8 @@ import psutil
 from msgspec import Struct
 from rich.table import Table
 
+from runtime import layout
 from runtime.errors import UserError
-
-SUMMARY_FILE = "summary.json"
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +40,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def write(self, run_dir: str | Path) -> None:
         """Write summary.json under `run_dir`, whole or not at all."""
-        path = Path(run_dir) / SUMMARY_FILE
+        path = Path(run_dir) / layout.SUMMARY
         partial = path.with_suffix(".partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
         partial.replace(path)
@@ -49,7 +48,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, run_dir: str | Path) -> Summary:
         """Raises UserError when there is none, or not a whole one."""
-        path = Path(run_dir) / SUMMARY_FILE
+        path = Path(run_dir) / layout.SUMMARY
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:

@@ -20,13 +20,11 @@ from typing import IO, Any
 
 import msgspec
 
+from runtime import layout
 from runtime.config import Tracker
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.event_file import EventFile
 from runtime.metrics import Histogram, Metrics
-
-JSONL_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 _EXTRAS = {"wandb": "sluice-rl[wandb]", "swanlab": "sluice-rl[swanlab]"}
 _QUEUE_POINTS = 256
@@ -255,8 +253,8 @@ class Trackers:
 
 def _backend(tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> Backend:
     if tracker.name == "jsonl":
-        return JsonLines(run_dir / JSONL_FILE)
+        return JsonLines(run_dir / layout.METRICS)
     if tracker.name == "tensorboard":
-        return TensorBoard(run_dir / TENSORBOARD_FOLDER)
+        return TensorBoard(run_dir / layout.TENSORBOARD)
     make = WandB if tracker.name == "wandb" else SwanLab
     return make(tracker, run_dir, run_name, config)

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 import uvloop
 
-from runtime import config_loading, os_process
+from runtime import config_loading, layout, os_process
 from runtime.aio import first_error
 from runtime.config import Config
 from runtime.data.handlers import load_problems
@@ -38,9 +38,6 @@ from services.server import Handler, Server
 from services.session import Session
 
 log = logging.getLogger("sluice")
-
-ADDRESS_FILE = "coordinator.address"
-LEDGER = "ledger"
 
 T = TypeVar("T")
 
@@ -80,7 +77,7 @@ class Coordinator:
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
-        (self._folder / ADDRESS_FILE).write_text(self._address)
+        (self._folder / layout.ADDRESS).write_text(self._address)
         os.write(ready_fd, f"{self._address}\n".encode())
         os.close(ready_fd)
         end = "failed"
@@ -88,7 +85,7 @@ class Coordinator:
             await self._work()
             end = "finished"
         finally:
-            (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
+            (self._folder / layout.ADDRESS).unlink(missing_ok=True)
             await self._stop_all()
             self._report(msgspec.structs.replace(self._progress, phase=end))
             await server.stop(grace=0.2)
@@ -121,7 +118,7 @@ class Coordinator:
         return Material(
             config=config,
             folder=self._folder,
-            ledger=await Ledger.open(self._folder / LEDGER, config.ledger.segment_bytes),
+            ledger=await Ledger.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
             trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
             train=train,
             eval=held_out,

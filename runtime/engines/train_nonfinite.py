@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime import layout
 from runtime.engines import train_sharding
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_model import Placement
 from runtime.engines.train_rows import Rows
 
-FOLDER = "nonfinite"
 NAMED = 8  # samples that a message names
 
 
@@ -52,7 +52,7 @@ class NonFiniteReport:
         named = self._gather(self._guilty)
         # Finite one by one, and not together: no micro-batch is to blame more than another.
         named = named if len(named) else self._gather(self._tried)
-        path = folder / FOLDER / f"{self._role}-step-{self._step:08d}.json"
+        path = folder / layout.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
         if self._placement.rank == 0:
             batches = [[[group, sample] for _, group, sample in rows] for _, rows in groupby(named, lambda row: row[0])]
             path.parent.mkdir(parents=True, exist_ok=True)

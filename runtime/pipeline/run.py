@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime import checkpoint, codec
+from runtime import checkpoint, codec, layout
 from runtime.aio import TaskGroup
 from runtime.chosen_algorithm import choose, groups_per_update, streams
 from runtime.config import Config
@@ -36,7 +36,6 @@ from runtime.topology import members, uses_reference
 from runtime.trackers import Trackers
 from runtime.types import PolicyVersion
 
-MODEL = "model"  # folder of the trained model under the run's
 WHY_ENDED = "run ended"
 INTERRUPTED = "interrupted"
 
@@ -249,7 +248,7 @@ class Run:
         step = self._buffer.committed
         await self._training.saved()  # it may be of the same step
         await self._checkpoints.save(step, await self._checkpoints.position(step))
-        folder = self._material.folder / MODEL
+        folder = self._material.folder / layout.MODEL
         await self._roles.trainer.export(str(folder.absolute()))
 
     def _restored_position(self) -> Position | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime import checkpoint, config
+from runtime import checkpoint, config, layout
 from runtime.aio import first_error
 from runtime.config import Config
 from runtime.data.handlers import Problem
@@ -30,7 +30,7 @@ from runtime.pipeline.states import Phase
 from runtime.position import Position
 from runtime.status import Progress, Status
 from runtime.summary import Summary
-from runtime.trackers import JSONL_FILE, Trackers, read_jsonl
+from runtime.trackers import Trackers, read_jsonl
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,
@@ -269,7 +269,7 @@ class RunFolder:
         return sorted(stream.draw().index for _ in range(groups))
 
     def points(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.path / JSONL_FILE)
+        return read_jsonl(self.path / layout.METRICS)
 
     def checkpoint(self, step: int) -> Path:
         return checkpoint.folder_for(self.path, step)

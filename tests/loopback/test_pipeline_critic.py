@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runtime import checkpoint, config
+from runtime import checkpoint, config, layout
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
 from runtime.errors import ServiceFault, UserError
 from runtime.payloads import StorageFull
@@ -229,7 +229,7 @@ EVERY_TWO = {"checkpoint": config.Checkpoint(every=2, keep=9)}
 
 
 def left(folder: RunFolder) -> set[str]:
-    root = folder.path / checkpoint.FOLDER
+    root = folder.path / layout.CHECKPOINTS
     return {path.name for path in root.iterdir()} if root.exists() else set()
 
 

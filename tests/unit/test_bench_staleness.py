@@ -24,11 +24,10 @@ from launcher.bench_staleness_runs import CONFIG, Outcome, Point, Trial, outcome
 from launcher.bench_statistics import t_interval, t_quantile, wilson
 from launcher.cli import main
 from launcher.supervisor import Child, Supervisor
-from runtime import config_loading
+from runtime import config_loading, layout
 from runtime.data import arithmetic
 from runtime.errors import SluiceError, UserError
 from runtime.summary import Totals
-from runtime.trackers import JSONL_FILE
 
 SMALL = Settings(steps=4, seeds=2, bounds=(0, 2), every=2)
 NAMES = [trial.name for trial in plan(SMALL)]
@@ -63,7 +62,7 @@ def write(trial: Trial, settings: Settings, folder: Path, steps: int | None = No
     (run_dir / "config.yaml").write_text(config_loading.to_yaml(replace(config, run=replace(config.run, resume=""), **made)))
     done = settings.steps if steps is None else steps
     accuracies = {step: min(1.0, 0.5 + 0.01 * trial.seed + 0.1 * step) for step in range(0, done + 1, settings.every)}
-    (run_dir / JSONL_FILE).write_text(
+    (run_dir / layout.METRICS).write_text(
         "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, done + 1))
         + "".join(
             json.dumps(
@@ -200,7 +199,9 @@ def test_changed_settings_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is None
 
 
-@pytest.mark.parametrize("damage", ["config.yaml", "summary.json", JSONL_FILE, "stopped early", "not evaluated", "old schema"])
+@pytest.mark.parametrize(
+    "damage", [layout.CONFIG, layout.SUMMARY, layout.METRICS, "stopped early", "not evaluated", "old schema"]
+)
 def test_a_run_that_is_not_whole_runs_again(tmp_path: Path, damage: str) -> None:
     run(tmp_path, Runs())
     trial = plan(SMALL)[5]
@@ -208,8 +209,8 @@ def test_a_run_that_is_not_whole_runs_again(tmp_path: Path, damage: str) -> None
     if damage == "stopped early":
         write(trial, SMALL, tmp_path, steps=2)
     elif damage == "not evaluated":
-        lines = (run_dir / JSONL_FILE).read_text().splitlines(keepends=True)
-        (run_dir / JSONL_FILE).write_text("".join(lines[:-1]))
+        lines = (run_dir / layout.METRICS).read_text().splitlines(keepends=True)
+        (run_dir / layout.METRICS).write_text("".join(lines[:-1]))
     elif damage == "old schema":
         (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "once: 1\n")
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.trackers import JSONL_FILE
+from runtime import layout
 
 
 def draw(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -35,8 +35,8 @@ def test_draws_runs_long_and_short_whatever_they_logged(tmp_path: Path) -> None:
         "nulls": [{"step": n, **dict.fromkeys(step), "timing/all": 1.0} for n in range(3)],
     }
     for name, points in logged.items():
-        (tmp_path / JSONL_FILE).write_text("".join(json.dumps(point) + "\n" for point in points))
-        plot_run(tmp_path / JSONL_FILE, tmp_path / f"{name}.png")
+        (tmp_path / layout.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
+        plot_run(tmp_path / layout.METRICS, tmp_path / f"{name}.png")
         data = (tmp_path / f"{name}.png").read_bytes()
         assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (1440, 900)
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}
@@ -55,8 +55,8 @@ def test_smoothing_is_the_mean_of_the_last_ten() -> None:
 
 def test_as_a_job_of_its_own(tmp_path: Path) -> None:
     missing = draw(tmp_path)
-    assert missing.returncode == 2 and missing.stderr.strip() == f"{tmp_path / JSONL_FILE}: no such file or directory"
-    (tmp_path / JSONL_FILE).write_text('{"step":1,"grpo/score/mean":0.5}\n')
+    assert missing.returncode == 2 and missing.stderr.strip() == f"{tmp_path / layout.METRICS}: no such file or directory"
+    (tmp_path / layout.METRICS).write_text('{"step":1,"grpo/score/mean":0.5}\n')
     done = draw(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "metrics.png").stat().st_size > 10_000

@@ -1,0 +1,18 @@
+"""The names of what lies in a run's folder."""
+
+from __future__ import annotations
+
+CONFIG = "config.yaml"
+ADDRESS = "coordinator.address"
+LEDGER = "ledger"
+LOGS = "logs"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+NONFINITE = "nonfinite"
+METRICS = "metrics.jsonl"
+FIGURE = "metrics.png"
+TENSORBOARD = "tensorboard"
+SUMMARY = "summary.json"
+
+OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, NONFINITE, METRICS, FIGURE, TENSORBOARD, SUMMARY)
+"""What a new run must not find."""
