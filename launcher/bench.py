@@ -1,4 +1,4 @@
-"""`sluice bench NAME`: what this machine does with Sluice, beside a plain loop in the same minutes.
+"""`sluice bench NAME`: what this machine does with Sluice, beside plain ways of doing it in the same minutes.
 
 Everything that is compared is measured in turn, several rounds of each, so that a machine that slows down does so for both
 sides; figures are sums over the rounds.
@@ -32,7 +32,7 @@ class Machine(Struct):
 
 def run(name: str, json_path: Path | None, quick: bool = False) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import bench_engine, bench_staleness, bench_train
+    from launcher import bench_engine, bench_packing, bench_staleness, bench_train
 
     if quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
@@ -40,7 +40,7 @@ def run(name: str, json_path: Path | None, quick: bool = False) -> None:
         raise UserError(f"--json: there is no folder {json_path.parent}")
     console = Console()
     tables: list[Table]
-    report: bench_engine.Report | bench_train.Report | bench_staleness.Report
+    report: bench_engine.Report | bench_packing.Report | bench_train.Report | bench_staleness.Report
     with console.status("starting") as status:
         if name == "engine":
             report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings(), status.update))
@@ -49,6 +49,9 @@ def run(name: str, json_path: Path | None, quick: bool = False) -> None:
             settings = bench_staleness.QUICK if quick else bench_staleness.Settings()
             report = asyncio.run(bench_staleness.measure(FOLDER / name, settings, status.update, console.print))
             tables = bench_staleness.render(report)
+        elif name == "packing":
+            report = asyncio.run(bench_packing.measure(FOLDER / name, bench_packing.Settings(), status.update))
+            tables = bench_packing.render(report)
         else:
             report = asyncio.run(bench_train.measure(MATERIAL, bench_train.Settings(), status.update))
             tables = bench_train.render(report)

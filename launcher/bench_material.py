@@ -17,12 +17,17 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs" / "bench.yaml"
 # A random model gives each of its 261 tokens nearly the same probability. With this many of them ending a reply, lengths are
 # geometric, 15 tokens on average when cut at 64; no weight has to be shaped, so that training leaves them as they are.
 END_TOKENS = 19
+CONTEXT_TOKENS = 1024
+QUICKSTART = Warmup()
 
 
-def bench_config(folder: Path) -> Config:
-    """The bench's configuration, resolved, with its model and prompts made under `folder` unless they lie there."""
+def bench_config(folder: Path, model: Warmup = QUICKSTART) -> Config:
+    """The bench's configuration, resolved, with its model and prompts made under `folder` unless they lie there.
+
+    Of `model` the shape and the seed count.
+    """
     if not (folder / "model" / "config.json").exists():
-        _make(folder)
+        _make(folder, model)
     config = config_loading.load(CONFIG, ())
     return config_loading.resolve(
         replace(
@@ -33,17 +38,17 @@ def bench_config(folder: Path) -> Config:
     )
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, settings: Warmup) -> None:
     """Everything, or nothing when another process was first."""
     from runtime.engines import tiny_model
 
-    settings = Warmup()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch) / "whole"
         (whole / "model").mkdir(parents=True)
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(settings, tokenizer)
+        model.config.max_position_embeddings = CONTEXT_TOKENS
         end = tokenizer.token_to_id(tiny_model.END_OF_TURN)
         model.save_pretrained(whole / "model")
         _end_replies_with(whole / "model", [*range(END_TOKENS - 1), end])

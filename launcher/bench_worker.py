@@ -15,13 +15,15 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from launcher.packing_trial import BATCHES as TRIAL_BATCHES
+from launcher.packing_trial import WAYS, PackingTrial
 from runtime import config_loading, os_process
 from runtime.config import Config
 from runtime.errors import ServiceFault
@@ -93,6 +95,7 @@ class Bench:
 
     def __init__(self, config: Config):
         self._config = config
+        self._tried: set[str] = set()
         self.measures: dict[str, Callable[[float], Measured]] = {
             "decode": self.decode,
             "plain decode": self.plain_decode,
@@ -100,6 +103,7 @@ class Bench:
             "reference": self.reference,
             "train": self.train,
             "plain": self.plain,
+            **{way: partial(self.trial, way) for way in WAYS},
         }
 
     # ------------------------------------------------------------------------------------------ Sluice's engines
@@ -276,6 +280,25 @@ class Bench:
         from launcher.plain_loop import PlainLoop
 
         return PlainLoop(self._config, seed=os.getpid())
+
+    # ------------------------------------------------------------------------------------------ packing
+
+    def trial(self, way: str, seconds: float) -> Measured:
+        """Real tokens that steps trained on, prompts included; all batches, as often as it takes."""
+        trial = self._trial
+        if way not in self._tried:
+            trial.step(way, 0)
+            self._tried.add(way)
+        begun, done = time.perf_counter(), 0
+        while not done or time.perf_counter() - begun < seconds:
+            for index in range(TRIAL_BATCHES):
+                trial.step(way, index)
+            done += trial.real_tokens
+        return Measured(done, time.perf_counter() - begun)
+
+    @cached_property
+    def _trial(self) -> PackingTrial:
+        return PackingTrial(self._config)
 
 
 def main() -> None:

@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
     samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
 
-    bench = commands.add_parser("bench", help="measure this machine (engine, train), or what stale samples cost (staleness)")
-    bench.add_argument("name", choices=("engine", "train", "staleness"))
+    bench = commands.add_parser("bench", help="measure this machine (engine, packing, train), or the cost of staleness")
+    bench.add_argument("name", choices=("engine", "packing", "train", "staleness"))
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser

@@ -194,10 +194,10 @@ class PlainLoop:
         size = -(-len(order) // MICRO_BATCHES)
         for start in range(0, len(order), size):
             rows = order[start : start + size]
-            tokens, mask = _padded([prompts[row] for row in rows], [replies[row] for row in rows])
-            logp = _logprobs(self._model, tokens)
+            tokens, mask = padded([prompts[row] for row in rows], [replies[row] for row in rows])
+            logp = logprobs(self._model, tokens)
             with torch.no_grad():
-                reference = _logprobs(self._reference, tokens)
+                reference = logprobs(self._reference, tokens)
             behind = reference - logp
             # One update a batch: the policy that sampled is the one being trained, so the ratio is 1 and only carries gradient.
             loss = self._beta * (behind.expm1() - behind) - (logp - logp.detach()).exp() * advantages[rows, None]
@@ -207,7 +207,7 @@ class PlainLoop:
         self._optimizer.zero_grad()
 
 
-def _padded(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 [B, T], padded right, and a float mask [B, T - 1] of the reply tokens that each position predicts."""
     width = max(len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True))
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -219,7 +219,7 @@ def _padded(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) 
     return tokens, mask
 
 
-def _logprobs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def logprobs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """log p of each next token, [B, T - 1]. Padding on the right needs no mask: causality hides it."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     return torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)

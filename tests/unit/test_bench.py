@@ -11,7 +11,7 @@ import torch
 from launcher import bench_engine, bench_train
 from launcher.bench_material import bench_config
 from launcher.bench_worker import Bench, Measured, Worker, total
-from launcher.plain_loop import PlainLoop, _logprobs, _padded
+from launcher.plain_loop import PlainLoop, logprobs, padded
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.status import Progress
@@ -94,10 +94,10 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
 
 
 def test_padding_does_not_change_logprobs(loop: PlainLoop) -> None:
-    tokens, mask = _padded([[5, 6], [7]], [[8, 9, 10], [11]])
+    tokens, mask = padded([[5, 6], [7]], [[8, 9, 10], [11]])
     assert mask.tolist() == [[0, 1, 1, 1], [1, 0, 0, 0]]
     with torch.no_grad():
-        together, alone = _logprobs(loop._model, tokens), _logprobs(loop._model, torch.tensor([[7, 11]]))
+        together, alone = logprobs(loop._model, tokens), logprobs(loop._model, torch.tensor([[7, 11]]))
     assert together[1, 0] == pytest.approx(float(alone[0, 0]), abs=1e-5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from runtime import codec
 from runtime.config import Algorithm
 from runtime.engines.train_torch import TorchTrainEngine
-from runtime.types import GroupPayload, Logprobs, TrainGroup
+from runtime.types import GroupPayload, Logprobs, Sample, Segment, TrainGroup
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, comparable, run_step, weights
 
@@ -180,9 +181,8 @@ def reordered(group: TrainGroup, order: list[int]) -> TrainGroup:
     references = np.split(codec.decode(Logprobs, group.reference).values, ends[:-1])
     payload.samples = [payload.samples[i] for i in order]
     values = np.concatenate([references[i] for i in order])
-    return TrainGroup(
-        group_id=group.group_id,
-        tokens=group.tokens,
+    return msgspec.structs.replace(
+        group,
         payload=codec.encode(payload),
         rewards=group.rewards[order],
         valid=group.valid[order],
@@ -221,3 +221,25 @@ def test_cuts_and_orders_change_nothing(
     metrics, gradient = step_and_gradient(make_engine(policy, algorithm, budget), *calls)
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_padding_waste_is_what_attention_rows_hold_beyond_their_tokens(policy: str):
+    """Rows of prompt and reply less its last token, in buckets whose longest is at most 1.5 times the shortest."""
+    (group,) = make_groups(0, (4,))
+    payload = codec.decode(GroupPayload, group.payload)
+    prompt, lengths = 4, (5, 9, 7, 21)  # rows of 8, 10 and 12 tokens side by side, and one of 24
+    payload.prompt = np.arange(prompt, dtype=np.int32)
+    payload.samples = [
+        Sample(
+            tokens=np.arange(length, dtype=np.int32),
+            loss_mask=np.ones(length, np.uint8),
+            logprobs=np.full(length, -4.0, np.float32),
+            versions=np.zeros(length, np.int64),
+            segments=[Segment("model", length)],
+            finish_reason="stop",
+        )
+        for length in lengths
+    ]
+    group = msgspec.structs.replace(group, payload=codec.encode(payload), valid=np.ones(4, np.uint8))
+    metrics = run_step(make_engine(policy, {}), [group]).metrics
+    assert metrics["padding_waste"] == pytest.approx((4 + 2) / (3 * 12 + 24))
