@@ -278,7 +278,7 @@ def test_the_guides_example_trains(policy: str, tmp_path: Path, monkeypatch: pyt
             path = tmp_path / file.group(1)
             path.parent.mkdir(exist_ok=True)
             path.write_text(block)
-    sections = [yaml.safe_load(block)["algorithm"] for language, block in blocks if language == "yaml"]
+    sections = [yaml.safe_load(block).get("algorithm", {}) for language, block in blocks if language == "yaml"]
     (algorithm,) = [section for section in sections if ".py:" in section.get("loss", "")]
     metrics = run_step(TorchTrainEngine(preset_config(tmp_path, policy, **algorithm)), make_groups(9)).metrics
     plain = run_step(TorchTrainEngine(preset_config(tmp_path, policy)), make_groups(9)).metrics
