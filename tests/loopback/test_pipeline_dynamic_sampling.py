@@ -122,6 +122,7 @@ def test_a_run_whose_prompts_have_no_signal_ends_in_order(tmp_path: Path) -> Non
     assert cast.trainer.done[-1][0] == "export"
     # With problems that have signal it goes on, and the prompts that were given up come first.
     cast, _ = make(50)
+    folder = folder_of(tmp_path, limit=1000)
     folder.run(cast, resume=str(folder.checkpoint(1)))
     check_books(folder, 12)
     check_prompts(folder)
