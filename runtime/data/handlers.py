@@ -1,28 +1,50 @@
 """From rows of a file to problems: a handler knows one layout of columns.
 
-A handler is `handler(row, data) -> (messages, label)`; it raises `Rejected` for a row that cannot be used (dropped and
-counted by reason) and `MissingColumn` for a column that is not there (an error: the configuration names the wrong one).
+A handler is `handler(fields) -> (messages, label)`, registered with the columns that its layout has of its own. It raises
+`Rejected` for a row that cannot be used (dropped and counted by reason) and `MissingColumn` for a column that is not there
+(an error: the configuration names the wrong one).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import msgspec
 
 from runtime import config
-from runtime.data.reading import Row, read_rows
+from runtime.data.fields import Columns, Fields, Messages, MissingColumn, Rejected, Row, difficulty, label_text, question
+from runtime.data.files import data_files, source_of
+from runtime.data.reading import read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
+from runtime.rewards.extraction import last_boxed
 
-Messages = list[dict[str, str]]
-Handler = Callable[[Row, config.Data], tuple[Messages, str]]
+Read = Callable[[Fields], tuple[Messages, str]]
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+class Handler(msgspec.Struct, frozen=True):
+    """How a layout is read, and the columns that it has where the configuration names none."""
+
+    read: Read
+    columns: Columns
+
 
 HANDLERS: Registry[Handler] = Registry("data.handler")
+
+
+def handler(name: str, columns: Columns) -> Callable[[Read], Read]:
+    """Decorator that registers a function as the handler `name`."""
+
+    def add(read: Read) -> Read:
+        HANDLERS.register(name)(Handler(read, columns))
+        return read
+
+    return add
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -32,6 +54,11 @@ class Problem(msgspec.Struct, frozen=True):
     messages: Messages
     label: str
     source: str  # the file's folder and stem: "gsm8k/train"
+    difficulty: float = 0.0  # 0 where nobody asked for it
+
+    @property
+    def question(self) -> str:
+        return question(self.messages)
 
 
 class ProblemSet(msgspec.Struct, kw_only=True):
@@ -47,89 +74,118 @@ class ProblemSet(msgspec.Struct, kw_only=True):
         return f"{self.rows} rows, {len(self.problems)} problems" + (f" (dropped: {reasons})" if reasons else "")
 
 
-class Rejected(Exception):
-    """A row that is left out; the message is the reason under which it is counted."""
+class RowReader:
+    """Makes problems of rows, one at a time. `column_key` is the key that names a column, with `{}` for what it holds."""
+
+    def __init__(self, layout: config.Layout, difficulty_key: str = "", column_key: str = "data.{}_key"):
+        """Raises UserError for an unknown handler."""
+        self._handler = HANDLERS.find(layout.handler)
+        self._columns = columns_of(layout, self._handler)
+        self._system_prompt = layout.system_prompt
+        self._difficulty_key = difficulty_key
+        self._column_key = column_key
+
+    def problem(self, row: Row, source: str, position: int) -> Problem:
+        """The problem of the row at `position` of `source`. Raises Rejected, and MissingColumn."""
+        messages, label = self._handler.read(Fields(row, self._columns, self._system_prompt))
+        hard = difficulty(row, self._difficulty_key) if self._difficulty_key else 0.0
+        return Problem(f"{source}:{position}", messages, label, source, hard)
+
+    def refuse(self, missing: MissingColumn, row: Row, where: str) -> NoReturn:
+        """Raises the UserError that names the configuration's key of a missing column."""
+        key = "data.curriculum.key" if missing.role == "difficulty" else self._column_key.format(missing.role)
+        columns = ", ".join(sorted(row))
+        raise UserError(f"{key}: {where} has no column {missing.column!r} (its columns: {columns})") from None
 
 
-class MissingColumn(Exception):
-    """A row without the column that the configuration key `key` names."""
+def columns_of(layout: config.Layout, of: Handler) -> Columns:
+    """The columns that `layout` names, else the handler's own; its own query and system columns may be missing from a row."""
+    named = {"prompt": layout.prompt_key, "query": layout.query_key, "label": layout.label_key, "system": layout.system_key}
+    chosen = {role: getattr(of.columns, role) if column is None else column for role, column in named.items()}
+    optional = tuple(role for role in ("query", "system") if named[role] is None)
+    return Columns(**chosen, optional=optional)
 
-    def __init__(self, key: str, column: str):
-        super().__init__(key, column)
-        self.key, self.column = key, column
 
-
-def load_problems(path: str, data: config.Data, key: str = "data.train") -> ProblemSet:
-    """Read `path` with the handler `data.handler`. `key` is the configuration key that named the path.
+def load_problems(
+    path: str,
+    layout: config.Layout,
+    key: str = "data.train",
+    difficulty_key: str = "",
+    column_key: str = "data.{}_key",
+) -> ProblemSet:
+    """Read the file or folder `path` with the handler `layout.handler`. `key` is the configuration key that named the path.
 
     Raises UserError for an unknown handler, an unusable file, a missing column, and a file of which no row is left.
     """
-    handler = HANDLERS.get(data.handler)
-    file = Path(path)
-    source = f"{file.absolute().parent.name}/{file.stem}"
+    reader = RowReader(layout, difficulty_key, column_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()
-    for position, row in read_rows(file, key):
+    for source, place, position, row in source_rows(path, key):
         try:
-            messages, label = handler(row, data)
+            problems.append(reader.problem(row, source, position))
         except Rejected as reason:
             dropped[str(reason)] += 1
         except MissingColumn as missing:
-            columns = ", ".join(sorted(row))
-            where = f"{path}:{position}"
-            raise UserError(f"{missing.key}: {where} has no column {missing.column!r} (its columns: {columns})") from None
-        else:
-            problems.append(Problem(f"{source}:{position}", messages, label, source))
+            reader.refuse(missing, row, f"{place}:{position}")
     found = ProblemSet(problems=problems, rows=len(problems) + sum(dropped.values()), dropped=dict(dropped))
     if not problems:
         raise UserError(f"{key}: {path}: no row is left of {found.report()}")
     return found
 
 
-@HANDLERS.register("plain")
-def plain(row: Row, data: config.Data) -> tuple[Messages, str]:
-    """The columns `data.prompt_key` (text) and `data.label_key` (text or a number) as they are."""
-    prompt = _column(row, data.prompt_key, "data.prompt_key")
-    label = _column(row, data.label_key, "data.label_key")
-    return _conversation(prompt, data), _label(label)
+def source_rows(path: str, key: str) -> Iterator[tuple[str, str, int, Row]]:
+    """(source, file, position, row) of every row of a file or folder. Raises UserError for what cannot be read."""
+    for file in data_files(path, key):
+        source = source_of(file)
+        for position, row in read_rows(file, key):
+            yield source, str(file), position, row
 
 
-_CALCULATOR = re.compile(r"<<[^<>]*>>")
+@handler("plain", Columns(prompt="question", label="answer"))
+def plain(fields: Fields) -> tuple[Messages, str]:
+    """The prompt as it is, the label as it is: text or a number."""
+    return fields.conversation(), fields.label()
 
 
-@HANDLERS.register("gsm8k")
-def gsm8k(row: Row, data: config.Data) -> tuple[Messages, str]:
+@handler("gsm8k", Columns(prompt="question", label="answer"))
+def gsm8k(fields: Fields) -> tuple[Messages, str]:
     """GSM8K as published: the label is the number after the last `####`, without thousands commas."""
-    prompt = _column(row, data.prompt_key, "data.prompt_key")
-    solution = _label(_column(row, data.label_key, "data.label_key"))
-    _, mark, answer = _CALCULATOR.sub("", solution).rpartition("####")
+    _, mark, answer = _CALCULATOR.sub("", fields.label()).rpartition("####")
     if not mark:
         raise Rejected("label without ####")
-    return _conversation(prompt, data), _label(answer.replace(",", ""))
+    return fields.conversation(), label_text(answer.replace(",", ""))
 
 
-def _column(row: Row, column: str, key: str) -> Any:
-    if column not in row:
-        raise MissingColumn(key, column)
-    return row[column]
+@handler("alpaca", Columns(prompt="instruction", query="input", label="output"))
+def alpaca(fields: Fields) -> tuple[Messages, str]:
+    """Alpaca's layout: the instruction, and its input below it when there is one; the label is the output."""
+    return fields.conversation(), fields.label()
 
 
-def _conversation(prompt: Any, data: config.Data) -> Messages:
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise Rejected("empty prompt" if prompt is None or isinstance(prompt, str) else "prompt that is not text")
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    return [*system, {"role": "user", "content": prompt}]
+@handler("r1", Columns(prompt="problem", label="answer"))
+def r1(fields: Fields) -> tuple[Messages, str]:
+    """A problem with its final answer. Of a list of accepted answers the first is the label."""
+    answer = fields.value("label")
+    if isinstance(answer, list):
+        if not answer:
+            raise Rejected("empty label")
+        answer = answer[0]
+    return fields.conversation(), label_text(answer)
 
 
-def _label(value: Any) -> str:
-    """The label as text; a whole float loses its point (contest files write 142 as 142.0)."""
-    if value is None:
-        raise Rejected("null label")
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Rejected("label that is neither text nor a number")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = str(value).strip()
-    if not text:
-        raise Rejected("empty label")
-    return text
+@handler("math", Columns(prompt="problem", label="solution"))
+def math(fields: Fields) -> tuple[Messages, str]:
+    r"""MATH as published: the label is what the solution's last `\boxed{}` holds."""
+    answer = last_boxed(fields.label())
+    if answer is None:
+        raise Rejected("label without \\boxed{}")
+    return fields.conversation(), label_text(answer)
+
+
+@handler("math17k", Columns(prompt="prompt", label="reward_model"))
+def math17k(fields: Fields) -> tuple[Messages, str]:
+    """DAPO-Math-17k's layout: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
+    verdict = fields.value("label")
+    if not isinstance(verdict, dict):
+        raise Rejected("null label" if verdict is None else "label without ground_truth")
+    return fields.conversation(), label_text(verdict.get("ground_truth"))
