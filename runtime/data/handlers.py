@@ -75,9 +75,9 @@ class ProblemSet(msgspec.Struct, kw_only=True):
 
 
 class RowReader:
-    """Makes problems of rows, one at a time. `column_key` is the key that names a column, with `{}` for what it holds."""
+    """Makes problems of rows, one at a time. `column_key` says which configuration key names the column of a role."""
 
-    def __init__(self, layout: config.Layout, difficulty_key: str = "", column_key: str = "data.{}_key"):
+    def __init__(self, layout: config.Layout, difficulty_key: str, column_key: Callable[[str], str]):
         """Raises UserError for an unknown handler."""
         self._handler = HANDLERS.find(layout.handler)
         self._columns = columns_of(layout, self._handler)
@@ -93,9 +93,10 @@ class RowReader:
 
     def refuse(self, missing: MissingColumn, row: Row, where: str) -> NoReturn:
         """Raises the UserError that names the configuration's key of a missing column."""
-        key = "data.curriculum.key" if missing.role == "difficulty" else self._column_key.format(missing.role)
         columns = ", ".join(sorted(row))
-        raise UserError(f"{key}: {where} has no column {missing.column!r} (its columns: {columns})") from None
+        raise UserError(
+            f"{self._column_key(missing.role)}: {where} has no column {missing.column!r} (its columns: {columns})"
+        ) from None
 
 
 def columns_of(layout: config.Layout, of: Handler) -> Columns:
@@ -106,12 +107,17 @@ def columns_of(layout: config.Layout, of: Handler) -> Columns:
     return Columns(**chosen, optional=optional)
 
 
+def data_key(role: str) -> str:
+    """The key of section `data` that names the column of `role`."""
+    return "data.curriculum.key" if role == "difficulty" else f"data.{role}_key"
+
+
 def load_problems(
     path: str,
     layout: config.Layout,
     key: str = "data.train",
     difficulty_key: str = "",
-    column_key: str = "data.{}_key",
+    column_key: Callable[[str], str] = data_key,
 ) -> ProblemSet:
     """Read the file or folder `path` with the handler `layout.handler`. `key` is the configuration key that named the path.
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
-from runtime.data.templates import Message
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.data.templates import Message
 
 MODEL = "model"  # the prompt type that is the model's own chat template
 BUILT_IN = Path(__file__).parent / "templates.json"  # configs/templates.json of the source tree

@@ -41,7 +41,7 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """Equal where every conversation is rendered alike."""
-        return xxhash.xxh3_64_hexdigest(json.dumps([self._source, self._variables], sort_keys=True))
+        return xxhash.xxh3_64_hexdigest(json.dumps([self._source, self._variables], sort_keys=True).encode())
 
     def render(self, messages: Sequence[Message]) -> str:
         """The conversation as text, special tokens included, up to where the reply begins.

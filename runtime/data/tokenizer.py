@@ -36,7 +36,7 @@ class Tokenizer:
         """
         self.folder = Path(folder)
         self._key, self._section = key, section
-        self._prompt_type, self._prompt_type_path = prompt_type, prompt_type_path
+        self.prompt_type, self._prompt_type_path = prompt_type, prompt_type_path
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{key}: {folder} has no tokenizer.json")
@@ -90,13 +90,13 @@ class Tokenizer:
         """Equal where every text is encoded alike."""
         parts = json.loads(self._tokenizer.to_str())
         encoding = {name: parts.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-        return xxhash.xxh3_64_hexdigest(json.dumps(encoding, sort_keys=True))
+        return xxhash.xxh3_64_hexdigest(json.dumps(encoding, sort_keys=True).encode())
 
     @cached_property
     def template(self) -> ChatTemplate | SlotTemplate:
         """What prompts are made with: the named type, else the given file, chat_template.jinja or tokenizer_config.json."""
-        if self._prompt_type != MODEL:
-            return slot_template(self._prompt_type, self._prompt_type_path, self.special_tokens, self._section)
+        if self.prompt_type != MODEL:
+            return slot_template(self.prompt_type, self._prompt_type_path, self.special_tokens, self._section)
         if self._template_file:
             return self._compile(Path(self._template_file), "model.chat_template")
         beside = self.folder / "chat_template.jinja"
