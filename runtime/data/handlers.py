@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 import msgspec
@@ -69,9 +69,14 @@ class ProblemSet(msgspec.Struct, kw_only=True):
     dropped: dict[str, int] = {}
 
     def report(self) -> str:
-        """One line for the log: "7474 rows, 7472 problems (dropped: 2 null label)"."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        return f"{self.rows} rows, {len(self.problems)} problems" + (f" (dropped: {reasons})" if reasons else "")
+        """One line for the log."""
+        return report(self.rows, len(self.problems), self.dropped)
+
+
+def report(rows: int, problems: int, dropped: Mapping[str, int]) -> str:
+    """What became of rows: "7474 rows, 7472 problems (dropped: 2 null label)"."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    return f"{rows} rows, {problems} problems" + (f" (dropped: {reasons})" if reasons else "")
 
 
 class RowReader:

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from runtime.config import Curriculum
-from runtime.data.handlers import Problem, ProblemSet
+from runtime.data.handlers import Problem, ProblemSet, report
 from runtime.data.order import SHUFFLE, Order, Share
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -38,7 +38,7 @@ class Prompts(msgspec.Struct, kw_only=True):
     shares: list[Share] = []  # of several sources, whose problems stand one after the other
 
     def report(self) -> str:
-        return ProblemSet(problems=self.problems, rows=self.rows, dropped=self.dropped).report()
+        return report(self.rows, len(self.problems), self.dropped)
 
 
 def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:

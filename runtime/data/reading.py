@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from runtime.data.fields import Row
 from runtime.errors import UserError
 
+T = TypeVar("T")
+
 PARQUET = b"PAR1"
-_ARROW_FILE = b"ARROW1"
-_ARROW_STREAM = b"\xff\xff\xff\xff"
+_ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream written to one
 _HEAD_BYTES = 64
-_BATCH_ROWS = 1024
+_BLOCK_BYTES = 1 << 20
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
@@ -39,14 +40,41 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Row]]:
         raise UserError(f"{key}: {path} has no rows")
 
 
-def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+def count_rows(path: Path, key: str) -> int:
+    """How many rows a file has, about: blank lines count. Raises UserError as `read_rows` does for a file that is torn."""
+    head = _head(path)
+    if _is_table(head):
+        from runtime.data import tables
+
+        return tables.count(path, key, head.startswith(PARQUET))
+    if _is_array(head):
+        return len(_decoded(path, key, list[msgspec.Raw]))
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    if head.startswith((PARQUET, _ARROW_FILE, _ARROW_STREAM)):
-        return _tables(path, key, head)
-    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        return _array(path, key)
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK_BYTES), b""))
+
+
+def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    head = _head(path)
+    if _is_table(head):
+        from runtime.data import tables
+
+        return tables.rows(path, key, head.startswith(PARQUET))
+    if _is_array(head):
+        return enumerate(_decoded(path, key, list[Any]), 1)
     return _lines(path, key)
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
+
+
+def _is_table(head: bytes) -> bool:
+    return head.startswith((PARQUET, *_ARROW))
+
+
+def _is_array(head: bytes) -> bool:
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -62,33 +90,8 @@ def _lines(path: Path, key: str) -> Iterator[tuple[int, Any]]:
                 raise UserError(f"{key}: {path}:{number}: not a line of JSON: {error}") from error
 
 
-def _array(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+def _decoded(path: Path, key: str, kind: type[list[T]]) -> list[T]:
     try:
-        rows = msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        return msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{key}: {path}: not a JSON array: {error}") from error
-    yield from enumerate(rows, 1)
-
-
-def _tables(path: Path, key: str, head: bytes) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
-    import pyarrow.ipc
-    import pyarrow.parquet as pq
-
-    kind = "a Parquet" if head.startswith(PARQUET) else "an Arrow"
-    position = 0
-    try:
-        with pa.memory_map(str(path)) as source:
-            if head.startswith(PARQUET):
-                batches = pq.ParquetFile(source).iter_batches(_BATCH_ROWS)
-            elif head.startswith(_ARROW_FILE):
-                reader = pa.ipc.open_file(source)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                batches = iter(pa.ipc.open_stream(source))
-            for batch in batches:
-                for row in batch.to_pylist():
-                    position += 1
-                    yield position, row
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{key}: {path}: not {kind} file: {str(error).splitlines()[0]}") from error
