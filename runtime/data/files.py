@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.errors import UserError
 
@@ -17,8 +17,15 @@ _SPLIT = re.compile(r"(?:^|[-_.])(train|training|validation|valid|val|dev|test|t
 TRAIN = ("train", "training")
 
 
-def data_files(path: str, key: str) -> list[Path]:
-    """The files to read, in the order in which their rows count; of several splits the training split.
+class DataFiles(NamedTuple):
+    """The files to read, in the order in which their rows count, and what their problems' source is called."""
+
+    source: str  # folder and stem of a file, "gsm8k/train"; the last two parts of a folder's path
+    files: list[Path]
+
+
+def data_files(path: str, key: str) -> DataFiles:
+    """What `path` names; of several splits the training split.
 
     A folder is what `save_to_disk` wrote, or holds data files of one kind, directly or in its folder `data`.
     Raises UserError, naming the configuration key `key`.
@@ -27,12 +34,13 @@ def data_files(path: str, key: str) -> list[Path]:
     if not root.is_dir():
         if not root.is_file():
             raise UserError(f"{key}: {path} is not a file")
-        return [root]
+        return DataFiles(f"{root.absolute().parent.name}/{root.stem}", [root])
     if (root / _SPLITS).is_file():
         return data_files(str(root / _train(_listed(root / _SPLITS, "splits", key), root, key)), key)
+    source = "/".join(root.absolute().parts[-2:])
     if (root / _SAVED).is_file():
         shards = _listed(root / _SAVED, "_data_files", key)
-        return [root / shard["filename"] for shard in shards]
+        return DataFiles(source, [root / shard["filename"] for shard in shards])
     found = _in_folder(root) or _in_folder(root / "data")
     if not found:
         raise UserError(f"{key}: {path} holds no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
@@ -41,14 +49,9 @@ def data_files(path: str, key: str) -> list[Path]:
         raise UserError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one of them")
     splits = [_split(file) for file in found]
     if not any(splits) or {*splits} <= {*TRAIN}:
-        return found
+        return DataFiles(source, found)
     _train([split or "none" for split in splits], root, key)
-    return [file for file, split in zip(found, splits, strict=True) if split in TRAIN]
-
-
-def source_of(file: Path) -> str:
-    """What a problem's source is called: its file's folder and stem, "gsm8k/train"."""
-    return f"{file.absolute().parent.name}/{file.stem}"
+    return DataFiles(source, [file for file, split in zip(found, splits, strict=True) if split in TRAIN])
 
 
 def _in_folder(folder: Path) -> list[Path]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from runtime import config
 from runtime.data.fields import Columns, Fields, Messages, MissingColumn, Rejected, Row, difficulty, label_text, question
-from runtime.data.files import data_files, source_of
+from runtime.data.files import data_files
 from runtime.data.reading import read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
@@ -79,6 +79,20 @@ def report(rows: int, problems: int, dropped: Mapping[str, int]) -> str:
     return f"{rows} rows, {problems} problems" + (f" (dropped: {reasons})" if reasons else "")
 
 
+class SourceRow(NamedTuple):
+    """A row with its place: `position` counts in its source, over all files of a folder; `where` names it in messages."""
+
+    source: str
+    position: int
+    where: str
+    row: Row
+
+
+def no_column(key: str, column: str, found: SourceRow) -> UserError:
+    """What to raise for a row without a column that `key` names."""
+    return UserError(f"{key}: {found.where} has no column {column!r} (its columns: {', '.join(sorted(found.row))})")
+
+
 class RowReader:
     """Makes problems of rows, one at a time. `column_key` says which configuration key names the column of a role."""
 
@@ -90,18 +104,15 @@ class RowReader:
         self._difficulty_key = difficulty_key
         self._column_key = column_key
 
-    def problem(self, row: Row, source: str, position: int) -> Problem:
-        """The problem of the row at `position` of `source`. Raises Rejected, and MissingColumn."""
-        messages, label = self._handler.read(Fields(row, self._columns, self._system_prompt))
-        hard = difficulty(row, self._difficulty_key) if self._difficulty_key else 0.0
-        return Problem(f"{source}:{position}", messages, label, source, hard)
+    def problem(self, found: SourceRow) -> Problem:
+        """The problem of a row. Raises Rejected, and MissingColumn."""
+        messages, label = self._handler.read(Fields(found.row, self._columns, self._system_prompt))
+        hard = difficulty(found.row, self._difficulty_key) if self._difficulty_key else 0.0
+        return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard)
 
-    def refuse(self, missing: MissingColumn, row: Row, where: str) -> NoReturn:
+    def refuse(self, missing: MissingColumn, found: SourceRow) -> NoReturn:
         """Raises the UserError that names the configuration's key of a missing column."""
-        columns = ", ".join(sorted(row))
-        raise UserError(
-            f"{self._column_key(missing.role)}: {where} has no column {missing.column!r} (its columns: {columns})"
-        ) from None
+        raise no_column(self._column_key(missing.role), missing.column, found) from None
 
 
 def columns_of(layout: config.Layout, of: Handler) -> Columns:
@@ -131,25 +142,28 @@ def load_problems(
     reader = RowReader(layout, difficulty_key, column_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()
-    for source, place, position, row in source_rows(path, key):
+    for found in source_rows(path, key):
         try:
-            problems.append(reader.problem(row, source, position))
+            problems.append(reader.problem(found))
         except Rejected as reason:
             dropped[str(reason)] += 1
         except MissingColumn as missing:
-            reader.refuse(missing, row, f"{place}:{position}")
-    found = ProblemSet(problems=problems, rows=len(problems) + sum(dropped.values()), dropped=dict(dropped))
+            reader.refuse(missing, found)
+    rows = len(problems) + sum(dropped.values())
     if not problems:
-        raise UserError(f"{key}: {path}: no row is left of {found.report()}")
-    return found
+        raise UserError(f"{key}: {path}: no row is left of {report(rows, 0, dropped)}")
+    return ProblemSet(problems=problems, rows=rows, dropped=dict(dropped))
 
 
-def source_rows(path: str, key: str) -> Iterator[tuple[str, str, int, Row]]:
-    """(source, file, position, row) of every row of a file or folder. Raises UserError for what cannot be read."""
-    for file in data_files(path, key):
-        source = source_of(file)
-        for position, row in read_rows(file, key):
-            yield source, str(file), position, row
+def source_rows(path: str, key: str) -> Iterator[SourceRow]:
+    """Every row of a file or folder. Raises UserError for what cannot be read."""
+    source, files = data_files(path, key)
+    before = position = 0
+    for file in files:
+        for place, row in read_rows(file, key):
+            position = before + place
+            yield SourceRow(source, position, f"{file}:{place}", row)
+        before = position
 
 
 @handler("plain", Columns(prompt="question", label="answer"))

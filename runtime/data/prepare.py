@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from runtime.data import prepared
-from runtime.data.fields import MissingColumn, Rejected, Row
+from runtime.data.fields import MissingColumn, Rejected
 from runtime.data.files import data_files
-from runtime.data.handlers import Problem, RowReader, report, source_rows
+from runtime.data.handlers import Problem, RowReader, SourceRow, no_column, report, source_rows
 from runtime.data.overlap import problem_key
 from runtime.data.preparation import Preparation, column_key
 from runtime.data.reading import count_rows
@@ -88,7 +88,7 @@ def prepare(settings: Preparation, progress: Progress = lambda done, total: None
     )
     _ = tokenizer.template  # before the threads need it
     work = _Work(settings, tokenizer)
-    total = sum(count_rows(file, key) for path, key in work.inputs() for file in data_files(path, key))
+    total = sum(count_rows(file, key) for path, key in work.inputs() for file in data_files(path, key).files)
     with _one_thread_each_call(), ThreadPoolExecutor(settings.workers, "prepare") as pool:
         under_way: deque[Future[_Encoded]] = deque()
         for chunk in work.chunks(lambda done: progress(done, total)):
@@ -105,6 +105,7 @@ class _Work:
 
     def __init__(self, settings: Preparation, tokenizer: Tokenizer):
         self._settings = settings
+        self._additional = settings.additional_keys
         self._tokenizer = tokenizer
         self._reader = RowReader(settings.layout, settings.difficulty_key, column_key)
         self._known: set[int] = set()
@@ -125,8 +126,8 @@ class _Work:
         chunk: list[_Item] = []
         done = 0
         for path, key in self.inputs():
-            for source, file, position, row in source_rows(path, key):
-                item = self._item(row, source, file, position)
+            for found in source_rows(path, key):
+                item = self._item(found)
                 if item is not None:
                     chunk.append(item)
                 done += 1
@@ -137,26 +138,26 @@ class _Work:
                     chunk = []
         if chunk:
             yield chunk
-        told(done)
+        if done % self._settings.log_interval:
+            told(done)
 
-    def _item(self, row: Row, source: str, file: str, position: int) -> _Item | None:
-        self._rows[source] += 1
+    def _item(self, found: SourceRow) -> _Item | None:
+        self._rows[found.source] += 1
         try:
-            problem = self._reader.problem(row, source, position)
+            problem = self._reader.problem(found)
             known = problem_key(problem.question)
             if known in self._known:
                 raise Rejected("duplicate problem")
         except Rejected as reason:
-            self._drop(source, str(reason))
+            self._drop(found.source, str(reason))
             return None
         except MissingColumn as missing:
-            self._reader.refuse(missing, row, f"{file}:{position}")
+            self._reader.refuse(missing, found)
         self._known.add(known)
-        for name in self._settings.additional_keys:
-            if name not in row:
-                columns = ", ".join(sorted(row))
-                raise UserError(f"dataset_additional_keys: {file}:{position} has no column {name!r} (its columns: {columns})")
-        return _Item(problem, tuple(row[name] for name in self._settings.additional_keys))
+        for name in self._additional:
+            if name not in found.row:
+                raise no_column("dataset_additional_keys", name, found)
+        return _Item(problem, tuple(found.row[name] for name in self._additional))
 
     def encode(self, chunk: list[_Item]) -> _Encoded:
         """Render and encode; runs in a thread of its own and touches nothing that others do."""
@@ -194,7 +195,7 @@ class _Work:
         }
         if self._settings.difficulty_key:
             columns[prepared.DIFFICULTY] = pa.array([problem.difficulty for problem in problems], pa.float64())
-        for index, name in enumerate(self._settings.additional_keys):
+        for index, name in enumerate(self._additional):
             columns[name] = _array(name, [item.extra[index] for item, _, _ in encoded.kept])
         self._tables.append(pa.table(columns))
 

@@ -29,7 +29,7 @@ def problems(count: int) -> list[Problem]:
 @settings(deadline=None)
 def test_every_position_belongs_to_one_source_and_shares_are_kept(weights: list[float], start: int) -> None:
     exact = [Fraction(str(weight)) for weight in weights]
-    before = Counter({source: place for source, place in first_places(exact, start).items()})
+    before = Counter(first_places(exact, start))
     for position in range(start, start + 50):
         source, place = turn(position, exact)
         assert place == before[source]  # no place is left out and none served twice

@@ -17,9 +17,9 @@ SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}
 QUESTION = "What is {{content}} in $\\frac{1}{2}$?"
 THINK = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first "
-    "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and answer "
-    "are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here "
-    "</think><answer> answer here </answer>"
+    "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and "
+    "answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process "
+    "here </think><answer> answer here </answer>"
 )
 HELPFUL = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 STEPS = "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
