@@ -271,11 +271,13 @@ def _faults(value: object, kind: inspect.Type, path: str, root: inspect.Type = _
 def _union_faults(value: object, kind: inspect.UnionType, path: str, root: inspect.Type) -> Iterator[str]:
     found = [list(_faults(value, variant, path, root)) for variant in kind.types]
     if all(found):
-        sections = [faults for variant, faults in zip(kind.types, found, strict=True) if _fields(variant)]
-        if sections and isinstance(value, dict):
-            yield from sections[0]
-        else:
-            yield f"{path}: {_show(value)} is not {_wanted(kind)}"
+        meant = [faults for variant, faults in zip(kind.types, found, strict=True) if _is_kind(value, variant)]
+        yield from meant[0] if meant else [f"{path}: {_show(value)} is not {_wanted(kind)}"]
+
+
+def _is_kind(value: object, kind: inspect.Type) -> bool:
+    """Whether `value` is of that kind as a whole, whatever is wrong within."""
+    return isinstance(value, list) if isinstance(kind, inspect.ListType) else bool(_fields(kind)) and isinstance(value, dict)
 
 
 def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, root: inspect.Type) -> Iterator[str]:

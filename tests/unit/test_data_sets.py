@@ -101,7 +101,7 @@ def labels(file: str, handler: str = "r1", **keys: str) -> Iterator[str]:
 def test_labels_are_answers_and_nothing_else() -> None:
     assert all(label.lstrip("-").isdigit() for label in labels("gsm8k/train.jsonl", "gsm8k"))
     assert all(label.lstrip("-").isdigit() for label in labels(f"{PARTS}/amc_test.json"))
-    assert set(labels(f"{PARTS}/aime_train.json")) >= {"204", "60"}
+    assert set(labels(f"{PARTS}/aime_train.json")) >= {"60", "012"}
     boxed = dict(zip(*[iter_of("math500/test.jsonl", key) for key in ("problem", "answer")], strict=True))
     found = load_problems(str(real_file("math500/test.jsonl")), Data(handler="math")).problems
     same = sum("".join(problem.label.split()) == "".join(boxed[problem.question].split()) for problem in found)
