@@ -11,6 +11,7 @@ import pytest
 from runtime import config
 from runtime.data.handlers import load_problems
 from runtime.errors import UserError
+from tests.real_data import ROOT
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -145,20 +146,13 @@ def test_rows_of_unknown_difficulty_are_left_out_where_it_matters(tmp_path: Path
         load_problems(path, config.Data(), difficulty_key="hard")
 
 
-OWN = """
-from runtime.data.handlers import Columns, handler
-
-@handler("pairs", Columns(prompt="ask", label="say"))
-def pairs(fields):
-    return fields.conversation(), fields.label().upper()
-"""
-
-
-def test_a_handler_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    path = write(tmp_path / "a.jsonl", [{"ask": "q", "say": "a"}])
-    (problem,) = load_problems(path, config.Data(handler=f"{tmp_path / 'own.py'}:pairs")).problems
-    assert (problem.question, problem.label) == ("q", "A")
+def test_the_guide_s_own_handler(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
+    (tmp_path / "own.py").write_text(guide.partition("```python\n")[2].partition("```")[0])
+    rows = [{"stem": "1+1?", "options": ["2", "3"], "key": "A"}, {"stem": "1+2?", "options": ["3"], "key": "A"}]
+    found = load_problems(write(tmp_path / "a.jsonl", rows), config.Data(handler=f"{tmp_path / 'own.py'}:choice"))
+    assert [(problem.question, problem.label) for problem in found.problems] == [("1+1?\n(A) 2\n(B) 3", "A")]
+    assert found.dropped == {"fewer than two options": 1}
 
 
 def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:

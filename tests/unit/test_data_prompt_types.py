@@ -12,6 +12,7 @@ from runtime.data.prompt_types import MODEL, names, slot_template
 from runtime.data.tokenizer import Tokenizer
 from runtime.engines import tiny_model
 from runtime.errors import UserError
+from tests.real_data import ROOT
 
 SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}
 QUESTION = "What is {{content}} in $\\frac{1}{2}$?"
@@ -178,3 +179,13 @@ def test_stop_words_of_the_template_end_replies_too(tmp_path: Path) -> None:
     assert base.stop_ids == base.eos_ids == (256,)
     assert Tokenizer(str(tmp_path), prompt_type="qwen3", prompt_type_path=path).stop_ids == (256, 257)
     assert Tokenizer(str(tmp_path)).stop_ids == (256,)
+
+
+def test_the_guide_s_template_renders(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
+    path = tmp_path / "own.json"
+    path.write_text(guide.partition("```json\n")[2].partition("```")[0])
+    turns = [user("1+1?"), assistant("2"), user("2+2?")]
+    assert slot_template("pupil", str(path), SPECIAL).render(turns) == (
+        "<BOS>You are a careful pupil.\n\nQuestion: 1+1?\nAnswer:2<EOS>\n\nQuestion: 2+2?\nAnswer:"
+    )
