@@ -180,14 +180,12 @@ class Bench:
 
     @cached_property
     def _requests(self) -> Any:
-        from runtime.data.handlers import load_problems
-        from runtime.data.prompts import tokenise
+        from runtime.data.sources import training_prompts
         from runtime.data.tokenizer import Tokenizer
         from runtime.types import GroupRequest, SamplingParams
 
         config, tokenizer = self._config, Tokenizer(self._config.model.path)
-        problems = load_problems(config.data.train, config.data)
-        prompts = tokenise(problems, tokenizer, config.data.max_prompt_tokens, "data.train").tokens
+        prompts = training_prompts(config.data, tokenizer).tokens
         sampling = SamplingParams(max_new_tokens=config.sampling.max_new_tokens, stop_token_ids=tokenizer.eos_ids)
 
         def requests() -> Any:

@@ -38,6 +38,11 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
     samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
 
+    data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
+    prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
+    prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
+    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+
     bench = commands.add_parser("bench", help="measure this machine (engine, packing, train), or the cost of staleness")
     bench.add_argument("name", choices=("engine", "packing", "train", "staleness"))
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
@@ -122,6 +127,13 @@ def _samples(options: argparse.Namespace) -> int:
     return 0
 
 
+def _data(options: argparse.Namespace) -> int:
+    from launcher import prepare
+
+    prepare.run(options.config, options.overrides)
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
@@ -135,6 +147,7 @@ _COMMANDS = {
     "schema": _schema,
     "status": _status,
     "samples": _samples,
+    "data": _data,
     "bench": _bench,
 }
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from runtime.config import Config
-from runtime.data.handlers import load_problems
+from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 
 MICRO_BATCHES = 4
@@ -47,7 +47,7 @@ class PlainLoop:
         self._limit = config.sampling.max_new_tokens
         self._tokenizer = Tokenizer(config.model.path)
         self._stops = torch.tensor(self._tokenizer.eos_ids)
-        self._problems = load_problems(config.data.train, config.data).problems
+        self._prompts = training_prompts(config.data, self._tokenizer)
         self._random = torch.Generator().manual_seed(seed)
         shape = self._model.config
         self._heads, self._kv_heads = shape.num_attention_heads, shape.num_key_value_heads
@@ -63,10 +63,9 @@ class PlainLoop:
 
     def prompts(self) -> tuple[list[list[int]], list[str]]:
         """The next batch: tokens and labels."""
-        chosen = torch.randint(len(self._problems), (self._groups,), generator=self._random).tolist()
-        problems = [self._problems[index] for index in chosen]
-        encoded = self._tokenizer.encode_chats([problem.messages for problem in problems])
-        return [ids.tolist() for ids in encoded], [problem.label for problem in problems]
+        chosen = torch.randint(len(self._prompts.problems), (self._groups,), generator=self._random).tolist()
+        tokens, problems = self._prompts.tokens, self._prompts.problems
+        return [tokens[index].tolist() for index in chosen], [problems[index].label for index in chosen]
 
     def step(self) -> None:
         """Generate, score, train."""

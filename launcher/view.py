@@ -15,10 +15,14 @@ LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 
 
 class View:
-    """A context manager. One line a phase, the newest with figures beside its bar."""
+    """A context manager. One line a phase, the newest with figures beside its bar.
 
-    def __init__(self, console: Console):
+    Without a terminal a line is printed at most every `line_interval` seconds.
+    """
+
+    def __init__(self, console: Console, line_interval: float = LINE_INTERVAL):
         self._console = console
+        self._line_interval = line_interval
         self._bars = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
@@ -50,7 +54,7 @@ class View:
         count = f"{done}/{total}" if total else ""
         self._bars.update(self._task, completed=done, total=total or None, count=count, detail=detail)
         now = time.monotonic()
-        if not self._console.is_terminal and (fresh or now - self._last_line >= LINE_INTERVAL):
+        if not self._console.is_terminal and (fresh or now - self._last_line >= self._line_interval):
             self._last_line = now
             self._console.print("  ".join(filter(None, (name, count, detail))), highlight=False)
 

@@ -71,17 +71,52 @@ class Warmup(Section, frozen=True):
     seed: NonNegative = 7
 
 
-class Data(Section, frozen=True):
-    """Prompts and labels. `train` and `eval` are json or jsonl files; `map_keys` names the columns."""
+class Layout(Section, frozen=True):
+    """How a row becomes a prompt and a label. A column that is null is the handler's own, "" is none."""
 
-    train: str = ""
-    eval: str = ""
     handler: str = "plain"
-    prompt_key: str = "question"
-    label_key: str = "answer"
-    system_prompt: str = ""
+    prompt_key: str | None = None
+    query_key: str | None = None  # a second part of the prompt, in a line of its own
+    label_key: str | None = None
+    system_key: str | None = None
+    system_prompt: str = ""  # where a row has no system text of its own
+
+
+class Source(Section, frozen=True):
+    """One of several files to train on. What is null is as `data` says."""
+
+    path: str
+    weight: PositiveRate = 1.0  # its share of the prompts is weight / sum of the weights
+    handler: str | None = None
+    prompt_key: str | None = None
+    query_key: str | None = None
+    label_key: str | None = None
+    system_key: str | None = None
+    system_prompt: str | None = None
+
+
+class Curriculum(Section, frozen=True):
+    """Easy problems first, by the numbers in the column `key`, in the first `passes` passes (0 = in all of them)."""
+
+    key: str = "difficulty"
+    passes: NonNegative = 1
+
+
+class Data(Layout, frozen=True):
+    """Prompts and labels: json, jsonl, Parquet or Arrow files, folders of them, and what `sluice data prepare` made.
+
+    `prompt_type` names the template of the prompts: `model` is the model's own chat template, others are in
+    configs/templates.json, or in a file of that kind that `prompt_type_path` names.
+    """
+
+    train: str | list[Source] = ""
+    eval: str = ""
+    prompt_type: str = "model"
+    prompt_type_path: str = ""
     max_prompt_tokens: Positive = 512
     shuffle: bool = True
+    curriculum: Curriculum | None = None
+    allow_overlap: bool = False  # train on problems of the evaluation set
 
 
 class Sampling(Section, frozen=True):

@@ -16,6 +16,9 @@ import msgspec
 import psutil
 
 from runtime.config import Algorithm, Config, Sampling, Warmup
+from runtime.data.chosen import sources
+from runtime.data.prompt_types import MODEL, names
+from runtime.errors import UserError
 from runtime.registry import OWN
 from runtime.trackers import missing_package
 
@@ -92,7 +95,10 @@ def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
         "data.handler": config.data.handler,
     }
     for path, name in chosen.items():
-        yield from _name(path, name, known.get(path), own=path != "data.handler")
+        yield from _name(path, name, known.get(path), own=True)
+    for key, source in sources(config.data):
+        if source.handler is not None:
+            yield from _name(key.replace(".path", ".handler"), source.handler, known.get("data.handler"), own=True)
     for index, rule in enumerate(config.rewards.rules):
         yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"), own=True)
 
@@ -169,19 +175,32 @@ def _values(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if path and not Path(path).is_file():
+    data = config.data
+    named = [(key, source.path) for key, source in sources(data)]
+    seen: set[Path] = set()
+    for key, path in [*named, ("data.eval", data.eval)] if data.eval else named:
+        if not Path(path).exists():
             yield f"{key}: '{path}' is not a file"
-        elif path and Path(path).stat().st_size == 0:
+        elif Path(path).is_file() and Path(path).stat().st_size == 0:
             yield f"{key}: '{path}' is empty"
+        elif key != "data.eval" and Path(path).resolve() in seen:
+            yield f"{key}: '{path}' is there twice; give it more weight instead"
+        seen.add(Path(path).resolve())
     if config.warmup is None:
-        if not config.data.train:
-            yield "data.train: missing; name a json or jsonl file, or give a warmup section"
-        if config.evaluation.every and not config.data.eval:
+        if not data.train:
+            yield "data.train: missing; name a json, jsonl, parquet or arrow file, or give a warmup section"
+        if config.evaluation.every and not data.eval:
             yield f"data.eval: missing; evaluation.every is {config.evaluation.every}"
     template = config.model.chat_template
     if template and not Path(template).is_file():
         yield f"model.chat_template: '{template}' is not a file"
+    elif template and data.prompt_type != MODEL:
+        yield f"model.chat_template: has no use with data.prompt_type {data.prompt_type}, only with {MODEL}"
+    try:
+        if data.prompt_type not in (known := names(data.prompt_type_path)):
+            yield f"data.prompt_type: '{data.prompt_type}' is not one of {', '.join(known)}"
+    except UserError as error:
+        yield str(error)
 
 
 def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
-from runtime.config import Algorithm, Config
+from runtime.config import Algorithm, Config, Section
 from runtime.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
 
 _ROOT = inspect.type_info(Config)
 _ALGORITHM = inspect.type_info(Algorithm)
@@ -75,18 +77,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with every fault found.
     """
-    raw = _read(Path(path))
-    faults: list[str] = []
-    for override in overrides:
-        try:
-            _apply(raw, override)
-        except ConfigError as error:
-            faults += error.faults
+    raw, faults = _overridden(_read(Path(path)), overrides, _ROOT)
     faults += _faults(raw, _ROOT, "")
     faults += _fill_preset(raw)
     if faults:
         raise ConfigError(faults)
     return msgspec.convert(raw, Config)
+
+
+def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice: Mapping[str, str]) -> S:
+    """Read `path`, apply overrides, and decode: a file of the schema `kind` instead of a run's configuration.
+
+    `advice` says of keys that other programs have, and the schema has not, what to do. Raises ConfigError with every fault.
+    """
+    root = inspect.type_info(kind)
+    needed = ", ".join(field.encode_name for field in _fields(root) if field.required)
+    raw, faults = _overridden(_read(Path(path), f"needed are {needed}"), overrides, root)
+    faults += [f"{key}: {advice[key]}" for key in raw if key in advice]
+    faults += _faults({key: value for key, value in raw.items() if key not in advice}, root, "", root)
+    if faults:
+        raise ConfigError(faults)
+    return msgspec.convert(raw, kind)
 
 
 def resolve(config: Config) -> Config:
@@ -169,7 +180,18 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
     return f": not valid YAML: {str(error).splitlines()[0]}"
 
 
-def _apply(raw: dict[Any, Any], override: str) -> None:
+def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Type) -> tuple[dict[Any, Any], list[str]]:
+    """`raw` with the overrides applied, and the faults of those that could not be."""
+    faults: list[str] = []
+    for override in overrides:
+        try:
+            _apply(raw, override, root)
+        except ConfigError as error:
+            faults += error.faults
+    return raw, faults
+
+
+def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:
     """Set one `key.path=value` in `raw`. Sections on the way are made, list items must exist. Raises ConfigError."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -180,7 +202,7 @@ def _apply(raw: dict[Any, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise ConfigError([f"override '{override}': the value is not valid YAML"]) from error
     node: Any = raw
-    kind: inspect.Type | None = _ROOT
+    kind: inspect.Type | None = root
     for depth, part in enumerate(parts):
         here = ".".join(parts[: depth + 1])
         index: Any = part
@@ -223,55 +245,57 @@ def _fields(kind: inspect.Type | None) -> tuple[inspect.Field, ...]:
     return kind.fields if isinstance(kind, inspect.StructType) else ()
 
 
-def _faults(value: object, kind: inspect.Type, path: str) -> Iterator[str]:
-    """Every place where `value` is not of type `kind`. msgspec's own decoding stops at the first."""
+def _faults(value: object, kind: inspect.Type, path: str, root: inspect.Type = _ROOT) -> Iterator[str]:
+    """Every place where `value` is not of type `kind`, within the schema `root`. msgspec's own decoding stops at the first."""
     if isinstance(kind, inspect.UnionType):
-        yield from _union_faults(value, kind, path)
+        yield from _union_faults(value, kind, path, root)
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
-        yield from _struct_faults(value, kind, path)
+        yield from _struct_faults(value, kind, path, root)
     elif isinstance(kind, inspect.DictType) and isinstance(value, dict):
         for key, item in value.items():
-            yield from _faults(key, kind.key_type, f"{path}.{key}")
-            yield from _faults(item, kind.value_type, f"{path}.{key}")
+            yield from _faults(key, kind.key_type, f"{path}.{key}", root)
+            yield from _faults(item, kind.value_type, f"{path}.{key}", root)
     elif isinstance(kind, inspect.ListType) and isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _faults(item, kind.item_type, f"{path}.{index}")
+            yield from _faults(item, kind.item_type, f"{path}.{index}", root)
     elif isinstance(kind, inspect.TupleType) and isinstance(value, list):
         if len(value) != len(kind.item_types):
             yield f"{path}: has {len(value)} items, not {len(kind.item_types)}"
         for index, (item, item_type) in enumerate(zip(value, kind.item_types)):  # noqa: B905  unequal: said above
-            yield from _faults(item, item_type, f"{path}.{index}")
+            yield from _faults(item, item_type, f"{path}.{index}", root)
     elif not _fits(value, kind):
         hint = "; put it in quotes" if isinstance(kind, inspect.StrType) and isinstance(value, (bool, int, float)) else ""
         yield f"{path}: {_show(value)} is not {_wanted(kind)}{hint}"
 
 
-def _union_faults(value: object, kind: inspect.UnionType, path: str) -> Iterator[str]:
-    found = [list(_faults(value, variant, path)) for variant in kind.types]
+def _union_faults(value: object, kind: inspect.UnionType, path: str, root: inspect.Type) -> Iterator[str]:
+    found = [list(_faults(value, variant, path, root)) for variant in kind.types]
     if all(found):
-        sections = [faults for variant, faults in zip(kind.types, found, strict=True) if _fields(variant)]
-        if sections and isinstance(value, dict):
-            yield from sections[0]
-        else:
-            yield f"{path}: {_show(value)} is not {_wanted(kind)}"
+        meant = [faults for variant, faults in zip(kind.types, found, strict=True) if _is_kind(value, variant)]
+        yield from meant[0] if meant else [f"{path}: {_show(value)} is not {_wanted(kind)}"]
 
 
-def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str) -> Iterator[str]:
+def _is_kind(value: object, kind: inspect.Type) -> bool:
+    """Whether `value` is of that kind as a whole, whatever is wrong within."""
+    return isinstance(value, list) if isinstance(kind, inspect.ListType) else bool(_fields(kind)) and isinstance(value, dict)
+
+
+def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, root: inspect.Type) -> Iterator[str]:
     prefix = f"{path}." if path else ""
     fields = {field.encode_name: field for field in kind.fields}
     for key, item in value.items():
         if key in fields:
-            yield from _faults(item, fields[key].type, prefix + key)
+            yield from _faults(item, fields[key].type, prefix + key, root)
         else:
-            yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(fields))}"
+            yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(fields), root)}"
     for name, field in fields.items():
         if field.required and name not in value:
             yield f"{prefix}{name}: missing; needs {_wanted(field.type)}"
 
 
-def _nearest(key: str, names: list[str]) -> str:
+def _nearest(key: str, names: list[str], root: inspect.Type) -> str:
     near = get_close_matches(key, names, n=1)
-    elsewhere = [path for path in _paths(_ROOT) if path.rpartition(".")[2] == key]
+    elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == key]
     if near or len(elsewhere) == 1:
         return f"nearest is '{(near or elsewhere)[0]}'"
     return f"nearest are {', '.join(elsewhere)}" if elsewhere else f"allowed are {', '.join(names)}"

@@ -23,8 +23,8 @@ import uvloop
 from runtime import config_loading, layout, os_process
 from runtime.aio import first_error
 from runtime.config import Config
-from runtime.data.handlers import load_problems
-from runtime.data.prompts import Prompts, tokenise
+from runtime.data.overlap import keep_apart
+from runtime.data.sources import read_prompts, training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
 from runtime.ledger import Ledger
@@ -111,10 +111,13 @@ class Coordinator:
     async def _material(self) -> Material:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
-        tokenizer = Tokenizer(config.model.path, config.model.chat_template)
-        train = _prompts(config, config.data.train, "data.train", tokenizer)
-        held_out = _prompts(config, config.data.eval, "data.eval", tokenizer) if config.data.eval else None
+        data = config.data
+        tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+        train = training_prompts(data, tokenizer)
         log.info("prompts: %s", train.report())
+        held_out = read_prompts(data.eval, data, tokenizer, data.max_prompt_tokens, "data.eval") if data.eval else None
+        if held_out is not None:
+            keep_apart(train.problems, held_out.problems, "data.eval", data.allow_overlap)
         return Material(
             config=config,
             folder=self._folder,
@@ -122,7 +125,7 @@ class Coordinator:
             trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
             train=train,
             eval=held_out,
-            stop_token_ids=tokenizer.eos_ids,
+            stop_token_ids=tokenizer.stop_ids,
             report=self._report,
             launched=self._launched,
             seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
@@ -237,10 +240,6 @@ class Coordinator:
 def _told(registration: Registration) -> tuple[str, int, str, str]:
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in registration.seconds.items())
     return registration.name, registration.pid, registration.address, seconds
-
-
-def _prompts(config: Config, path: str, key: str, tokenizer: Tokenizer) -> Prompts:
-    return tokenise(load_problems(path, config.data, key), tokenizer, config.data.max_prompt_tokens, key)
 
 
 async def _quietly(work: Awaitable[T]) -> None:

@@ -1,28 +1,50 @@
 """From rows of a file to problems: a handler knows one layout of columns.
 
-A handler is `handler(row, data) -> (messages, label)`; it raises `Rejected` for a row that cannot be used (dropped and
-counted by reason) and `MissingColumn` for a column that is not there (an error: the configuration names the wrong one).
+A handler is `handler(fields) -> (messages, label)`, registered with the columns that its layout has of its own. It raises
+`Rejected` for a row that cannot be used (dropped and counted by reason) and `MissingColumn` for a column that is not there
+(an error: the configuration names the wrong one).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
 from runtime import config
-from runtime.data.reading import Row, read_rows
+from runtime.data.fields import Columns, Fields, Messages, MissingColumn, Rejected, Row, difficulty, label_text, question
+from runtime.data.files import data_files
+from runtime.data.reading import read_rows
 from runtime.errors import UserError
 from runtime.registry import Registry
+from runtime.rewards.extraction import last_boxed
 
-Messages = list[dict[str, str]]
-Handler = Callable[[Row, config.Data], tuple[Messages, str]]
+Read = Callable[[Fields], tuple[Messages, str]]
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+class Handler(msgspec.Struct, frozen=True):
+    """How a layout is read, and the columns that it has where the configuration names none."""
+
+    read: Read
+    columns: Columns
+
 
 HANDLERS: Registry[Handler] = Registry("data.handler")
+
+
+def handler(name: str, columns: Columns) -> Callable[[Read], Read]:
+    """Decorator that registers a function as the handler `name`."""
+
+    def add(read: Read) -> Read:
+        HANDLERS.register(name)(Handler(read, columns))
+        return read
+
+    return add
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -32,6 +54,11 @@ class Problem(msgspec.Struct, frozen=True):
     messages: Messages
     label: str
     source: str  # the file's folder and stem: "gsm8k/train"
+    difficulty: float = 0.0  # 0 where nobody asked for it
+
+    @property
+    def question(self) -> str:
+        return question(self.messages)
 
 
 class ProblemSet(msgspec.Struct, kw_only=True):
@@ -42,94 +69,148 @@ class ProblemSet(msgspec.Struct, kw_only=True):
     dropped: dict[str, int] = {}
 
     def report(self) -> str:
-        """One line for the log: "7474 rows, 7472 problems (dropped: 2 null label)"."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        return f"{self.rows} rows, {len(self.problems)} problems" + (f" (dropped: {reasons})" if reasons else "")
+        """One line for the log."""
+        return report(self.rows, len(self.problems), self.dropped)
 
 
-class Rejected(Exception):
-    """A row that is left out; the message is the reason under which it is counted."""
+def report(rows: int, problems: int, dropped: Mapping[str, int]) -> str:
+    """What became of rows: "7474 rows, 7472 problems (dropped: 2 null label)"."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    return f"{rows} rows, {problems} problems" + (f" (dropped: {reasons})" if reasons else "")
 
 
-class MissingColumn(Exception):
-    """A row without the column that the configuration key `key` names."""
+class SourceRow(NamedTuple):
+    """A row with its place: `position` counts in its source, over all files of a folder; `where` names it in messages."""
 
-    def __init__(self, key: str, column: str):
-        super().__init__(key, column)
-        self.key, self.column = key, column
+    source: str
+    position: int
+    where: str
+    row: Row
 
 
-def load_problems(path: str, data: config.Data, key: str = "data.train") -> ProblemSet:
-    """Read `path` with the handler `data.handler`. `key` is the configuration key that named the path.
+def no_column(key: str, column: str, found: SourceRow) -> UserError:
+    """What to raise for a row without a column that `key` names."""
+    return UserError(f"{key}: {found.where} has no column {column!r} (its columns: {', '.join(sorted(found.row))})")
+
+
+class RowReader:
+    """Makes problems of rows, one at a time. `column_key` says which configuration key names the column of a role."""
+
+    def __init__(self, layout: config.Layout, difficulty_key: str, column_key: Callable[[str], str]):
+        """Raises UserError for an unknown handler."""
+        self._handler = HANDLERS.find(layout.handler)
+        self._columns = columns_of(layout, self._handler)
+        self._system_prompt = layout.system_prompt
+        self._difficulty_key = difficulty_key
+        self._column_key = column_key
+
+    def problem(self, found: SourceRow) -> Problem:
+        """The problem of a row. Raises Rejected, and MissingColumn."""
+        messages, label = self._handler.read(Fields(found.row, self._columns, self._system_prompt))
+        hard = difficulty(found.row, self._difficulty_key) if self._difficulty_key else 0.0
+        return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard)
+
+    def refuse(self, missing: MissingColumn, found: SourceRow) -> NoReturn:
+        """Raises the UserError that names the configuration's key of a missing column."""
+        raise no_column(self._column_key(missing.role), missing.column, found) from None
+
+
+def columns_of(layout: config.Layout, of: Handler) -> Columns:
+    """The columns that `layout` names, else the handler's own; its own query and system columns may be missing from a row."""
+    named = {"prompt": layout.prompt_key, "query": layout.query_key, "label": layout.label_key, "system": layout.system_key}
+    chosen = {role: getattr(of.columns, role) if column is None else column for role, column in named.items()}
+    optional = tuple(role for role in ("query", "system") if named[role] is None)
+    return Columns(**chosen, optional=optional)
+
+
+def data_key(role: str) -> str:
+    """The key of section `data` that names the column of `role`."""
+    return "data.curriculum.key" if role == "difficulty" else f"data.{role}_key"
+
+
+def load_problems(
+    path: str,
+    layout: config.Layout,
+    key: str = "data.train",
+    difficulty_key: str = "",
+    column_key: Callable[[str], str] = data_key,
+) -> ProblemSet:
+    """Read the file or folder `path` with the handler `layout.handler`. `key` is the configuration key that named the path.
 
     Raises UserError for an unknown handler, an unusable file, a missing column, and a file of which no row is left.
     """
-    handler = HANDLERS.get(data.handler)
-    file = Path(path)
-    source = f"{file.absolute().parent.name}/{file.stem}"
+    reader = RowReader(layout, difficulty_key, column_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()
-    for position, row in read_rows(file, key):
+    for found in source_rows(path, key):
         try:
-            messages, label = handler(row, data)
+            problems.append(reader.problem(found))
         except Rejected as reason:
             dropped[str(reason)] += 1
         except MissingColumn as missing:
-            columns = ", ".join(sorted(row))
-            where = f"{path}:{position}"
-            raise UserError(f"{missing.key}: {where} has no column {missing.column!r} (its columns: {columns})") from None
-        else:
-            problems.append(Problem(f"{source}:{position}", messages, label, source))
-    found = ProblemSet(problems=problems, rows=len(problems) + sum(dropped.values()), dropped=dict(dropped))
+            reader.refuse(missing, found)
+    rows = len(problems) + sum(dropped.values())
     if not problems:
-        raise UserError(f"{key}: {path}: no row is left of {found.report()}")
-    return found
+        raise UserError(f"{key}: {path}: no row is left of {report(rows, 0, dropped)}")
+    return ProblemSet(problems=problems, rows=rows, dropped=dict(dropped))
 
 
-@HANDLERS.register("plain")
-def plain(row: Row, data: config.Data) -> tuple[Messages, str]:
-    """The columns `data.prompt_key` (text) and `data.label_key` (text or a number) as they are."""
-    prompt = _column(row, data.prompt_key, "data.prompt_key")
-    label = _column(row, data.label_key, "data.label_key")
-    return _conversation(prompt, data), _label(label)
+def source_rows(path: str, key: str) -> Iterator[SourceRow]:
+    """Every row of a file or folder. Raises UserError for what cannot be read."""
+    source, files = data_files(path, key)
+    before = position = 0
+    for file in files:
+        for place, row in read_rows(file, key):
+            position = before + place
+            yield SourceRow(source, position, f"{file}:{place}", row)
+        before = position
 
 
-_CALCULATOR = re.compile(r"<<[^<>]*>>")
+@handler("plain", Columns(prompt="question", label="answer"))
+def plain(fields: Fields) -> tuple[Messages, str]:
+    """The prompt as it is, the label as it is: text or a number."""
+    return fields.conversation(), fields.label()
 
 
-@HANDLERS.register("gsm8k")
-def gsm8k(row: Row, data: config.Data) -> tuple[Messages, str]:
+@handler("gsm8k", Columns(prompt="question", label="answer"))
+def gsm8k(fields: Fields) -> tuple[Messages, str]:
     """GSM8K as published: the label is the number after the last `####`, without thousands commas."""
-    prompt = _column(row, data.prompt_key, "data.prompt_key")
-    solution = _label(_column(row, data.label_key, "data.label_key"))
-    _, mark, answer = _CALCULATOR.sub("", solution).rpartition("####")
+    _, mark, answer = _CALCULATOR.sub("", fields.label()).rpartition("####")
     if not mark:
         raise Rejected("label without ####")
-    return _conversation(prompt, data), _label(answer.replace(",", ""))
+    return fields.conversation(), label_text(answer.replace(",", ""))
 
 
-def _column(row: Row, column: str, key: str) -> Any:
-    if column not in row:
-        raise MissingColumn(key, column)
-    return row[column]
+@handler("alpaca", Columns(prompt="instruction", query="input", label="output"))
+def alpaca(fields: Fields) -> tuple[Messages, str]:
+    """Alpaca's layout: the instruction, and its input below it when there is one; the label is the output."""
+    return fields.conversation(), fields.label()
 
 
-def _conversation(prompt: Any, data: config.Data) -> Messages:
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise Rejected("empty prompt" if prompt is None or isinstance(prompt, str) else "prompt that is not text")
-    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    return [*system, {"role": "user", "content": prompt}]
+@handler("r1", Columns(prompt="problem", label="answer"))
+def r1(fields: Fields) -> tuple[Messages, str]:
+    """A problem with its final answer. Of a list of accepted answers the first is the label."""
+    answer = fields.value("label")
+    if isinstance(answer, list):
+        if not answer:
+            raise Rejected("empty label")
+        answer = answer[0]
+    return fields.conversation(), label_text(answer)
 
 
-def _label(value: Any) -> str:
-    """The label as text; a whole float loses its point (contest files write 142 as 142.0)."""
-    if value is None:
-        raise Rejected("null label")
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Rejected("label that is neither text nor a number")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = str(value).strip()
-    if not text:
-        raise Rejected("empty label")
-    return text
+@handler("math", Columns(prompt="problem", label="solution"))
+def math(fields: Fields) -> tuple[Messages, str]:
+    r"""MATH as published: the label is what the solution's last `\boxed{}` holds."""
+    answer = last_boxed(fields.label())
+    if answer is None:
+        raise Rejected("label without \\boxed{}")
+    return fields.conversation(), label_text(answer)
+
+
+@handler("math17k", Columns(prompt="prompt", label="reward_model"))
+def math17k(fields: Fields) -> tuple[Messages, str]:
+    """DAPO-Math-17k's layout: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
+    verdict = fields.value("label")
+    if not isinstance(verdict, dict):
+        raise Rejected("null label" if verdict is None else "label without ground_truth")
+    return fields.conversation(), label_text(verdict.get("ground_truth"))

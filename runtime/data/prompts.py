@@ -1,23 +1,26 @@
 """The prompt stream: which problem comes when. Every position can be computed directly, so a run resumes exactly.
 
-A *position* counts fresh prompts; epoch and place in it are `divmod(position, problems)`. An *ordinal* counts groups:
+A *position* counts fresh prompts; `runtime.data.order` says which problem stands there. An *ordinal* counts groups:
 it grows with every draw, a prompt given back included, is never reused, and keys the group's random stream.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
 import xxhash
 
-from runtime.data.handlers import Problem, ProblemSet
+from runtime.config import Curriculum
+from runtime.data.handlers import Problem, ProblemSet, report
+from runtime.data.order import SHUFFLE, Order, Share
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 
-_SHUFFLE, _SAMPLING = 0, 1  # first word of the spawn key: the two uses of a run's seed never share a stream
+_SAMPLING = SHUFFLE + 1  # first word of the spawn key
 
 
 def group_seed(run_seed: int, ordinal: int) -> int:
@@ -32,9 +35,10 @@ class Prompts(msgspec.Struct, kw_only=True):
     tokens: list[np.ndarray]  # int32 [P] each, read-only
     rows: int
     dropped: dict[str, int]
+    shares: list[Share] = []  # of several sources, whose problems stand one after the other
 
     def report(self) -> str:
-        return ProblemSet(problems=self.problems, rows=self.rows, dropped=self.dropped).report()
+        return report(self.rows, len(self.problems), self.dropped)
 
 
 def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, key: str = "data.train") -> Prompts:
@@ -72,27 +76,41 @@ class StreamState(msgspec.Struct, kw_only=True):
     seed: int
     shuffle: bool
     problems: int
-    fingerprint: int  # of the problems' messages and labels
+    fingerprint: int  # of the problems' messages and labels; with a curriculum of their difficulties too
+    shares: list[Share] = []
+    curriculum: Curriculum | None = None
 
 
 class PromptStream:
-    """Endless draws from `problems`, shuffled anew each epoch. Not thread-safe: the coordinator's loop owns it."""
+    """Endless draws from `problems`, shuffled anew each pass. Not thread-safe: the coordinator's loop owns it."""
 
-    def __init__(self, problems: list[Problem], seed: int, shuffle: bool = True):
+    def __init__(
+        self,
+        problems: list[Problem],
+        seed: int,
+        shuffle: bool = True,
+        shares: Sequence[Share] = (),
+        curriculum: Curriculum | None = None,
+    ):
+        """`shares` are those of several sources; without them all problems are of one."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
         self.problems = problems
         self.seed = seed
         self.shuffle = shuffle
+        self.shares = list(shares)
+        self.curriculum = curriculum
         self._position = 0
         self._ordinal = 0
         self._returned: deque[int] = deque()
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        difficulties = None if curriculum is None else np.array([problem.difficulty for problem in problems])
+        self._order = Order(
+            self.shares or [Share(len(problems))], seed, shuffle, difficulties, 0 if curriculum is None else curriculum.passes
+        )
 
     def index(self, position: int) -> int:
-        """The index of the problem at a fresh `position`: a pure function of (seed, shuffle, number of problems)."""
-        epoch, place = divmod(position, len(self.problems))
-        return int(self._order(epoch)[place]) if self.shuffle else place
+        """The index of the problem at a fresh `position`: a pure function of what the stream was made of."""
+        return self._order.index(position)
 
     def at(self, position: int) -> Problem:
         """The problem at a fresh `position`."""
@@ -100,7 +118,7 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Prompts served so far, in numbers of problems: passes over the data, where there is one source."""
         return self._position / len(self.problems)
 
     def draw(self) -> Draw:
@@ -129,6 +147,8 @@ class PromptStream:
             shuffle=self.shuffle,
             problems=len(self.problems),
             fingerprint=self._fingerprint,
+            shares=self.shares,
+            curriculum=self.curriculum,
         )
 
     def restore(self, state: StreamState) -> None:
@@ -137,6 +157,8 @@ class PromptStream:
             ("run.seed", state.seed, self.seed),
             ("data.shuffle", state.shuffle, self.shuffle),
             ("data.train: number of problems", state.problems, len(self.problems)),
+            ("data.train: problems and weight of each source", _told(state.shares), _told(self.shares)),
+            ("data.curriculum", _easy_first(state.curriculum), _easy_first(self.curriculum)),
             ("data.train: fingerprint of the problems", state.fingerprint, self._fingerprint),
         ):
             if then != now:
@@ -144,11 +166,16 @@ class PromptStream:
         self._position, self._ordinal = state.position, state.ordinal
         self._returned = deque(state.returned)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        # numpy keeps the raw words of a bit generator the same in every release, but not `Generator.permutation` (NEP 19).
-        words = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(_SHUFFLE, epoch))).random_raw(len(self.problems))
-        return np.argsort(words, kind="stable")
-
     @cached_property
     def _fingerprint(self) -> int:
-        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(p.messages, p.label) for p in self.problems]))
+        if self.curriculum is None:
+            return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(p.messages, p.label) for p in self.problems]))
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(p.messages, p.label, p.difficulty) for p in self.problems]))
+
+
+def _told(shares: Sequence[Share]) -> str:
+    return ", ".join(f"{share.problems} · {share.weight:g}" for share in shares) or "one source"
+
+
+def _easy_first(curriculum: Curriculum | None) -> str:
+    return "none" if curriculum is None else f"of {curriculum.passes} passes by {curriculum.key!r}"

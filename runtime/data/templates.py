@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
+import xxhash
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -29,20 +30,30 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str):
         """`origin` names the template in errors. Raises UserError when `source` is not a template."""
         self.origin = origin
+        self.stop_words: tuple[str, ...] = ()
+        self._source = source
         self._variables = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{origin}: not a chat template: line {error.lineno}: {error.message}") from error
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, special tokens included. Raises UserError when the template refuses the messages."""
+    @property
+    def identity(self) -> str:
+        """Equal where every conversation is rendered alike."""
+        return xxhash.xxh3_64_hexdigest(json.dumps([self._source, self._variables], sort_keys=True).encode())
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The conversation as text, special tokens included, up to where the reply begins.
+
+        Raises UserError when the template refuses the messages.
+        """
         try:
             return self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **self._variables,
             )
         except (jinja2.TemplateError, TypeError) as error:

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+import xxhash
 
+from runtime.data.prompt_types import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
 
@@ -18,19 +20,30 @@ from runtime.errors import UserError
 class Tokenizer:
     """Encodes conversations as prompts and decodes replies, token for token as transformers does."""
 
-    def __init__(self, folder: str, chat_template: str = ""):
-        """`chat_template` is a jinja file, used instead of the folder's own. Raises UserError without a tokenizer.json.
+    def __init__(
+        self,
+        folder: str,
+        chat_template: str = "",
+        prompt_type: str = MODEL,
+        prompt_type_path: str = "",
+        key: str = "model.path",
+        section: str = "data.",
+    ):
+        """`chat_template` is a jinja file, used instead of the folder's own; `prompt_type` a template to use instead of both.
 
-        The template is read at its first use: a service that only decodes needs none.
+        `key` names the folder in errors, `section` stands before the names of the other keys. Raises UserError without a
+        tokenizer.json. The template is read at its first use: a service that only decodes needs none.
         """
         self.folder = Path(folder)
+        self._key, self._section = key, section
+        self.prompt_type, self._prompt_type_path = prompt_type, prompt_type_path
         file = self.folder / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"model.path: {folder} has no tokenizer.json")
+            raise UserError(f"{key}: {folder} has no tokenizer.json")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the Rust library raises bare Exception for a file it cannot parse
-            raise UserError(f"model.path: {file} is not a tokenizer: {error}") from error
+            raise UserError(f"{key}: {file} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template_file = chat_template
@@ -52,7 +65,7 @@ class Tokenizer:
         if own is not None:
             found.add(own)
         if not found:
-            raise UserError(f"model.path: {self.folder} names no end-of-sequence token (eos_token_id in config.json)")
+            raise UserError(f"{self._key}: {self.folder} names no end-of-sequence token (eos_token_id in config.json)")
         return tuple(sorted(found))
 
     @cached_property
@@ -67,27 +80,48 @@ class Tokenizer:
         return named
 
     @cached_property
-    def template(self) -> ChatTemplate:
-        """The chat template: the given file, else chat_template.jinja, else the one in tokenizer_config.json."""
+    def stop_ids(self) -> tuple[int, ...]:
+        """`eos_ids`, and those of the template's stop words that are tokens here, ascending."""
+        words = (self._tokenizer.token_to_id(word) for word in self.template.stop_words)
+        return tuple(sorted({*self.eos_ids, *(word for word in words if word is not None)}))
+
+    @cached_property
+    def identity(self) -> str:
+        """Equal where every text is encoded alike."""
+        parts = json.loads(self._tokenizer.to_str())
+        encoding = {name: parts.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        return xxhash.xxh3_64_hexdigest(json.dumps(encoding, sort_keys=True).encode())
+
+    @cached_property
+    def template(self) -> ChatTemplate | SlotTemplate:
+        """What prompts are made with: the named type, else the given file, chat_template.jinja or tokenizer_config.json."""
+        if self.prompt_type != MODEL:
+            return slot_template(self.prompt_type, self._prompt_type_path, self.special_tokens, self._section)
         if self._template_file:
             return self._compile(Path(self._template_file), "model.chat_template")
         beside = self.folder / "chat_template.jinja"
         if beside.is_file():
-            return self._compile(beside, "model.path")
+            return self._compile(beside, self._key)
         source = self._json("tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if not isinstance(source, str):
-            raise UserError(f"model.chat_template: {self.folder} has no chat template; name a jinja file")
-        return ChatTemplate(source, self.special_tokens, f"model.path: {self.folder / 'tokenizer_config.json'}")
+            raise UserError(
+                f"{self._section}prompt_type: {self.folder} has no chat template for 'model'; name another type, "
+                "or (to train) a jinja file as model.chat_template"
+            )
+        return ChatTemplate(source, self.special_tokens, f"{self._key}: {self.folder / 'tokenizer_config.json'}")
 
-    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> np.ndarray:
+    def encode_chat(self, messages: Sequence[Message]) -> np.ndarray:
         """int32 [P]: the rendered conversation. Special tokens come from the template alone, never twice."""
-        return self.encode_chats([messages], add_generation_prompt)[0]
+        return self.encode_chats([messages])[0]
 
-    def encode_chats(self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool = True) -> list[np.ndarray]:
-        """`encode_chat` of many at once; the library spreads them over its threads."""
-        texts = [self.template.render(messages, add_generation_prompt) for messages in conversations]
+    def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
+        """`encode_chat` of many at once."""
+        return self.encode_texts([self.template.render(messages) for messages in conversations])
+
+    def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 [P] of each rendered conversation; the library spreads them over its threads."""
         return [np.array(item.ids, np.int32) for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
@@ -112,7 +146,7 @@ class Tokenizer:
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"model.path: {file} is not JSON: {error}") from error
+            raise UserError(f"{self._key}: {file} is not JSON: {error}") from error
         if not isinstance(value, dict):
-            raise UserError(f"model.path: {file} is not a JSON object")
+            raise UserError(f"{self._key}: {file} is not a JSON object")
         return value

@@ -63,7 +63,9 @@ class Run:
         config = material.config
         self._material, self._config, self._roles = material, config, roles
         self._started = time.monotonic()
-        self._stream = PromptStream(material.train.problems, config.run.seed, config.data.shuffle)
+        self._stream = PromptStream(
+            material.train.problems, config.run.seed, config.data.shuffle, material.train.shares, config.data.curriculum
+        )
         self._position = self._restored_position()
         first = self._position.version.step if self._position else 0
         self._incarnation = 0

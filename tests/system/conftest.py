@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from runtime.config import Warmup
 from runtime.data import arithmetic
 from runtime.engines import tiny_model
-from tests.system.runs import ROOT, write_config
-
-DATA = Path(os.environ.get("SLUICE_SHARED", ROOT.parent / "shared")) / "data"
+from tests.real_data import real_file
+from tests.system.runs import write_config
 
 
 def make_tiny(folder: Path) -> Path:
@@ -39,9 +37,6 @@ def config(tiny: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gsm8k() -> Path:
     """The real file."""
-    path = DATA / "gsm8k" / "train.jsonl"
-    if not path.is_file():
-        pytest.skip(f"no {path}; SLUICE_SHARED names the folder with the shared data")
-    return path
+    return real_file("gsm8k/train.jsonl")

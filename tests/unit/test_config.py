@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from runtime import config_loading
-from runtime.config import Config, Critic, Tracker, Warmup
+from runtime.config import Config, Critic, Source, Tracker, Warmup
 from runtime.config_checks import kv_cache_bytes, semantic_faults
 from runtime.config_loading import load, preset_names, resolve, schema, to_yaml
 from runtime.errors import ConfigError
@@ -75,6 +75,20 @@ def test_overrides_reach_sections_lists_and_defaults(loading: Loading) -> None:
     assert config.trackers == [Tracker(name="jsonl"), Tracker(name="wandb")]
     assert config.services.trainer.env == {"A": "1"}
     assert config.model.reference == ""
+
+
+def test_what_is_wrong_within_a_list_is_said_where_a_name_would_do_too(loading: Loading) -> None:
+    assert loading("run: {name: a}", "data.train=[{path: x}, {path: y, weight: 2}]", "data.train.0.weight=3").data.train == [
+        Source(path="x", weight=3.0),
+        Source(path="y", weight=2.0),
+    ]
+    assert faults_of(loading, "run: {name: a}", "data.train=[{pth: x}, {path: y, weight: 0}, z]") == [
+        "data.train.0.pth: unknown key; nearest is 'path'",
+        "data.train.0.path: missing; needs a string",
+        "data.train.1.weight: 0 is not a finite number > 0",
+        "data.train.2: 'z' is not a section of keys",
+    ]
+    assert faults_of(loading, "run: {name: a}", "data.train={a: b}") == ["data.train: a mapping is not a string or a list"]
 
 
 def test_override_of_one_alias_leaves_the_other(loading: Loading) -> None:
@@ -304,6 +318,26 @@ def test_dynamic_sampling_needs_rewards_that_can_differ(sound: dict[str, Any]) -
     assert fault.startswith("sampling.group_size: 1 is too few; algorithm.dynamic_sampling needs at least 2")
 
 
+def test_several_sources_are_checked_one_by_one(sound: dict[str, Any], tmp_path: Path) -> None:
+    path = sound["data"]["train"]
+    train = [{"path": path}, {"path": str(tmp_path), "weight": 2, "handler": "plain"}]
+    assert checked(sound, data={"train": train}) == []  # a folder is a source too
+    assert checked(sound, data={"train": [*train, {"path": path, "handler": "other"}]}) == [
+        "data.train.2.handler: 'other' is not one of plain, nor FILE.py:NAME",
+        f"data.train.2.path: '{path}' is there twice; give it more weight instead",
+    ]
+    (fault,) = checked(sound, data={"train": []})
+    assert fault.startswith("data.train: missing")
+
+
+def test_a_chat_template_has_a_use_with_the_model_s_own_type_only(sound: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("x")
+    model = {"chat_template": str(tmp_path / "t.jinja")}
+    assert checked(sound, model=model) == []
+    (fault,) = checked(sound, model=model, data={"prompt_type": "qwen"})
+    assert fault == "model.chat_template: has no use with data.prompt_type qwen, only with model"
+
+
 def test_a_warmup_names_model_and_data_later() -> None:
     raw: dict[str, Any] = {"run": {"name": "a"}, "warmup": {}, "rewards": {"rules": [{"name": "accuracy"}]}}
     assert checked(raw, evaluation={"every": 5}, algorithm={"kl_coefficient": 0.1}) == []
@@ -340,7 +374,11 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
         ({"data": {"train": ""}}, "data.train: missing"),
         ({"data": {"train": "/no/x.jsonl"}}, "data.train: '/no/x.jsonl' is not a file"),
         ({"data": {"eval": "/no/y.jsonl"}}, "data.eval: '/no/y.jsonl' is not a file"),
-        ({"data": {"handler": "other"}}, "data.handler: 'other' is not one of plain"),
+        ({"data": {"handler": "other"}}, "data.handler: 'other' is not one of plain, nor FILE.py:NAME"),
+        ({"data": {"handler": "/no/own.py:x"}}, "data.handler: '/no/own.py' is not a file"),
+        ({"data": {"train": [{"path": "/no/x.jsonl"}]}}, "data.train.0.path: '/no/x.jsonl' is not a file"),
+        ({"data": {"prompt_type": "qwen9"}}, "data.prompt_type: 'qwen9' is not one of model, deepseek3, "),
+        ({"data": {"prompt_type_path": "/no.json"}}, "data.prompt_type_path: /no.json: no such file or directory"),
         ({"evaluation": {"every": 5}}, "data.eval: missing; evaluation.every is 5"),
         (
             {"evaluation": {"max_new_tokens": 65}},

@@ -1,0 +1,129 @@
+"""One row of a file as a handler sees it: its prompt, label and system text, by the columns that the configuration names."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from msgspec import Struct
+
+Row = dict[str, Any]
+Messages = list[dict[str, str]]
+
+ROLES = ("system", "user", "assistant")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class Rejected(Exception):
+    """A row that is left out; the message is the reason under which it is counted."""
+
+
+class MissingColumn(Exception):
+    """A row without the column that holds `role`: "prompt", "query", "label", "system" or "difficulty"."""
+
+    def __init__(self, role: str, column: str):
+        super().__init__(role, column)
+        self.role, self.column = role, column
+
+
+class Columns(Struct, frozen=True, kw_only=True):
+    """Which column holds what; "" where there is none. Those in `optional` may be missing from a row."""
+
+    prompt: str
+    label: str
+    query: str = ""
+    system: str = ""
+    optional: tuple[str, ...] = ()
+
+
+class Fields:
+    """A row with its columns. The methods raise Rejected for a value that cannot be used, MissingColumn for one not there."""
+
+    def __init__(self, row: Row, columns: Columns, system_prompt: str = ""):
+        self.row = row
+        self._columns = columns
+        self._system_prompt = system_prompt
+
+    def value(self, role: str) -> Any:
+        """What the column of `role` holds; None without such a column."""
+        column = getattr(self._columns, role)
+        if not column or (role in self._columns.optional and column not in self.row):
+            return None
+        if column not in self.row:
+            raise MissingColumn(role, column)
+        return self.row[column]
+
+    def conversation(self) -> Messages:
+        """The prompt as messages: text, with the query in a line of its own below, or a chat; before it the system text."""
+        prompt, query = self.value("prompt"), self.value("query")
+        if isinstance(prompt, list):
+            messages = _chat(prompt)
+        elif prompt is None or isinstance(prompt, str):
+            parts = [prompt or "", query if isinstance(query, str) else ""]
+            messages = [{"role": "user", "content": "\n".join(part for part in parts if part)}]
+        else:
+            raise Rejected("prompt that is not text")
+        if not messages[-1]["content"].strip():
+            raise Rejected("empty prompt")
+        system = self._system()
+        return messages if not system or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
+
+    def label(self) -> str:
+        """The label as text; see `label_text`."""
+        return label_text(self.value("label"))
+
+    def _system(self) -> str:
+        value = self.value("system")
+        if value is not None and not isinstance(value, str):
+            raise Rejected("system text that is not text")
+        return value or self._system_prompt
+
+
+def label_text(value: Any) -> str:
+    """A label as text; a whole float loses its point (contest files write 142 as 142.0). Raises Rejected."""
+    if value is None:
+        raise Rejected("null label")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise Rejected("label that is neither text nor a number")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).strip()
+    if not text:
+        raise Rejected("empty label")
+    return text
+
+
+def difficulty(row: Row, column: str) -> float:
+    """How hard a row's problem is: a number, or text with a number in it ("Level 3"), above 0.
+
+    0, as files write it where it is not known, raises Rejected; a missing column raises MissingColumn.
+    """
+    if column not in row:
+        raise MissingColumn("difficulty", column)
+    value = row[column]
+    if isinstance(value, str):
+        found = _NUMBER.search(value)
+        value = float(found.group()) if found else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise Rejected("unknown difficulty")
+    return float(value)
+
+
+def question(messages: Messages) -> str:
+    """The problem itself: what the user says last."""
+    return next(message["content"] for message in reversed(messages) if message["role"] == "user")
+
+
+def _chat(turns: list[Any]) -> Messages:
+    messages: Messages = []
+    for turn in turns:
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if role not in ROLES or not isinstance(content, str):
+            raise Rejected("prompt that is not text")
+        messages.append({"role": role, "content": content})
+    if not messages:
+        raise Rejected("empty prompt")
+    if messages[-1]["role"] != "user":
+        raise Rejected("chat that does not end with the user")
+    return messages

@@ -1,0 +1,156 @@
+"""Prepared prompts: a Parquet file with one row a problem, that training takes as it is.
+
+| column | type | what it holds |
+| --- | --- | --- |
+| id | string | source and place: "gsm8k/train:17" |
+| source | string | the file's folder and stem: "gsm8k/train" |
+| problem | string | what the user says last, without any template |
+| text | string | the prompt as rendered |
+| tokens | list of int32 | `text`, encoded |
+| label | string | what the reward rules see |
+| difficulty | double | where one was asked for |
+
+and whatever columns were asked for besides. The file's metadata name the tokenizer and the template by what they do, so that
+a file is refused where they would make other prompts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from runtime.data.fields import Rejected, difficulty
+from runtime.data.handlers import Problem
+from runtime.data.prompts import Prompts
+from runtime.data.reading import PARQUET
+from runtime.data.tokenizer import Tokenizer
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = 1
+METADATA = b"sluice.prepared"
+COLUMNS = ("id", "source", "problem", "text", "tokens", "label")
+DIFFICULTY = "difficulty"
+ROW_GROUP = 4096  # rows
+
+
+class Info(msgspec.Struct, kw_only=True):
+    """What the file says of itself."""
+
+    format: int
+    prompt_type: str
+    tokenizer: str  # `Tokenizer.identity`
+    template: str  # `identity` of its template
+    rows: int  # that were read
+    dropped: dict[str, int]
+
+
+def write(path: Path, table: pa.Table, info: Info) -> None:
+    """Write `table` so that `path` holds the whole file or what it held before. Raises OSError."""
+    import pyarrow.parquet as pq
+
+    table = table.replace_schema_metadata({METADATA: msgspec.json.encode(info)})
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, partial, row_group_size=ROW_GROUP, compression="zstd")
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether `path` is a Parquet file that `write` made."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(len(PARQUET)) != PARQUET:
+            return False
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return METADATA in (pq.read_schema(path).metadata or {})
+    except pa.ArrowException:
+        return False  # reading its rows says what is wrong with it
+
+
+def read(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = "") -> Prompts:
+    """The prompts of a prepared file, which is mapped into memory.
+
+    Those over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, naming the
+    configuration key `key`, for another tokenizer or template than the file's, and when none is left.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    wanted = ["id", "source", "problem", "label", *([difficulty_key] if difficulty_key else [])]
+    try:
+        schema = pq.read_schema(path)
+        if difficulty_key and difficulty_key not in schema.names:
+            raise UserError(
+                f"data.curriculum.key: {path} has no column {difficulty_key!r} (its columns: {', '.join(schema.names)})"
+            )
+        info = _info(schema.metadata[METADATA], path, key)
+        _check(info, tokenizer, path, key)
+        table = pq.read_table(path, columns=[*dict.fromkeys([*wanted, "tokens"])], memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{key}: {path}: not a prepared file: {str(error).splitlines()[0]}") from error
+    encoded = _slices(table["tokens"])
+    dropped = dict(info.dropped)
+    problems: list[Problem] = []
+    tokens: list[np.ndarray] = []
+    columns = [table[name].to_pylist() for name in wanted]
+    for (id_, source, question, label, *hard), ids in zip(zip(*columns, strict=True), encoded, strict=True):
+        try:
+            level = difficulty({difficulty_key: hard[0]}, difficulty_key) if hard else 0.0
+            if len(ids) > max_prompt_tokens:
+                raise Rejected(f"prompt over {max_prompt_tokens} tokens")
+        except Rejected as reason:
+            dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+            continue
+        problems.append(Problem(id_, [{"role": "user", "content": question}], label, source, level))
+        tokens.append(ids)
+    prompts = Prompts(problems=problems, tokens=tokens, rows=info.rows, dropped=dropped)
+    if not problems:
+        raise UserError(f"{key}: no prompt is left of {prompts.report()}; see data.max_prompt_tokens")
+    return prompts
+
+
+def _info(text: bytes, path: Path, key: str) -> Info:
+    try:
+        info = msgspec.json.decode(text, type=Info)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{key}: {path}: not a prepared file: {error}") from error
+    if info.format != FORMAT:
+        raise UserError(f"{key}: {path} is of format {info.format}, not {FORMAT}; prepare it again")
+    return info
+
+
+def _check(info: Info, tokenizer: Tokenizer, path: Path, key: str) -> None:
+    if info.tokenizer != tokenizer.identity:
+        raise UserError(f"{key}: {path} was prepared with another tokenizer than that of {tokenizer.folder}; prepare it again")
+    if info.template != tokenizer.template.identity:
+        raise UserError(
+            f"{key}: {path} was prepared with prompt_type {info.prompt_type}, which is not the template of "
+            f"data.prompt_type {tokenizer.prompt_type}; set that, or prepare it again"
+        )
+
+
+def _slices(column: pa.ChunkedArray) -> Sequence[np.ndarray]:
+    """Read-only int32 views into the column's buffers, one a row."""
+    views: list[np.ndarray] = []
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy(zero_copy_only=True)
+        bounds = chunk.offsets.to_numpy(zero_copy_only=True)
+        views += [values[start:end] for start, end in pairwise(bounds)]
+    return views

@@ -1,0 +1,53 @@
+"""From the paths of a configuration to prompts that are ready for admission."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.config import Data, Layout
+from runtime.data import prepared
+from runtime.data.chosen import layout_of, sources
+from runtime.data.handlers import data_key, load_problems
+from runtime.data.order import Share
+from runtime.data.prompts import Prompts, tokenise
+from runtime.data.tokenizer import Tokenizer
+
+
+def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
+    """All problems of `data.train`, those of several sources one after the other. Raises UserError."""
+    difficulty_key = data.curriculum.key if data.curriculum else ""
+    found = sources(data)
+    read = [
+        read_prompts(source.path, layout_of(source, data), tokenizer, data.max_prompt_tokens, key, difficulty_key)
+        for key, source in found
+    ]
+    if len(read) == 1:
+        return read[0]
+    dropped: dict[str, int] = {}
+    for prompts in read:
+        for reason, count in prompts.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return Prompts(
+        problems=[problem for prompts in read for problem in prompts.problems],
+        tokens=[ids for prompts in read for ids in prompts.tokens],
+        rows=sum(prompts.rows for prompts in read),
+        dropped=dropped,
+        shares=[Share(len(prompts.problems), source.weight) for prompts, (_, source) in zip(read, found, strict=True)],
+    )
+
+
+def read_prompts(
+    path: str, layout: Layout, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = ""
+) -> Prompts:
+    """The prompts of one file or folder, prepared or not. `key` is the configuration key that named the path.
+
+    Raises UserError for what cannot be used.
+    """
+    if prepared.is_prepared(Path(path)):
+        return prepared.read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key)
+
+    def column_key(role: str) -> str:
+        return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role}_key"
+
+    problems = load_problems(path, layout, key, difficulty_key, column_key)
+    return tokenise(problems, tokenizer, max_prompt_tokens, key)
