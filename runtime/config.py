@@ -92,12 +92,33 @@ class Sampling(Section, frozen=True):
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 
+class EvaluationSet(Section, frozen=True):
+    """One data set of an evaluation. What is left out is that of section `data` or `evaluation`."""
+
+    name: str
+    path: str
+    handler: str = ""
+    prompt_key: str = ""
+    label_key: str = ""
+    system_prompt: str | None = None
+    problems: NonNegative | None = None
+    samples: NonNegative = 0  # 0 = evaluation.samples
+    k: list[Positive] = []  # empty = evaluation.k
+    temperature: Rate | None = None
+    max_new_tokens: NonNegative = 0  # at most, and by default, evaluation.max_new_tokens
+
+
 class Evaluation(Section, frozen=True):
-    """Evaluation before, during (every `every` steps; 0 = never) and after training."""
+    """Evaluation before, during (every `every` steps; 0 = never) and after training, or by `sluice eval`.
+
+    `data.eval`, where it is named, is a set of its own beside `sets`. `k`: which pass@k and maj@k are reported.
+    """
 
     every: NonNegative = 0
+    sets: list[EvaluationSet] = []
     problems: NonNegative = 0  # 0 = all
     samples: Positive = 1
+    k: list[Positive] = field(default_factory=lambda: [1])
     temperature: Rate = 0.0  # 0 = greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from runtime.config import Algorithm, Config, Sampling, Warmup
+from runtime.evaluation_sets import evaluation_sets, set_faults
 from runtime.registry import OWN
 from runtime.trackers import missing_package
 
@@ -28,7 +29,10 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def semantic_faults(
-    config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None
+    config: Config,
+    known: Mapping[str, Sequence[str]] | None = None,
+    available_bytes: int | None = None,
+    trains: bool = True,
 ) -> list[str]:
     """One line per fault, [] when there is none.
 
@@ -36,24 +40,32 @@ def semantic_faults(
     "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
     need a critic's values; what it leaves out is not checked.
     `available_bytes` is the memory for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will
-    name may be empty.
+    name may be empty. `trains`: False for an evaluation alone, which needs problems to evaluate on, and nothing that only
+    training does.
     """
     policy = _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
     if available_bytes is None:
         available_bytes = psutil.virtual_memory().available
-    return [
+    faults = [
         *_run(config),
         *_names(config, known or {}),
+        *_rules(config),
+        *_evaluation(config, trains),
+        *_data(config, trains),
+        *_models(config, policy),
+        *_lengths(config, policy),
+        *_kv_memory(config, policy, available_bytes),
+        *_processes(config),
+    ]
+    if not trains:
+        return faults
+    return [
+        *faults,
         *_algorithm(config.algorithm, config.sampling),
         *_critic(config, known or {}),
         *_reference(config),
         *_values(config),
-        *_data(config),
-        *_models(config, policy),
-        *_lengths(config, policy),
-        *_kv_memory(config, policy, available_bytes),
         *_updates(config),
-        *_processes(config),
         *_lora(config),
     ]
 
@@ -93,6 +105,9 @@ def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
     }
     for path, name in chosen.items():
         yield from _name(path, name, known.get(path), own=path != "data.handler")
+    for index, entry in enumerate(config.evaluation.sets):
+        if entry.handler:
+            yield from _name(f"evaluation.sets.{index}.handler", entry.handler, known.get("data.handler"), own=False)
     for index, rule in enumerate(config.rewards.rules):
         yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"), own=True)
 
@@ -148,6 +163,23 @@ def _reference(config: Config) -> Iterator[str]:
         yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
 
 
+def _rules(config: Config) -> Iterator[str]:
+    if not config.rewards.rules:
+        yield "rewards.rules: empty; at least one rule is needed"
+
+
+def _evaluation(config: Config, trains: bool) -> Iterator[str]:
+    sets = evaluation_sets(config)
+    if not sets and config.warmup is None:
+        if not trains:
+            yield "data.eval: missing; name a json or jsonl file to evaluate on, or several under evaluation.sets"
+        elif config.evaluation.every:
+            yield f"data.eval: missing; evaluation.every is {config.evaluation.every}, and there are no evaluation.sets"
+    for found in sets:
+        yield from _file(found.key, found.path)
+    yield from set_faults(config)
+
+
 def _values(config: Config) -> Iterator[str]:
     optimizers = {"training.optimizer": config.training.optimizer}
     if config.critic is not None:
@@ -156,8 +188,6 @@ def _values(config: Config) -> Iterator[str]:
         low, high = optimizer.min_learning_rate, optimizer.learning_rate
         if low > high:
             yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
-    if not config.rewards.rules:
-        yield "rewards.rules: empty; at least one rule is needed"
     in_flight = config.publication.in_flight
     if config.training.staleness == 0 and in_flight in ("keep", "recompute"):
         yield (
@@ -168,20 +198,21 @@ def _values(config: Config) -> Iterator[str]:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 
 
-def _data(config: Config) -> Iterator[str]:
-    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if path and not Path(path).is_file():
-            yield f"{key}: '{path}' is not a file"
-        elif path and Path(path).stat().st_size == 0:
-            yield f"{key}: '{path}' is empty"
-    if config.warmup is None:
-        if not config.data.train:
-            yield "data.train: missing; name a json or jsonl file, or give a warmup section"
-        if config.evaluation.every and not config.data.eval:
-            yield f"data.eval: missing; evaluation.every is {config.evaluation.every}"
+def _data(config: Config, trains: bool) -> Iterator[str]:
+    if config.data.train:
+        yield from _file("data.train", config.data.train)
+    elif trains and config.warmup is None:
+        yield "data.train: missing; name a json or jsonl file, or give a warmup section"
     template = config.model.chat_template
     if template and not Path(template).is_file():
         yield f"model.chat_template: '{template}' is not a file"
+
+
+def _file(key: str, path: str) -> Iterator[str]:
+    if not Path(path).is_file():
+        yield f"{key}: '{path}' is not a file"
+    elif Path(path).stat().st_size == 0:
+        yield f"{key}: '{path}' is empty"
 
 
 def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:

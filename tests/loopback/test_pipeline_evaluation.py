@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runtime import config
-from runtime.ledger_reader import LedgerReader
+from runtime import config, evaluation, generations
 from runtime.pipeline.run import Run
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest
 from tests.loopback.pipeline_fakes import (
@@ -35,8 +33,10 @@ def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) 
     for step, point in evaluations(folder).items():
         assert (point["eval/version_oldest"], point["eval/version_newest"]) == (step, step)
         assert (point["eval/samples"], point["eval/errors"]) == (9, 0)
-    with LedgerReader(folder.path / "ledger") as reader:
-        assert Counter(row.step for row in reader.evaluations()) == {0: 9, 5: 9}
+    assert [(result.step, result.sets[0].scored) for result in evaluation.read(tmp_path)] == [(0, 9), (5, 9)]
+    for _, path in evaluation.folders(tmp_path):
+        replies = list(generations.read(path / "held_out.jsonl"))
+        assert [reply.problem for reply in replies] == [f"held_out:{i}" for i in range(9)]
 
 
 class SlowToEvaluate(FakeRollout):

@@ -203,7 +203,9 @@ def loaded(code: str) -> list[str]:
             "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",
             id="sluice-help",
         ),
-        pytest.param("import launcher.train, launcher.status, launcher.samples, launcher.known", id="launcher"),
+        pytest.param(
+            "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.known", id="launcher"
+        ),
     ],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
