@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace) -> int:
     from launcher.job import Interrupted
     from launcher.train import train
     from launcher.view import View
-    from runtime import config_loading, evaluation, summary
+    from runtime import config_loading, evaluation, evaluation_table, summary
 
     console = Console()
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
@@ -84,7 +84,7 @@ def _train(options: argparse.Namespace) -> int:
         return how.code
     console.print(summary.render(result))
     if found := evaluation.read(Path(config.run.dir)):
-        console.print(evaluation.render([found[0], *found[1:][-1:]]))
+        console.print(evaluation_table.render([found[0], *found[1:][-1:]]))
     console.print(f"run folder: {config.run.dir}", highlight=False)
     return 0
 
@@ -95,7 +95,7 @@ def _eval(options: argparse.Namespace) -> int:
     from launcher.evaluate import evaluate, own_folder
     from launcher.job import Interrupted
     from launcher.view import View
-    from runtime import config_loading, evaluation
+    from runtime import config_loading, evaluation, evaluation_table
 
     console = Console()
     config = own_folder(config_loading.resolve(config_loading.load(options.config, options.overrides)))
@@ -105,7 +105,7 @@ def _eval(options: argparse.Namespace) -> int:
     except Interrupted as how:
         console.print(str(how))
         return how.code
-    console.print(evaluation.render([result]))
+    console.print(evaluation_table.render([result]))
     console.print(f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}", highlight=False)
     return 0
 

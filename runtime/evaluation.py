@@ -1,4 +1,4 @@
-"""What an evaluation found: the figures of each data set, as JSON, as metrics and as a table.
+"""What an evaluation found: the figures of each data set, as JSON and as metrics.
 
 `RUN/evaluations/step-00000050/` holds SET.jsonl, every reply (`runtime.generations`), and `results.json`, which is written
 last: without it an evaluation was cut short.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from msgspec import Struct, field
-from rich.table import Table
 
 from runtime import layout
 from runtime.algorithms.maj_at_k import maj_at_k
@@ -65,7 +64,7 @@ class SetResult(Struct, kw_only=True):
     pass_at: dict[int, float] = field(name="pass@k")
     maj_at: dict[int, float] = field(name="maj@k")
     standard_error: float | None  # of pass@1, clustered by problem
-    left_out: dict[str, int] = {}
+    left_out: dict[int, int] = {}  # by k
     lengths: Lengths
     errors: dict[str, int]
     notes: list[str] = []
@@ -133,7 +132,7 @@ def set_result(settings: EvaluationData, rule: str, judged: Sequence[Judged]) ->
     for k in settings.k:
         enough = [rights for rights in verdicts if len(rights) >= k]
         if len(enough) < len(judged):
-            result.left_out[f"@{k}"] = len(judged) - len(enough)
+            result.left_out[k] = len(judged) - len(enough)
         if enough or k == 1:
             result.pass_at[k] = _mean([pass_at_k(len(rights), sum(rights), k) for rights in enough])
     if not means:
@@ -199,46 +198,3 @@ def metrics(result: EvaluationResult) -> Metrics:
         }
         found |= {f"eval/{each.name}/{name}": value for name, value in figures.items()}
     return found
-
-
-def render(results: Sequence[EvaluationResult]) -> Table:
-    """The sets' figures in each of `results`, a row for each, and what is to be said of them below."""
-    notes = dict.fromkeys(note for each in _sets(results) for note in _notes(each))
-    table = Table(title="Evaluation", title_justify="left", title_style="bold", caption="\n".join(notes) or None)
-    table.caption_justify = "left"
-    pass_ks, maj_ks = (sorted({k for each in _sets(results) for k in getattr(each, name)}) for name in ("pass_at", "maj_at"))
-    table.add_column("set", style="cyan", no_wrap=True)
-    columns = [*(f"pass@{k}" for k in pass_ks), *(f"maj@{k}" for k in maj_ks)]
-    for name in ("step", "replies", *columns, "tokens: mean", "median", "p95", "max", "cut off"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = [(each, result.step) for result in results for each in result.sets]
-    order = list(dict.fromkeys(each.name for each, _ in rows))
-    for each, step in sorted(rows, key=lambda row: (order.index(row[0].name), row[1])):
-        passed = [_share(each.pass_at.get(k), each.standard_error if k == 1 else None) for k in pass_ks]
-        voted = [_share(each.maj_at.get(k)) for k in maj_ks]
-        lengths = each.lengths
-        told = [f"{lengths.mean:,.1f}", f"{lengths.median:,.0f}", f"{lengths.p95:,.0f}", f"{lengths.max:,}"]
-        replies = f"{each.problems:,} × {each.samples}"
-        table.add_row(each.name, str(step), replies, *passed, *voted, *told, f"{lengths.truncated:.1%}")
-    return table
-
-
-def _sets(results: Sequence[EvaluationResult]) -> Iterator[SetResult]:
-    for result in results:
-        yield from result.sets
-
-
-def _notes(each: SetResult) -> Iterator[str]:
-    yield from (f"{each.name}: {note}" for note in each.notes)
-    if each.errors:
-        yield f"{each.name}: errors: " + ", ".join(f"{count:,} {reason}" for reason, count in each.errors.items())
-    if each.left_out:
-        yield f"{each.name}: left out for want of verdicts: " + ", ".join(
-            f"{count:,} problems {k}" for k, count in each.left_out.items()
-        )
-
-
-def _share(value: float | None, error: float | None = None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.1%}" if error is None else f"{value:.1%} ± {100 * error:.1f}"
