@@ -11,17 +11,20 @@ from runtime.evaluation import EvaluationResult, SetResult
 
 def render(results: Sequence[EvaluationResult]) -> Table:
     """The figures of every set in each of `results`, and below what is to be said of them."""
-    names = list(dict.fromkeys(each.name for result in results for each in result.sets))
-    notes = [f"{each.name}, step {result.step}: {note}" for result in results for each in result.sets for note in _notes(each)]
-    table = Table(
-        title="Evaluation", title_justify="left", title_style="bold", caption="\n".join(notes), caption_justify="left"
+    by_name = [{each.name: each for each in result.sets} for result in results]
+    table = Table(title="Evaluation", title_justify="left", title_style="bold", caption_justify="left")
+    table.caption = "\n".join(
+        f"{name}, step {result.step}: {note}"
+        for result, sets in zip(results, by_name, strict=True)
+        for name, each in sets.items()
+        for note in _notes(each)
     )
     table.add_column("set", style="cyan", no_wrap=True)
     table.add_column("figure")
     for result in results:
         table.add_column(f"step {result.step}", justify="right")
-    for name in names:
-        columns = [dict(_figures(each)) for result in results for each in result.sets if each.name == name]
+    for name in dict.fromkeys(name for sets in by_name for name in sets):
+        columns = [dict(_figures(sets[name])) if name in sets else {} for sets in by_name]
         figures = list(dict.fromkeys(figure for column in columns for figure in column))
         for figure in figures:
             cells = [column.get(figure, "–") for column in columns]
