@@ -50,4 +50,4 @@ def _notes(each: SetResult) -> Iterator[str]:
     if each.errors:
         yield "errors: " + ", ".join(f"{count:,} {reason}" for reason, count in each.errors.items())
     for k, count in each.left_out.items():
-        yield f"{count:,} problems have too few verdicts for pass@{k} and maj@{k}"
+        yield f"too few verdicts for @{k}: {count:,} of {each.problems:,} problems"
