@@ -79,9 +79,12 @@ def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[
 def _evaluated(options: argparse.Namespace) -> Iterator[Row]:
     """The replies of evaluations, those of one problem together."""
     steps, reward = _ranges(options)
+    folders = evaluation.folders(options.run)
+    if not folders:
+        raise UserError(f"{options.run}: no evaluation of this run is here")
     problems = (
         (step, list(replies))
-        for step, folder in evaluation.folders(options.run)
+        for step, folder in folders
         if steps is None or steps[0] <= step <= steps[1]
         for path in sorted(folder.glob(f"*{generations.SUFFIX}"))
         for _, replies in groupby(generations.read(path), lambda each: each.problem)

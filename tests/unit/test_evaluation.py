@@ -128,7 +128,7 @@ def test_results_come_back_from_their_files(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "evaluations" / "step-00000020" / "results.json").read_text())
     assert raw["sets"][0]["pass@k"] == {"1": 0.75, "2": pytest.approx(11 / 12), "4": 1.0}
     (cut_short / "results.json").write_text("{}")
-    with pytest.raises(UserError, match="step-00000040/results.json: not the results"):
+    with pytest.raises(UserError, match=r"step-00000040/results\.json: not the results"):
         evaluation.read(tmp_path)
     assert evaluation.read(tmp_path / "none") == []
 

@@ -16,6 +16,7 @@ from launcher import samples
 from runtime import codec, config, config_loading, evaluation, generations
 from runtime.data.handlers import Problem
 from runtime.engines.tiny_model import write_tokenizer
+from runtime.errors import UserError
 from runtime.generations import Transcript
 from runtime.ledger import Ledger
 from runtime.pipeline.buffer import Buffer
@@ -146,4 +147,5 @@ def test_replies_of_evaluations_are_chosen_by_step_reward_and_number(
     assert {row["group"] for row in shown(evaluated, capsys, reward="0.75:0.75")} == {"e:1"}  # the mean of 1 and 0.5
     assert {row["group"] for row in shown(evaluated, capsys, reward=":0")} == {"e:0"}  # of 0 alone, the other has none
     assert len(shown(evaluated, capsys, limit=3)) == 6
-    assert shown(evaluated / "none", capsys) == []
+    with pytest.raises(UserError, match="no evaluation"):
+        shown(evaluated / "none", capsys)
