@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,13 @@ def folders(run_dir: Path) -> list[tuple[int, Path]]:
     root = run_dir / layout.EVALUATIONS
     found = ((_FOLDER.fullmatch(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
     return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Remove the evaluations of later steps, which a run that went back to `step` no longer has."""
+    for later, folder in folders(run_dir):
+        if later > step:
+            shutil.rmtree(folder)
 
 
 def read(run_dir: Path) -> list[EvaluationResult]:

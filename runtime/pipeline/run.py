@@ -262,6 +262,7 @@ class Run:
                 self._stream.give_back(problem)
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
+        evaluation.forget_after(self._material.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
         self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)

@@ -248,3 +248,11 @@ def test_an_evaluation_that_is_cut_short_leaves_its_replies_and_no_results(tmp_p
         "held_out:1",
         "held_out:3",
     ]
+
+
+def test_a_resumed_run_has_no_evaluations_of_steps_that_it_has_not_made(tmp_path: Path) -> None:
+    sections = {"checkpoint": config.Checkpoint(every=2, keep=9), "evaluation": config.Evaluation(max_new_tokens=8)}
+    RunFolder(tmp_path, steps=6, eval_problems=3, sections=sections).run(Cast.make())
+    again = RunFolder(tmp_path, steps=5, eval_problems=3, sections=sections)
+    again.run(Cast.make(), resume=str(again.checkpoint(4)))
+    assert {result.step: str(result.newest) for result in evaluation.read(tmp_path)} == {0: "0.0", 4: "1.4", 5: "1.5"}

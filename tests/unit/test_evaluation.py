@@ -131,6 +131,8 @@ def test_results_come_back_from_their_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"step-00000040/results\.json: not the results"):
         evaluation.read(tmp_path)
     assert evaluation.read(tmp_path / "none") == []
+    evaluation.forget_after(tmp_path, 0)
+    assert evaluation.read(tmp_path) == written[:1]
 
 
 def test_the_table_has_every_figure_and_what_there_is_to_say() -> None:
