@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +47,10 @@ class Generation(Struct, kw_only=True):
     logprob: float  # mean over the model's tokens
 
 
-def generations(
+def replies_to(
     name: str, problem: Problem, parts: Sequence[tuple[GroupPayload, Scores]], judge: config.Rule, text: TextDecoder
 ) -> list[Generation]:
-    """The replies to one problem of the set `name`, asked for in `parts`. `judge`: whose `correct` decides."""
+    """The replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides."""
     rule = judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
     prompt = text.decode(parts[0][0].prompt, skip_special=False)
     found: list[Generation] = []
@@ -97,23 +96,22 @@ def mean_logprob(sample: Sample) -> float:
 
 
 class Transcript:
-    """One set's file. Problems come in any order, from any thread; their lines stand in the order of the problems."""
+    """One set's file. Problems come in any order; their lines stand in the order of the problems."""
 
     def __init__(self, path: Path):
         self._path = path
         self._waiting: dict[int, bytes] = {}
         self._next = 0
-        self._lock = threading.Lock()
         with faults_told(path):
             self._file = path.open("wb")
 
-    def add(self, place: int, generations: Sequence[Generation]) -> None:
+    def add(self, place: int, replies: Sequence[Generation]) -> None:
         """Write the replies to problem `place`, or keep them until those to the problems before are there.
 
         Raises StorageFull, ServiceFault.
         """
-        encoded = b"".join(msgspec.json.encode(each) + b"\n" for each in generations)
-        with self._lock, faults_told(self._path):
+        encoded = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
+        with faults_told(self._path):
             self._waiting[place] = encoded
             while (lines := self._waiting.pop(self._next, None)) is not None:
                 self._file.write(lines)
@@ -122,7 +120,7 @@ class Transcript:
 
     def close(self) -> None:
         """Write what is there, also where problems before it are missing. Raises StorageFull, ServiceFault."""
-        with self._lock, faults_told(self._path), self._file:
+        with faults_told(self._path), self._file:
             for place in sorted(self._waiting):
                 self._file.write(self._waiting.pop(place))
 

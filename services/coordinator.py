@@ -232,8 +232,10 @@ class Coordinator:
         return {"Register": register, "Processes": processes}
 
     def status(self) -> Status:
-        gauges: dict[str, float] = {"step": self._progress.step}
-        detail = f"{self._config.run.name}: {self._progress.phase} {self._progress.step}/{self._progress.steps}"
+        progress = self._progress
+        gauges: dict[str, float] = {"step": progress.step}
+        done, total = (progress.step, progress.steps) if self._trains else (progress.done, progress.total)
+        detail = f"{self._config.run.name}: {progress.phase} {done}/{total}"
         if self._run is not None:
             gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
             if (wait := self._run.buffer.oldest_wait()) is not None:

@@ -27,7 +27,7 @@ from runtime.config import Config
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import group_seed
 from runtime.evaluation import EvaluationResult, Judged
-from runtime.generations import SUFFIX, TextDecoder, Transcript, faults_told, generations
+from runtime.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
 from runtime.pipeline.roles import EvaluationRoles, RolloutPool
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
@@ -186,7 +186,7 @@ class Evaluator:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
         held_out = self._sets[place]
         decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
-        found = generations(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
+        found = replies_to(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
         transcript.add(index, found)
         return Judged(
             correct=[each.correct for each in found],

@@ -182,6 +182,7 @@ def test_steps_go_on_while_the_replies_of_an_evaluation_hang(tmp_path: Path) -> 
         ("one", 3, 1, 3),
         ("many", 3, 50, 150),
     ]
+    assert result.sets[1].maj_at == {8: 1.0}
     replies = list(generations.read(evaluation.folder_for(tmp_path, 4) / "many.jsonl"))
     assert [(each.problem, each.sample) for each in replies] == [(f"many:{i}", j) for i in range(3) for j in range(50)]
     assert [each.reply.split()[0] for each in replies[:50]] == list(map(str, range(50)))  # each part began where it was to

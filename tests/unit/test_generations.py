@@ -54,7 +54,7 @@ def test_a_reply_is_told_whole() -> None:
         part("four", "five", values=[0.5, np.nan], valid=[1, 0], answers=["4", None]),
         part("six", values=[0.25], valid=[1], answers=[]),
     ]
-    found = generations.generations("set", PROBLEM, parts, config.Rule(name="rules/own.py:mine", correct=0.5), Letters())
+    found = generations.replies_to("set", PROBLEM, parts, config.Rule(name="rules/own.py:mine", correct=0.5), Letters())
     first, second, third = found
     assert first == Generation(
         set="set",
@@ -77,7 +77,7 @@ def test_a_reply_is_told_whole() -> None:
 
 
 def lines(problem: int) -> list[Generation]:
-    (first,) = generations.generations(
+    (first,) = generations.replies_to(
         "set", PROBLEM, [part("reply", values=[1.0], valid=[1], answers=["1"])], config.Rule(name="mine"), Letters()
     )
     return [msgspec.structs.replace(first, problem=str(problem), sample=index) for index in range(2)]

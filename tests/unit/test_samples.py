@@ -106,7 +106,7 @@ def evaluated(tmp_path: Path) -> Path:
             scores = Scores(group_id=-1, rewards=rewards, valid=np.array([1, problem], np.uint8), rules={"gsm8k": rewards})
             asked = Problem(f"e:{problem}", [], "5", "e")
             transcript.add(
-                problem, generations.generations("held_out", asked, [(payload, scores)], config.Rule(name="gsm8k"), Text())
+                problem, generations.replies_to("held_out", asked, [(payload, scores)], config.Rule(name="gsm8k"), Text())
             )
         transcript.close()
     return tmp_path
