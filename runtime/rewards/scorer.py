@@ -96,7 +96,10 @@ class RewardScorer:
             return
         for reply in replies:
             try:
-                scores.answers.append(answer(reply.text))
+                named = answer(reply.text)
+                if named is not None and not isinstance(named, str):
+                    raise TypeError(f"{type(named).__name__} is no text")
+                scores.answers.append(named)
             except Exception as error:  # noqa: BLE001 - it may be a user's own; counted under its name
                 scores.answers.append(None)
                 reason = f"answer:{type(error).__name__}"

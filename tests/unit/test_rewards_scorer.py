@@ -102,15 +102,15 @@ def test_answers_are_named_where_they_are_asked_for() -> None:
 def test_an_answer_that_raises_is_counted_and_the_score_stays(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
         "from runtime.rewards.rules import rule\n"
-        "def answer(text):\n    return {'a': 'A'}[text]\n"
+        "def answer(text):\n    return {'a': 'A', 'b': 1}[text]\n"
         "@rule('test_named', screen=lambda text, label, context: True, answer=answer)\n"
         "def named(text, label, context): return True\n"
     )
-    asked = request(1, "5", "a", "b")
+    asked = request(1, "5", "a", "b", "c")
     asked.answers = True
     (scores,) = score(config.Rewards(rules=[config.Rule(name=f"{tmp_path}/named.py:test_named")]), asked)
-    assert (scores.answers, scores.errors) == (["A", None], {"answer:KeyError": 1})
-    assert scores.valid.tolist() == [1, 1]
+    assert (scores.answers, scores.errors) == (["A", None, None], {"answer:TypeError": 1, "answer:KeyError": 1})
+    assert scores.valid.tolist() == [1, 1, 1]
 
 
 def test_a_payload_that_does_not_decode_is_refused() -> None:
