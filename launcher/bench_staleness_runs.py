@@ -10,9 +10,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from launcher.job import FAILED_GRACE, INTERRUPTED_GRACE
 from launcher.supervisor import Supervisor
 from launcher.topology import ProcessSpec
-from launcher.train import FAILED_GRACE, INTERRUPTED_GRACE
 from runtime import config_loading, layout
 from runtime.config import Config
 from runtime.errors import SluiceError, UserError

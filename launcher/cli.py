@@ -17,8 +17,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run a whole topology on this machine")
+    evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
-    for command in (train, validate):
+    for command in (train, evaluate, validate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", metavar="key.path=value")
 
@@ -73,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from launcher.train import Interrupted, train
+    from launcher.job import Interrupted
+    from launcher.train import train
     from launcher.view import View
-    from runtime import config_loading, summary
+    from runtime import config_loading, evaluation, evaluation_table, summary
 
     console = Console()
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
@@ -86,7 +88,30 @@ def _train(options: argparse.Namespace) -> int:
         console.print(str(how))
         return how.code
     console.print(summary.render(result))
+    if found := evaluation.read(Path(config.run.dir)):
+        console.print(evaluation_table.render([found[0], *found[1:][-1:]]))
     console.print(f"run folder: {config.run.dir}", highlight=False)
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from launcher.evaluate import evaluate, own_folder
+    from launcher.job import Interrupted
+    from launcher.view import View
+    from runtime import config_loading, evaluation, evaluation_table
+
+    console = Console()
+    config = own_folder(config_loading.resolve(config_loading.load(options.config, options.overrides)))
+    try:
+        with View(console) as view:
+            result = asyncio.run(evaluate(config, view))
+    except Interrupted as how:
+        console.print(str(how))
+        return how.code
+    console.print(evaluation_table.render([result]))
+    console.print(f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}", highlight=False)
     return 0
 
 
@@ -143,6 +168,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 _COMMANDS = {
     "train": _train,
+    "eval": _eval,
     "validate": _validate,
     "schema": _schema,
     "status": _status,

@@ -7,22 +7,22 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import groupby, islice
 from typing import TypeVar
 
-import numpy as np
 from msgspec import Struct, structs
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runtime import codec, config_loading, layout
+from runtime import codec, config_loading, evaluation, generations, layout
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
-from runtime.ledger_reader import EvaluationRow, GroupRow, LedgerReader
-from runtime.payloads import Handle, PayloadLost
+from runtime.generations import Generation
+from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.payloads import PayloadLost
 from runtime.pipeline.states import Phase
-from runtime.types import GroupPayload, PolicyVersion, Scores
+from runtime.types import GroupPayload
 
 N = TypeVar("N", int, float)
 
@@ -48,26 +48,76 @@ class Row(Struct, kw_only=True):
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a table, or JSON lines. Raises UserError for a run without a ledger or a filter that cannot be read."""
+    """Print a table, or JSON lines. Raises UserError for a run without samples or a filter that cannot be read."""
+    if options.eval:
+        _print(_evaluated(options), options.jsonl)
+        return
     config = config_loading.load(options.run / layout.CONFIG, ())
     tokenizer = Tokenizer(config.model.path, config.model.chat_template)
     with LedgerReader(options.run / layout.LEDGER) as reader:
-        rows = _rows(reader, _selected(reader, options), tokenizer)
-        if options.jsonl:
-            for row in rows:
-                sys.stdout.write(json.dumps(structs.asdict(row)) + "\n")
-        else:
-            Console().print(_table(rows))
+        _print(_rows(reader, _selected(reader, options), tokenizer), options.jsonl)
 
 
-def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow | EvaluationRow]:
-    steps = _range("--step", options.step, int, 1 << 62)
-    reward = _range("--reward", options.reward, float, math.inf)
-    limit = options.limit or None
-    if options.eval:
-        return reader.evaluations(steps=steps, reward=reward, limit=limit)
+def _print(rows: Iterator[Row], jsonl: bool) -> None:
+    if jsonl:
+        for row in rows:
+            sys.stdout.write(json.dumps(structs.asdict(row)) + "\n")
+    else:
+        Console().print(_table(rows))
+
+
+def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow]:
+    steps, reward = _ranges(options)
     groups = reader.groups(group_id=options.group, steps=steps, states=_states(options.state), reward=reward)
-    return islice((group for group in groups if "payload" in group.handles), limit)
+    return islice((group for group in groups if "payload" in group.handles), options.limit or None)
+
+
+def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[float, float] | None]:
+    return _range("--step", options.step, int, 1 << 62), _range("--reward", options.reward, float, math.inf)
+
+
+def _evaluated(options: argparse.Namespace) -> Iterator[Row]:
+    """The replies of evaluations, those of one problem together."""
+    steps, reward = _ranges(options)
+    folders = evaluation.folders(options.run)
+    if not folders:
+        raise UserError(f"{options.run}: no evaluation of this run is here")
+    problems = (
+        (step, list(replies))
+        for step, folder in folders
+        if steps is None or steps[0] <= step <= steps[1]
+        for path in sorted(folder.glob(f"*{generations.SUFFIX}"))
+        for _, replies in groupby(generations.read(path), lambda each: each.problem)
+    )
+    chosen = ((step, replies) for step, replies in problems if reward is None or _earned(replies, reward))
+    for step, replies in islice(chosen, options.limit or None):
+        yield from (_evaluated_row(step, reply) for reply in replies)
+
+
+def _earned(replies: list[Generation], bounds: tuple[float, float]) -> bool:
+    """Whether the mean reward of those that have one is within bounds."""
+    rewards = [each.reward for each in replies if each.reward is not None]
+    return bool(rewards) and bounds[0] <= sum(rewards) / len(rewards) <= bounds[1]
+
+
+def _evaluated_row(step: int, each: Generation) -> Row:
+    return Row(
+        group=each.problem,
+        sample=each.sample,
+        step=step,
+        state="evaluated",
+        why=None,
+        prompt=each.prompt,
+        reply=each.reply,
+        label=each.label,
+        reward=each.reward,
+        valid=each.reward is not None,
+        rules=each.rules,
+        finish=each.finish,
+        tokens=each.tokens,
+        versions=each.versions,
+        logprob=each.logprob,
+    )
 
 
 def _states(names: list[str]) -> list[Phase]:
@@ -91,56 +141,37 @@ def _range(option: str, text: str | None, kind: Callable[[str], N], most: N) -> 
         raise UserError(f"{option}: {text!r} is neither a number nor a range a:b") from None
 
 
-def _rows(reader: LedgerReader, found: Iterator[GroupRow | EvaluationRow], tokenizer: Tokenizer) -> Iterator[Row]:
-    about: tuple[int | str, int | None, str, str | None, str]
-    for row in found:
-        if isinstance(row, GroupRow):
-            about = row.group_id, row.step, str(row.phase.value), row.why, row.label
-            yield from _samples(reader, row.handles["payload"], row.scores, *about, tokenizer)
-        else:
-            about = row.problem, row.step, "evaluated", None, row.label
-            yield from _samples(reader, row.handle, row.scores, *about, tokenizer)
+def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[Row]:
+    for group in found:
+        yield from _samples(reader, group, tokenizer)
 
 
-def _samples(
-    reader: LedgerReader,
-    handle: Handle,
-    scores: Scores | None,
-    group: int | str,
-    step: int | None,
-    state: str,
-    why: str | None,
-    label: str,
-    tokenizer: Tokenizer,
-) -> Iterator[Row]:
+def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[Row]:
     try:
-        payload = codec.decode(GroupPayload, reader.read(handle))
+        payload = codec.decode(GroupPayload, reader.read(group.handles["payload"]))
     except PayloadLost as error:
-        print(f"group {group}: {error}", file=sys.stderr)
+        print(f"group {group.group_id}: {error}", file=sys.stderr)
         return
+    scores = group.scores
     prompt = tokenizer.decode(payload.prompt, skip_special=False)
     for index, sample in enumerate(payload.samples):
         yield Row(
-            group=group,
+            group=group.group_id,
             sample=index,
-            step=step,
-            state=state,
-            why=why,
+            step=group.step,
+            state=str(group.phase.value),
+            why=group.why,
             prompt=prompt,
             reply=tokenizer.decode(sample.tokens, skip_special=False),
-            label=label,
+            label=group.label,
             reward=None if scores is None else float(scores.rewards[index]),
             valid=None if scores is None else bool(scores.valid[index]),
-            rules={} if scores is None else {name: _number(values[index]) for name, values in scores.rules.items()},
+            rules={} if scores is None else generations.values_at(scores, index),
             finish=sample.finish_reason,
             tokens=len(sample.tokens),
-            versions=tuple(str(PolicyVersion.unpack(int(pick(sample.versions)))) for pick in (np.min, np.max)),  # type: ignore[arg-type]
-            logprob=float(sample.logprobs[sample.loss_mask.astype(bool)].mean()),
+            versions=generations.versions_of(sample),
+            logprob=generations.mean_logprob(sample),
         )
-
-
-def _number(value: np.float32) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def _table(rows: Iterator[Row]) -> Table:

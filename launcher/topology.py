@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from runtime.config import Config, Process, Trainer
-from runtime.topology import members
+from runtime.topology import Member, members
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -20,10 +20,12 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     env: dict[str, str]
 
 
-def coordinator_spec(config: Config, config_path: Path, python: str, ready_fd: int, launched: float) -> ProcessSpec:
+def coordinator_spec(
+    config: Config, config_path: Path, python: str, ready_fd: int, launched: float, trains: bool = True
+) -> ProcessSpec:
     """The coordinator, which says its address on the file descriptor `ready_fd`. `launched`: when the run was asked for."""
     settings = config.services.coordinator
-    arguments = ("--config", str(config_path), "--ready-fd", str(ready_fd))
+    arguments = ("--config", str(config_path), "--ready-fd", str(ready_fd), *(() if trains else ("--evaluate",)))
     return ProcessSpec(
         name="coordinator",
         role="coordinator",
@@ -32,13 +34,16 @@ def coordinator_spec(config: Config, config_path: Path, python: str, ready_fd: i
     )
 
 
-def service_specs(config: Config, config_path: Path, python: str, coordinator: str, cores: int) -> list[ProcessSpec]:
+def service_specs(
+    config: Config, config_path: Path, python: str, coordinator: str, cores: int, trains: bool = True
+) -> list[ProcessSpec]:
     """Every process but the coordinator. `cores` are shared out among those that compute, unless `threads` is set."""
-    return list(_specs(config, ("--config", str(config_path), "--coordinator", coordinator), python, cores))
+    arguments = ("--config", str(config_path), "--coordinator", coordinator)
+    return list(_specs(config, members(config, trains), arguments, python, cores))
 
 
-def _specs(config: Config, arguments: tuple[str, ...], python: str, cores: int) -> Iterator[ProcessSpec]:
-    computing = sum(member.role != "reward" for member in members(config))
+def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], python: str, cores: int) -> Iterator[ProcessSpec]:
+    computing = sum(member.role != "reward" for member in needed)
     threads = max(1, cores // computing)
     settings: dict[str, Process] = {
         "rollout": config.services.rollout,
@@ -47,7 +52,7 @@ def _specs(config: Config, arguments: tuple[str, ...], python: str, cores: int) 
         "trainer": config.services.trainer,
         "critic": config.services.critic,
     }
-    for member in members(config):
+    for member in needed:
         if member.rank:
             continue
         role = settings[member.role]

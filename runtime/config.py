@@ -82,17 +82,22 @@ class Layout(Section, frozen=True):
     system_prompt: str = ""  # where a row has no system text of its own
 
 
-class Source(Section, frozen=True):
-    """One of several files to train on. What is null is as `data` says."""
+class LayoutChoice(Section, frozen=True):
+    """A layout of one file. What is null is as `data` says."""
 
-    path: str
-    weight: PositiveRate = 1.0  # its share of the prompts is weight / sum of the weights
     handler: str | None = None
     prompt_key: str | None = None
     query_key: str | None = None
     label_key: str | None = None
     system_key: str | None = None
     system_prompt: str | None = None
+
+
+class Source(LayoutChoice, frozen=True, kw_only=True):
+    """One of several files to train on."""
+
+    path: str
+    weight: PositiveRate = 1.0  # its share of the prompts is weight / sum of the weights
 
 
 class Curriculum(Section, frozen=True):
@@ -127,12 +132,29 @@ class Sampling(Section, frozen=True):
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 
+class EvaluationSet(LayoutChoice, frozen=True, kw_only=True):
+    """One data set of an evaluation. What is left out is that of section `data` or `evaluation`."""
+
+    name: str
+    path: str
+    problems: NonNegative | None = None
+    samples: NonNegative = 0  # 0 = evaluation.samples
+    k: list[Positive] = []  # empty = evaluation.k
+    temperature: Rate | None = None
+    max_new_tokens: NonNegative = 0  # at most, and by default, evaluation.max_new_tokens
+
+
 class Evaluation(Section, frozen=True):
-    """Evaluation before, during (every `every` steps; 0 = never) and after training."""
+    """Evaluation before, during (every `every` steps; 0 = never) and after training, or by `sluice eval`.
+
+    `data.eval`, where it is named, is a set of its own beside `sets`. `k`: which pass@k and maj@k are reported.
+    """
 
     every: NonNegative = 0
+    sets: list[EvaluationSet] = []
     problems: NonNegative = 0  # 0 = all
     samples: Positive = 1
+    k: list[Positive] = field(default_factory=lambda: [1])
     temperature: Rate = 0.0  # 0 = greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0

@@ -16,9 +16,8 @@ import msgspec
 import psutil
 
 from runtime.config import Algorithm, Config, Sampling, Warmup
+from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.data.chosen import sources
-from runtime.data.prompt_types import MODEL, names
-from runtime.errors import UserError
 from runtime.registry import OWN
 from runtime.trackers import missing_package
 
@@ -31,7 +30,10 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def semantic_faults(
-    config: Config, known: Mapping[str, Sequence[str]] | None = None, available_bytes: int | None = None
+    config: Config,
+    known: Mapping[str, Sequence[str]] | None = None,
+    available_bytes: int | None = None,
+    trains: bool = True,
 ) -> list[str]:
     """One line per fault, [] when there is none.
 
@@ -39,24 +41,32 @@ def semantic_faults(
     "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
     need a critic's values; what it leaves out is not checked.
     `available_bytes` is the memory for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will
-    name may be empty.
+    name may be empty. `trains`: False for an evaluation alone, which needs problems to evaluate on, and nothing that only
+    training does.
     """
     policy = _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
     if available_bytes is None:
         available_bytes = psutil.virtual_memory().available
-    return [
+    faults = [
         *_run(config),
         *_names(config, known or {}),
+        *_rules(config),
+        *evaluation_faults(config, trains),
+        *data_faults(config, trains),
+        *_models(config, policy),
+        *_lengths(config, policy),
+        *_kv_memory(config, policy, available_bytes),
+        *_processes(config),
+    ]
+    if not trains:
+        return faults
+    return [
+        *faults,
         *_algorithm(config.algorithm, config.sampling),
         *_critic(config, known or {}),
         *_reference(config),
         *_values(config),
-        *_data(config),
-        *_models(config, policy),
-        *_lengths(config, policy),
-        *_kv_memory(config, policy, available_bytes),
         *_updates(config),
-        *_processes(config),
         *_lora(config),
     ]
 
@@ -96,9 +106,11 @@ def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
     }
     for path, name in chosen.items():
         yield from _name(path, name, known.get(path), own=True)
-    for key, source in sources(config.data):
-        if source.handler is not None:
-            yield from _name(key.replace(".path", ".handler"), source.handler, known.get("data.handler"), own=True)
+    own_handlers = {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
+    own_handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
+    for key, handler in own_handlers.items():
+        if handler is not None:
+            yield from _name(key, handler, known.get("data.handler"), own=True)
     for index, rule in enumerate(config.rewards.rules):
         yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"), own=True)
 
@@ -154,6 +166,11 @@ def _reference(config: Config) -> Iterator[str]:
         yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
 
 
+def _rules(config: Config) -> Iterator[str]:
+    if not config.rewards.rules:
+        yield "rewards.rules: empty; at least one rule is needed"
+
+
 def _values(config: Config) -> Iterator[str]:
     optimizers = {"training.optimizer": config.training.optimizer}
     if config.critic is not None:
@@ -162,8 +179,6 @@ def _values(config: Config) -> Iterator[str]:
         low, high = optimizer.min_learning_rate, optimizer.learning_rate
         if low > high:
             yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
-    if not config.rewards.rules:
-        yield "rewards.rules: empty; at least one rule is needed"
     in_flight = config.publication.in_flight
     if config.training.staleness == 0 and in_flight in ("keep", "recompute"):
         yield (
@@ -172,35 +187,6 @@ def _values(config: Config) -> Iterator[str]:
         )
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
-
-
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    named = [(key, source.path) for key, source in sources(data)]
-    seen: set[Path] = set()
-    for key, path in [*named, ("data.eval", data.eval)] if data.eval else named:
-        if not Path(path).exists():
-            yield f"{key}: '{path}' is not a file"
-        elif Path(path).is_file() and Path(path).stat().st_size == 0:
-            yield f"{key}: '{path}' is empty"
-        elif key != "data.eval" and Path(path).resolve() in seen:
-            yield f"{key}: '{path}' is there twice; give it more weight instead"
-        seen.add(Path(path).resolve())
-    if config.warmup is None:
-        if not data.train:
-            yield "data.train: missing; name a json, jsonl, parquet or arrow file, or give a warmup section"
-        if config.evaluation.every and not data.eval:
-            yield f"data.eval: missing; evaluation.every is {config.evaluation.every}"
-    template = config.model.chat_template
-    if template and not Path(template).is_file():
-        yield f"model.chat_template: '{template}' is not a file"
-    elif template and data.prompt_type != MODEL:
-        yield f"model.chat_template: has no use with data.prompt_type {data.prompt_type}, only with {MODEL}"
-    try:
-        if data.prompt_type not in (known := names(data.prompt_type_path)):
-            yield f"data.prompt_type: '{data.prompt_type}' is not one of {', '.join(known)}"
-    except UserError as error:
-        yield str(error)
 
 
 def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:

@@ -8,11 +8,12 @@ LEDGER = "ledger"
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
+EVALUATIONS = "evaluations"
 NONFINITE = "nonfinite"
 METRICS = "metrics.jsonl"
 FIGURE = "metrics.png"
 TENSORBOARD = "tensorboard"
 SUMMARY = "summary.json"
 
-OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, NONFINITE, METRICS, FIGURE, TENSORBOARD, SUMMARY)
+OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, FIGURE, TENSORBOARD, SUMMARY)
 """What a new run must not find."""

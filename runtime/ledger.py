@@ -28,11 +28,9 @@ from runtime.ledger_reader import DATABASE, PARTS, SCHEMA, GroupRow, group_row
 from runtime.ledger_records import (
     Change,
     CheckpointSaved,
-    Evaluated,
     Note,
     Record,
     change_columns,
-    evaluation_columns,
     forgotten,
     parts,
     state_columns,
@@ -220,8 +218,6 @@ class _Writer:
             self._write_groups([record for record in batch if isinstance(record, Change)])
             for record in batch:
                 match record:
-                    case Evaluated():
-                        self._replace("evaluations", evaluation_columns(record))
                     case CheckpointSaved():
                         columns = {"step": record.step, "incarnation": record.incarnation, "path": record.path, "at": record.at}
                         self._replace("checkpoints", columns)

@@ -32,11 +32,6 @@ CREATE TABLE IF NOT EXISTS groups (
 );
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(step);
 CREATE INDEX IF NOT EXISTS groups_live ON groups(state) WHERE state NOT IN ('retired', 'dropped');
-CREATE TABLE IF NOT EXISTS evaluations (
-    step INTEGER, problem TEXT, label TEXT NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL,
-    prompt_tokens INTEGER NOT NULL, response_tokens BLOB NOT NULL, truncated INTEGER NOT NULL, reward REAL, scores BLOB,
-    {_HANDLES["payload"]}, at REAL NOT NULL, PRIMARY KEY (step, problem)
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS checkpoints (
     step INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, path TEXT NOT NULL, at REAL NOT NULL
 );
@@ -70,23 +65,6 @@ class GroupRow(Struct, kw_only=True):
     scores: Scores | None
     handles: dict[str, Handle]  # by PARTS
     times: dict[str, float]  # seconds since the epoch, by phase or mark
-
-
-class EvaluationRow(Struct, kw_only=True):
-    """One evaluated problem after `step` optimizer steps."""
-
-    step: int
-    problem: str
-    label: str
-    oldest: PolicyVersion
-    newest: PolicyVersion
-    prompt_tokens: int
-    response_tokens: list[int]  # [n]
-    truncated: int
-    reward: float | None
-    scores: Scores | None
-    handle: Handle
-    at: float
 
 
 class CheckpointRow(Struct, kw_only=True):
@@ -131,18 +109,6 @@ def group_row(row: sqlite3.Row) -> GroupRow:
     return GroupRow(**{**plain, **decoded})
 
 
-def _evaluation_row(row: sqlite3.Row) -> EvaluationRow:
-    plain = {name: row[name] for name in EvaluationRow.__struct_fields__ if name != "handle"}
-    decoded: dict[str, Any] = {
-        "oldest": PolicyVersion.unpack(row["oldest"]),
-        "newest": PolicyVersion.unpack(row["newest"]),
-        "response_tokens": _lengths(row["response_tokens"]),
-        "scores": _scores(row["scores"]),
-        "handle": Handle(row["payload_segment"], row["payload_offset"], row["payload_length"]),
-    }
-    return EvaluationRow(**{**plain, **decoded})
-
-
 class LedgerReader:
     """Read-only view of the ledger in `folder`. Raises UserError when there is none."""
 
@@ -184,21 +150,6 @@ class LedgerReader:
         where.between("reward", reward)
         where.equal("source", source)
         return map(group_row, self._select("groups", where, "id", limit))
-
-    def evaluations(
-        self,
-        *,
-        problem: str | None = None,
-        steps: tuple[int, int] | None = None,
-        reward: tuple[float, float] | None = None,
-        limit: int | None = None,
-    ) -> Iterator[EvaluationRow]:
-        """Evaluated problems that meet every filter, by step."""
-        where = _Where()
-        where.equal("problem", problem)
-        where.between("step", steps)
-        where.between("reward", reward)
-        return map(_evaluation_row, self._select("evaluations", where, "step, problem", limit))
 
     def checkpoints(self) -> list[CheckpointRow]:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")

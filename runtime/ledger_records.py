@@ -50,17 +50,6 @@ class Change(Record, kw_only=True):
     value: bytes | None = None
 
 
-class Evaluated(Record, kw_only=True):
-    """One problem of the evaluation after `step` optimizer steps. Evaluating a step again replaces it."""
-
-    step: int
-    problem: str
-    label: str
-    generated: GeneratedGroup
-    scores: Scores
-    at: float
-
-
 class CheckpointSaved(Record, kw_only=True):
     step: int
     incarnation: int
@@ -81,14 +70,11 @@ _GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated
 
 def parts(record: Record) -> dict[str, bytes]:
     """What of a record goes into the segment files."""
-    match record:
-        case Evaluated():
-            return {"payload": record.generated.payload}
-        case Change():
-            payload = None if record.generated is None else record.generated.payload
-            parts = {"payload": payload, "reference": record.reference, "value": record.value}
-            return {part: data for part, data in parts.items() if data is not None}
-    return {}
+    if not isinstance(record, Change):
+        return {}
+    payload = None if record.generated is None else record.generated.payload
+    parts = {"payload": payload, "reference": record.reference, "value": record.value}
+    return {part: data for part, data in parts.items() if data is not None}
 
 
 def _handle_columns(part: str, handle: Handle) -> dict[str, Any]:
@@ -151,9 +137,3 @@ def change_columns(change: Change) -> dict[str, Any]:
     for part, handle in change.handles.items():
         columns |= _handle_columns(part, handle)
     return columns
-
-
-def evaluation_columns(record: Evaluated) -> dict[str, Any]:
-    plain = {"step": record.step, "problem": record.problem, "label": record.label, "at": record.at}
-    handle = _handle_columns("payload", record.handles["payload"])
-    return plain | _generated_columns(record.generated) | _scores_columns(record.scores) | handle

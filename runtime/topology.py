@@ -15,11 +15,14 @@ class Member(Struct, frozen=True):
     rank: int = 0
 
 
-def members(config: Config) -> list[Member]:
-    """Every process that registers, in a fixed order."""
+def members(config: Config, trains: bool = True) -> list[Member]:
+    """Every process that registers, in a fixed order. `trains`: False for an evaluation alone, which needs no more than
+    rollouts and rewards."""
     services = config.services
     out = [Member("rollout", f"rollout-{index}") for index in range(services.rollout.replicas)]
     out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+    if not trains:
+        return out
     if uses_reference(config):
         out += [Member("reference", f"reference-{index}") for index in range(services.reference.replicas)]
     out += [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]

@@ -47,12 +47,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRequest(msgspec.Struct, kw_only=True):
-    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, i)` whatever else is in the batch."""
+    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there."""
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
     n: int
     seed: int
+    first: int = 0  # where a prompt's replies are asked for in parts, what came before this one
     sampling: SamplingParams
     purpose: Purpose = "train"
 
@@ -102,6 +103,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     label: str
     payload: bytes
     source: str = ""  # the data source, for rules that differ by it
+    answers: bool = False  # whether the replies' final answers are wanted
 
 
 class Scores(msgspec.Struct, kw_only=True):
@@ -112,6 +114,7 @@ class Scores(msgspec.Struct, kw_only=True):
     valid: np.ndarray  # uint8 [n]
     rules: dict[str, np.ndarray] = {}  # each rule's own value, float32 [n]
     errors: dict[str, int] = {}  # counts by reason, e.g. {"timeout": 1}
+    answers: list[str | None] = []  # [n] where they were asked for and the first rule names answers; None: it found none
 
 
 class LogprobRequest(msgspec.Struct, kw_only=True):

@@ -23,12 +23,14 @@ import uvloop
 from runtime import config_loading, layout, os_process
 from runtime.aio import first_error
 from runtime.config import Config
+from runtime.data.held_out import load_held_out
 from runtime.data.overlap import keep_apart
-from runtime.data.sources import read_prompts, training_prompts
+from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
 from runtime.ledger import Ledger
-from runtime.pipeline.roles import Roles
+from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
+from runtime.pipeline.roles import EvaluationRoles, Roles
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.topology import Member, members
@@ -45,8 +47,11 @@ T = TypeVar("T")
 class Coordinator:
     """One coordinator process, from binding its port to its end."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, trains: bool = True):
+        """`trains`: False for an evaluation alone."""
         self._config = config
+        self._members = members(config, trains)
+        self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
         # CLOCK_MONOTONIC is one for all processes of a machine.
@@ -55,10 +60,12 @@ class Coordinator:
         self._watchers: set[asyncio.Event] = set()
         self._registered: dict[Member, Registration] = {}
         self._arrived = asyncio.Event()
+        self._settings = config.deadlines, config.publication  # of every client
         self._sessions: list[Session] = []
         self._peers: list[Peer] = []
         self._interrupted = False
         self._run: Run | None = None
+        self._evaluation: EvaluationRun | None = None
         self._address = ""
 
     async def serve(self, ready_fd: int) -> None:
@@ -82,7 +89,7 @@ class Coordinator:
         os.close(ready_fd)
         end = "failed"
         try:
-            await self._work()
+            await (self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
             (self._folder / layout.ADDRESS).unlink(missing_ok=True)
@@ -90,11 +97,11 @@ class Coordinator:
             self._report(msgspec.structs.replace(self._progress, phase=end))
             await server.stop(grace=0.2)
 
-    async def _work(self) -> None:
+    async def _train(self) -> None:
         material = await self._material()
         try:
             seconds = time.monotonic()
-            roles = await self._connect()
+            roles = self._roles(await self._connect())
             material.seconds["services"] = time.monotonic() - seconds
             self._run = Run(material, roles)
             if self._interrupted:
@@ -108,23 +115,39 @@ class Coordinator:
         await material.ledger.close()
         summary.write(self._folder)
 
+    async def _evaluate(self) -> None:
+        config = self._config
+        tokenizer = _tokenizer(config)
+        held_out = load_held_out(config, tokenizer)
+        trackers = Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
+        material = EvaluationMaterial(config, trackers, held_out, tokenizer, tokenizer.stop_ids, self._report)
+        try:
+            self._evaluation = EvaluationRun(material, self._evaluation_roles(await self._connect()))
+            if self._interrupted:
+                self._evaluation.stop()
+            await self._evaluation.execute()
+        except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
+            await _quietly(trackers.close())
+            raise first_error(error) from None
+        await trackers.close()
+
     async def _material(self) -> Material:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
-        data = config.data
-        tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
-        train = training_prompts(data, tokenizer)
+        tokenizer = _tokenizer(config)
+        train = training_prompts(config.data, tokenizer)
+        held_out = load_held_out(config, tokenizer)
         log.info("prompts: %s", train.report())
-        held_out = read_prompts(data.eval, data, tokenizer, data.max_prompt_tokens, "data.eval") if data.eval else None
-        if held_out is not None:
-            keep_apart(train.problems, held_out.problems, "data.eval", data.allow_overlap)
+        for found in held_out:
+            keep_apart(train.problems, found.prompts.problems, found.settings.key, config.data.allow_overlap)
         return Material(
             config=config,
             folder=self._folder,
             ledger=await Ledger.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
             trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
             train=train,
-            eval=held_out,
+            held_out=held_out,
+            text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             report=self._report,
             launched=self._launched,
@@ -133,11 +156,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------ the roles
 
-    async def _connect(self) -> Roles:
-        """Wait until every process of the topology has registered, and open a session to each."""
-        expected, timeout = members(self._config), self._config.deadlines.start
+    async def _connect(self) -> dict[str, list[Session]]:
+        """Wait until every process of the topology has registered, and open a session to each; returns them by role."""
+        timeout = self._config.deadlines.start
         deadline = self._started + timeout
-        while missing := [member for member in expected if member not in self._registered]:
+        while missing := [member for member in self._members if member not in self._registered]:
             self._arrived.clear()
             try:
                 await asyncio.wait_for(self._arrived.wait(), max(0.0, deadline - time.monotonic()))
@@ -145,19 +168,29 @@ class Coordinator:
                 names = ", ".join(member.name for member in missing)
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
         by_role: dict[str, list[Session]] = defaultdict(list)
-        for member in expected:
+        for member in self._members:
             session = Session(self._registered[member].address, member.name, member.role.capitalize())
             self._sessions.append(session)
             by_role[member.role].append(session)
         await asyncio.gather(*(session.open(timeout) for session in self._sessions))
-        settings = self._config.deadlines, self._config.publication
-        rollouts = [RolloutClient(session, *settings) for session in by_role["rollout"]]
-        rewards = [RewardClient(session, *settings) for session in by_role["reward"]]
-        references = [ReferenceClient(session, *settings) for session in by_role["reference"]]
-        trainer = TrainerClient(by_role["trainer"], *settings)
-        critic = CriticClient(by_role["critic"], *settings) if self._config.critic is not None else None
-        self._peers = [Peer(session, *settings) for session in self._sessions]
-        return Roles(trainer=trainer, rollouts=rollouts, rewards=rewards, references=references, critic=critic)
+        self._peers = [Peer(session, *self._settings) for session in self._sessions]
+        return by_role
+
+    def _roles(self, by_role: dict[str, list[Session]]) -> Roles:
+        answering = self._evaluation_roles(by_role)
+        return Roles(
+            rollouts=answering.rollouts,
+            rewards=answering.rewards,
+            references=[ReferenceClient(session, *self._settings) for session in by_role["reference"]],
+            trainer=TrainerClient(by_role["trainer"], *self._settings),
+            critic=CriticClient(by_role["critic"], *self._settings) if self._config.critic is not None else None,
+        )
+
+    def _evaluation_roles(self, by_role: dict[str, list[Session]]) -> EvaluationRoles:
+        return EvaluationRoles(
+            rollouts=[RolloutClient(session, *self._settings) for session in by_role["rollout"]],
+            rewards=[RewardClient(session, *self._settings) for session in by_role["reward"]],
+        )
 
     async def _stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""
@@ -172,6 +205,8 @@ class Coordinator:
         self._interrupted = True
         if self._run is not None:
             self._run.stop(INTERRUPTED)
+        if self._evaluation is not None:
+            self._evaluation.stop()
 
     # ------------------------------------------------------------------------------------------ what it answers
 
@@ -187,7 +222,7 @@ class Coordinator:
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration, timeout: float | None) -> None:
             member = Member(registration.role, registration.name, registration.rank)
-            if member not in members(self._config):
+            if member not in self._members:
                 raise UserError(f"{registration.name} (rank {registration.rank}) is not in this run's topology")
             self._registered[member] = registration
             log.info("%s registered: pid %d at %s, %s", *_told(registration))
@@ -199,8 +234,10 @@ class Coordinator:
         return {"Register": register, "Processes": processes}
 
     def status(self) -> Status:
-        gauges: dict[str, float] = {"step": self._progress.step}
-        detail = f"{self._config.run.name}: {self._progress.phase} {self._progress.step}/{self._progress.steps}"
+        progress = self._progress
+        gauges: dict[str, float] = {"step": progress.step}
+        done, total = (progress.step, progress.steps) if self._trains else (progress.done, progress.total)
+        detail = f"{self._config.run.name}: {progress.phase} {done}/{total}"
         if self._run is not None:
             gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
             if (wait := self._run.buffer.oldest_wait()) is not None:
@@ -242,6 +279,11 @@ def _told(registration: Registration) -> tuple[str, int, str, str]:
     return registration.name, registration.pid, registration.address, seconds
 
 
+def _tokenizer(config: Config) -> Tokenizer:
+    data = config.data
+    return Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+
+
 async def _quietly(work: Awaitable[T]) -> None:
     """Closing after a failure: a second failure is logged, the first is the one that is told."""
     try:
@@ -254,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the weights that the rollouts load")
     arguments = parser.parse_args()
     os_process.die_with_parent()
     os_process.stacks_on_signal()
@@ -261,7 +304,7 @@ def main() -> None:
     try:
         config = config_loading.load(arguments.config, ())
         uvloop.install()
-        asyncio.run(Coordinator(config).serve(arguments.ready_fd))
+        asyncio.run(Coordinator(config, trains=not arguments.evaluate).serve(arguments.ready_fd))
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What a configuration chooses to train on, before any file is opened."""
+"""Which files a configuration names, and how their rows are, before any is opened."""
 
 from __future__ import annotations
 
-from runtime.config import Data, Layout, Source
+from runtime.config import Data, Layout, LayoutChoice, Source
 
 
 def sources(data: Data) -> list[tuple[str, Source]]:
@@ -12,8 +12,8 @@ def sources(data: Data) -> list[tuple[str, Source]]:
     return [(f"data.train.{index}.path", source) for index, source in enumerate(data.train)]
 
 
-def layout_of(source: Source, data: Data) -> Layout:
-    """How the rows of `source` are read: as it says, and as `data` says where it does not."""
+def layout_of(choice: LayoutChoice, data: Data) -> Layout:
+    """How the rows of a file are: as `choice` says, and as `data` says where it does not."""
     names = Layout.__struct_fields__
-    own = {name: getattr(source, name) for name in names}
+    own = {name: getattr(choice, name) for name in names}
     return Layout(**{name: getattr(data, name) if value is None else value for name, value in own.items()})

@@ -104,6 +104,7 @@ class TorchRolloutEngine(RolloutEngine):
         faults = {
             "group_id is already here": request.group_id in known,
             f"n is {request.n}, must be at least 1": request.n < 1,
+            f"first is {request.first}, must be at least 0": request.first < 0,
             f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
             "the prompt is empty": len(prompt) == 0,
             f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
@@ -329,8 +330,8 @@ class TorchRolloutEngine(RolloutEngine):
 
 def _streams(request: GroupRequest) -> np.ndarray:
     """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
-    limit = request.sampling.max_new_tokens
-    return np.stack([uniforms(request.seed, index, limit) for index in range(request.n)])
+    limit, first = request.sampling.max_new_tokens, request.first
+    return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
 def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -9,11 +9,17 @@ from runtime.ports import CriticPort, ReferencePort, RewardPort, RolloutPort, Tr
 from runtime.types import GeneratedGroup, GroupRequest
 
 
-@dataclass(frozen=True)
-class Roles:
-    trainer: TrainerPort
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRoles:
+    """Who generates replies and scores them: all that an evaluation needs."""
+
     rollouts: Sequence[RolloutPort]
     rewards: Sequence[RewardPort]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(EvaluationRoles):
+    trainer: TrainerPort
     references: Sequence[ReferencePort]
     critic: CriticPort | None = None
 

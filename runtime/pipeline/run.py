@@ -9,21 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime import checkpoint, codec, layout
+from runtime import checkpoint, codec, evaluation, layout
 from runtime.aio import TaskGroup
 from runtime.chosen_algorithm import choose, groups_per_update, streams
 from runtime.config import Config
+from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream, StreamState
 from runtime.errors import UserError
+from runtime.evaluation import EvaluationResult
+from runtime.generations import TextDecoder
 from runtime.ledger import Ledger
 from runtime.ledger_reader import LedgerReader
 from runtime.ledger_records import Note
-from runtime.metrics import Metrics, SpanClock
+from runtime.metrics import SpanClock
 from runtime.pipeline.accounting import Books, BusyMeter
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.checkpoints import Checkpoints
 from runtime.pipeline.dynamic_sampling import DynamicSampling
-from runtime.pipeline.evaluation import Evaluation, Evaluator
+from runtime.pipeline.evaluation import Evaluator
 from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles, RolloutPool
@@ -49,7 +52,8 @@ class Material:
     ledger: Ledger
     trackers: Trackers
     train: Prompts
-    eval: Prompts | None
+    held_out: list[HeldOut]
+    text: TextDecoder
     stop_token_ids: tuple[int, ...]
     report: Callable[[Progress], None]
     launched: float  # when the run was asked for, on the clock of time.monotonic
@@ -109,8 +113,8 @@ class Run:
             finished=self._finished,
         )
         self._evaluator = (
-            Evaluator(config, roles, self._pool, material.ledger, material.eval, material.stop_token_ids)
-            if material.eval is not None
+            Evaluator(config, material.held_out, roles, self._pool, material.text, material.stop_token_ids)
+            if material.held_out
             else None
         )
         self._evaluating: asyncio.Task[Any] | None = None
@@ -201,11 +205,11 @@ class Run:
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None
-        evaluation = await self._evaluator.run(step, alone=False)
-        await self._note(step, evaluation)
+        found = await self._evaluator.run(step, alone=False)
+        await self._note(step, found)
         goal = self._config.stop.accuracy
-        if goal and evaluation.accuracy >= goal:
-            self.stop(f"accuracy {evaluation.accuracy:.1%} reached {goal:.1%}")
+        if goal and found.accuracy >= goal:
+            self.stop(f"accuracy {found.accuracy:.1%} reached {goal:.1%}")
 
     async def _evaluation_over(self) -> None:
         """Wait for the evaluation under way, if there is one; it may have been cut short."""
@@ -225,23 +229,14 @@ class Run:
         await self._evaluation_over()
         if evaluating.cancelled():
             return None
-        evaluation = evaluating.result()
-        self._material.seconds.setdefault("evaluation", evaluation.seconds)
-        await self._note(step, evaluation)
-        return evaluation.accuracy
+        found = evaluating.result()
+        self._material.seconds.setdefault("evaluation", found.seconds)
+        await self._note(step, found)
+        return found.accuracy
 
-    async def _note(self, step: int, evaluation: Evaluation) -> None:
-        self._checkpoints.accuracy[step] = evaluation.accuracy
-        metrics: Metrics = {
-            "eval/accuracy": evaluation.accuracy,
-            "eval/samples": float(evaluation.samples),
-            "eval/errors": float(evaluation.errors),
-            "eval/seconds": evaluation.seconds,
-            "eval/skipped": float(self._skipped_evaluations),
-            "eval/version_oldest": float(evaluation.oldest.step),
-            "eval/version_newest": float(evaluation.newest.step),
-        }
-        await self._books.evaluation(step, metrics)
+    async def _note(self, step: int, found: EvaluationResult) -> None:
+        self._checkpoints.accuracy[step] = found.accuracy
+        await self._books.evaluation(step, {**evaluation.metrics(found), "eval/skipped": float(self._skipped_evaluations)})
 
     # ------------------------------------------------------------------------------------------ the end, and a new start
 
@@ -269,6 +264,7 @@ class Run:
                 self._stream.give_back(problem)
         restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
+        evaluation.forget_after(self._material.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
         self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)

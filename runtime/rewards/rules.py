@@ -33,14 +33,20 @@ class RuleContext(msgspec.Struct, frozen=True, array_like=True):
 
 Evaluate = Callable[[str, str, RuleContext], Value]
 Screen = Callable[[str, str, RuleContext], "Value | None"]
+Answer = Callable[[str], "str | None"]
 
 
 class RewardRule(msgspec.Struct, frozen=True):
-    """A registered rule. `screen` answers None where the case is left to a worker."""
+    """A registered rule. `screen` answers None where the case is left to a worker.
+
+    `answer` names a reply's final answer so that equal ones read alike ("1,000" and "1000."), None where there is none: what
+    maj@k counts. It runs in the service, as a screen does: it must end in time linear in the text.
+    """
 
     name: str
     evaluate: Evaluate
     screen: Screen | None = None
+    answer: Answer | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -58,11 +64,11 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 RULES: Registry[RewardRule] = Registry("rewards.rules.name")
 
 
-def rule(name: str, screen: Screen | None = None) -> Callable[[Evaluate], Evaluate]:
+def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Evaluate], Evaluate]:
     """Register the decorated function as the reward rule `name`."""
 
     def register(function: Evaluate) -> Evaluate:
-        RULES.register(name)(RewardRule(name, function, screen))
+        RULES.register(name)(RewardRule(name, function, screen, answer))
         return function
 
     return register

@@ -80,11 +80,30 @@ class RewardScorer:
         outcomes = await self._evaluate(replies)
         scores = []
         start = 0
-        for payload in payloads:
+        for request, payload in zip(requests, payloads, strict=True):
             end = start + len(payload.samples)
-            scores.append(self._sum(payload.group_id, [column[start:end] for column in outcomes]))
+            summed = self._sum(payload.group_id, [column[start:end] for column in outcomes])
+            if request.answers:
+                self._name_answers(summed, replies[start:end])
+            scores.append(summed)
             start = end
         return scores
+
+    def _name_answers(self, scores: Scores, replies: list[_Reply]) -> None:
+        """The first rule's `answer` of each reply. Where it raises there is none, and it is counted; the score stays valid."""
+        answer = self._rules[0].rule.answer
+        if answer is None:
+            return
+        for reply in replies:
+            try:
+                named = answer(reply.text)
+                if named is not None and not isinstance(named, str):
+                    raise TypeError(f"{type(named).__name__} is no text")
+                scores.answers.append(named)
+            except Exception as error:  # noqa: BLE001 - it may be a user's own; counted under its name
+                scores.answers.append(None)
+                reason = f"answer:{type(error).__name__}"
+                scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
     async def _evaluate(self, replies: list[_Reply]) -> list[list[Outcome]]:
         """The outcome of every rule (outer) on every reply (inner)."""

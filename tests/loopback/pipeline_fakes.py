@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime import checkpoint, config, layout
+from runtime import checkpoint, codec, config, layout
 from runtime.aio import first_error
 from runtime.config import Config
 from runtime.data.handlers import Problem
+from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
+from runtime.evaluation_sets import evaluation_sets
 from runtime.ledger import Ledger
 from runtime.ledger_reader import GroupRow, LedgerReader
 from runtime.pipeline.roles import Roles
@@ -33,11 +35,14 @@ from runtime.summary import Summary
 from runtime.trackers import Trackers, read_jsonl
 from runtime.types import (
     GeneratedGroup,
+    GroupPayload,
     GroupRequest,
     LogprobRequest,
     PolicyVersion,
+    Sample,
     ScoreRequest,
     Scores,
+    Segment,
 )
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.model_fakes import MANIFEST, FakeCritic, FakeTrainer, Weights, no_time
@@ -82,7 +87,7 @@ class FakeRollout:
             truncated=0,
             oldest=oldest,
             newest=self.version,
-            payload=b"payload %d" % request.group_id,
+            payload=b"payload %d" % request.group_id if request.purpose == "train" else replies(request, oldest, self.version),
         )
 
     async def cancel(self, group_ids: list[int]) -> None:
@@ -105,6 +110,37 @@ class FakeRollout:
         return Status(role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0})
 
 
+def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion) -> bytes:
+    """The payload of an evaluation's group: replies of as many tokens as the header says, the first and the last of which
+    are of the versions given."""
+    samples = []
+    for index in range(request.n):
+        size = 1 + (request.group_id + index) % 7
+        versions = np.full(size, newest.pack(), np.int64)
+        versions[0] = oldest.pack()
+        samples.append(
+            Sample(
+                tokens=np.arange(request.first + index, request.first + index + size, dtype=np.int32),
+                loss_mask=np.ones(size, np.uint8),
+                logprobs=np.full(size, -0.5, np.float32),
+                versions=versions,
+                segments=[Segment("model", size)],
+                finish_reason="stop",
+            )
+        )
+    return codec.encode(GroupPayload(group_id=request.group_id, prompt=request.prompt, samples=samples))
+
+
+class Numbers:
+    """A tokenizer whose text is the numbers of its tokens."""
+
+    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+    def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]:
+        return [self.decode(ids) for ids in batch]
+
+
 class FakeReward:
     """Finds every reply right."""
 
@@ -120,9 +156,11 @@ class FakeReward:
     async def score(self, request: ScoreRequest) -> Scores:
         value = self.value(request)
         await asyncio.sleep(self._seconds())
-        n = self._group_size if request.group_id >= 0 else 1  # an evaluation's groups count down from -1
+        evaluated = request.group_id < 0  # an evaluation's groups count down from -1
+        n = len(codec.decode(GroupPayload, request.payload).samples) if evaluated else self._group_size
         values = np.full(n, value, np.float32)
-        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={"gsm8k": values})
+        scores = Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={"gsm8k": values})
+        return replace(scores, answers=[request.label] * n if request.answers else [])
 
 
 class FakeReference:
@@ -231,7 +269,8 @@ class RunFolder:
                 ledger=ledger,
                 trackers=trackers,
                 train=_prompts("train", self.problems),
-                eval=_prompts("eval", self.eval_problems) if self.eval_problems else None,
+                held_out=self.held_out(settings),
+                text=Numbers(),
                 stop_token_ids=(0,),
                 report=self.progress.append,
                 launched=time.monotonic(),
@@ -248,6 +287,13 @@ class RunFolder:
         finally:
             await trackers.close()
             await ledger.close()
+
+    def held_out(self, settings: Config) -> list[HeldOut]:
+        """One set of `eval_problems` for each that the configuration names, and one where it names none."""
+        if not self.eval_problems:
+            return []
+        named = evaluation_sets(settings) or evaluation_sets(replace(settings, data=config.Data(eval="eval.jsonl")))
+        return [HeldOut(each, _prompts(each.name, self.eval_problems)) for each in named]
 
     # ------------------------------------------------------------------------------------------ what it left
 

@@ -50,7 +50,7 @@ def eventually(check: Callable[[], Any], seconds: float, what: str) -> Any:
 
 @dataclass
 class Live:
-    """A `sluice train` that was started, and where it lives."""
+    """A `sluice train`, or `eval`, that was started, and where it lives."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -155,14 +155,14 @@ def check_gone(folder: Path, ports: set[int] = frozenset()) -> None:  # type: ig
 
 
 @contextmanager
-def started(config: Path, *overrides: str, folder: Path) -> Iterator[Live]:
-    """`sluice train` in a process group of its own. Leaving the block ends what is left of it, and only that."""
+def started(config: Path, *overrides: str, folder: Path, command: str = "train") -> Iterator[Live]:
+    """`sluice COMMAND` in a process group of its own. Leaving the block ends what is left of it, and only that."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     console = folder.with_name(f"{folder.name}.console")
     shared = shared_files()
     with console.open("w") as out, console.with_suffix(".err").open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.cli", "train", str(config), f"run.dir={folder}", *overrides],
+            [sys.executable, "-m", "launcher.cli", command, str(config), f"run.dir={folder}", *overrides],
             cwd=ROOT,
             env=_environment(),
             stdin=subprocess.DEVNULL,

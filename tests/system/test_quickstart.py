@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from runtime import evaluation, generations
 from runtime.ledger_reader import LedgerReader
 from tests.system.runs import ROOT, Live, points, sluice, steps, summary, trained
 
@@ -159,6 +161,30 @@ def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         reply = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert tokenizer.decode(reply, skip_special_tokens=False) == sample["reply"]
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "accuracy"), [((), 0, "accuracy_before"), (("model.path={run}/model",), 200, "accuracy_after")]
+)
+def test_an_evaluation_of_its_own_says_the_same(
+    run: Live, tmp_path: Path, model: tuple[str, ...], step: int, accuracy: str
+) -> None:
+    """`sluice eval` on the model that the run began with, and on the one that it exported: same seeds, same replies."""
+    overrides = [f"warmup.cache={run.folder.parent / 'cache'}", *(one.format(run=run.folder) for one in model)]
+    ended = sluice("eval", str(ROOT / "configs" / "quickstart.yaml"), f"run.dir={tmp_path}", *overrides, timeout=TOTAL)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (alone,) = evaluation.read(tmp_path / "eval")
+    beside = {result.step: result for result in evaluation.read(run.folder)}[step]
+    assert alone.accuracy == beside.accuracy == summary(run.folder)[accuracy]
+    (held_out,), (expected,) = alone.sets, beside.sets
+    assert (held_out.pass_at, held_out.lengths) == (expected.pass_at, expected.lengths)
+    files = (
+        evaluation.folder_for(folder, at) / "held_out.jsonl" for folder, at in ((tmp_path / "eval", 0), (run.folder, step))
+    )
+    replies, those_of_the_run = (list(generations.read(file)) for file in files)
+    assert len(replies) == 256
+    assert [(each.problem, each.reply) for each in replies] == [(each.problem, each.reply) for each in those_of_the_run]
+    assert f"{alone.accuracy:.1%}" in ended.stdout
 
 
 def test_it_says_how_it_went(run: Live) -> None:

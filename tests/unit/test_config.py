@@ -384,6 +384,10 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
             {"evaluation": {"max_new_tokens": 65}},
             "evaluation.max_new_tokens: 65 and data.max_prompt_tokens 64 exceed the model's 128",
         ),
+        (
+            {"evaluation": {"sets": [{"name": "a", "path": "/no/z.jsonl"}]}},
+            "evaluation.sets.0.path: '/no/z.jsonl' is not a file",
+        ),
         ({"sampling": {"group_size": 1}}, "sampling.group_size: 1 is too few; algorithm.advantage group_norm needs at least 2"),
         ({"algorithm": {"advantage": "gea"}}, "algorithm.advantage: 'gea' is not one of gae, group_norm, rloo, nor"),
         ({"algorithm": {"kl": "k9", "kl_coefficient": 1}}, "algorithm.kl: 'k9' is not one of k1, k3"),

@@ -13,12 +13,12 @@ import pytest
 from runtime.errors import InvariantViolated, ServiceFault, UserError
 from runtime.ledger import Ledger
 from runtime.ledger_reader import DATABASE, LedgerReader
-from runtime.ledger_records import CheckpointSaved, Evaluated, Note
+from runtime.ledger_records import CheckpointSaved, Note
 from runtime.payloads import StorageFull, segment_path
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
-from tests.unit.test_buffer import generated, scores, ticket
+from tests.unit.test_buffer import ticket
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
@@ -31,8 +31,6 @@ def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
         train(buffer, 1)
         buffer.admit(ticket(4))
         buffer.drop(4, "end of run")
-        result = Evaluated(step=1, problem="p7", label="9", generated=generated(0, 1), scores=scores(0), at=5.0)
-        ledger.record(result)
         ledger.record(CheckpointSaved(step=2, incarnation=0, path="checkpoints/2", at=6.0))
         ledger.record(Note(key="stream", value=b"old"))
         ledger.record(Note(key="stream", value=b"position"))
@@ -66,10 +64,6 @@ def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
         assert reader.dropped() == {"end of run": 1}
         assert reader.note("stream") == b"position"
         assert [c.path for c in reader.checkpoints()] == ["checkpoints/2"]
-        (evaluation,) = reader.evaluations(problem="p7", steps=(0, 1))
-        assert reader.read(evaluation.handle) == b"payload 0"
-        assert (evaluation.reward, evaluation.response_tokens) == (0.5, [3, 4])
-        assert not list(reader.evaluations(reward=(0.9, 1.0)))
 
 
 def test_reading_while_the_run_goes_on(tmp_path: Path) -> None:

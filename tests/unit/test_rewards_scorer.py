@@ -86,6 +86,33 @@ def test_a_failing_rule_masks_its_sample_and_is_counted() -> None:
     assert scores.errors == {"exception:ValueError": 2}
 
 
+def test_answers_are_named_where_they_are_asked_for() -> None:
+    rules = [config.Rule(name="gsm8k"), config.Rule(name="format_answer")]
+    asked = request(
+        1, "1000", "#### 1,000", "\\boxed{1000.0}", "so it is", "#### 2/4", "the answer is  a  b", "#### " + "x" * 2000
+    )
+    asked.answers = True
+    first, second = score(config.Rewards(rules=rules), asked, request(2, "5", "#### 5"))
+    assert first.answers == ["1000", "1000", None, "1/2", "a b", None]
+    assert second.answers == []
+    (unnamed,) = score(config.Rewards(rules=list(reversed(rules))), asked)
+    assert unnamed.answers == []
+
+
+def test_an_answer_that_raises_is_counted_and_the_score_stays(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        "from runtime.rewards.rules import rule\n"
+        "def answer(text):\n    return {'a': 'A', 'b': 1}[text]\n"
+        "@rule('test_named', screen=lambda text, label, context: True, answer=answer)\n"
+        "def named(text, label, context): return True\n"
+    )
+    asked = request(1, "5", "a", "b", "c")
+    asked.answers = True
+    (scores,) = score(config.Rewards(rules=[config.Rule(name=f"{tmp_path}/named.py:test_named")]), asked)
+    assert (scores.answers, scores.errors) == (["A", None, None], {"answer:TypeError": 1, "answer:KeyError": 1})
+    assert scores.valid.tolist() == [1, 1, 1]
+
+
 def test_a_payload_that_does_not_decode_is_refused() -> None:
     bad = ScoreRequest(group_id=1, label="5", payload=b"\x00")
     with pytest.raises(InvalidMessage):

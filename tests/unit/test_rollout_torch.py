@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from runtime import codec
@@ -98,6 +99,18 @@ def many_requests(stop: tuple[int, ...] = (3, 4)) -> list[GroupRequest]:
         )
         for group_id in range(14)
     ]
+
+
+def test_replies_asked_for_in_parts_are_those_of_the_whole(make: Make) -> None:
+    whole = run(make(), request(1, 5, temperature=1.0))[1]
+    parts = [
+        replace(request(1, n, temperature=1.0), group_id=group_id, first=first) for group_id, first, n in ((2, 0, 2), (3, 2, 3))
+    ]
+    done = run(make(), *parts)
+    assert tokens_of(done[2] + done[3]) == tokens_of(whole)
+    assert len({tuple(tokens) for tokens in tokens_of(whole)}) > 1
+    with pytest.raises(InvalidMessage, match="first is -1"):
+        make().submit([replace(request(1), first=-1)])
 
 
 def test_greedy_replies_equal_generate(make: Make, model: Any) -> None:

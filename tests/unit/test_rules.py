@@ -204,7 +204,8 @@ def loaded(code: str) -> list[str]:
             id="sluice-help",
         ),
         pytest.param(
-            "import launcher.train, launcher.status, launcher.samples, launcher.known, launcher.prepare", id="launcher"
+            "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.known, launcher.prepare",
+            id="launcher",
         ),
     ],
 )

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from launcher import samples
-from runtime import codec, config, config_loading
+from runtime import codec, config, config_loading, evaluation, generations
+from runtime.data.handlers import Problem
 from runtime.engines.tiny_model import write_tokenizer
+from runtime.errors import UserError
+from runtime.generations import Transcript
 from runtime.ledger import Ledger
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import NO_SIGNAL
@@ -86,3 +91,61 @@ def test_the_table_says_it_too(run: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COLUMNS", "160")
     samples.show(options(run, "dropped", jsonl=False))
     assert "dropped: no signal" in capsys.readouterr().out
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    """The folder of a run that was evaluated after steps 0 and 20, on two problems of two samples."""
+    for step in (0, 20):
+        folder = evaluation.folder_for(tmp_path, step)
+        folder.mkdir(parents=True)
+        transcript = Transcript(folder / "held_out.jsonl")
+        for problem in range(2):
+            payload = codec.decode(GroupPayload, generated(-1, "5", "6").payload)
+            rewards = np.array([problem, 0.5], np.float32)
+            scores = Scores(group_id=-1, rewards=rewards, valid=np.array([1, problem], np.uint8), rules={"gsm8k": rewards})
+            asked = Problem(f"e:{problem}", [], "5", "e")
+            transcript.add(
+                problem, generations.replies_to("held_out", asked, [(payload, scores)], config.Rule(name="gsm8k"), Text())
+            )
+        transcript.close()
+    return tmp_path
+
+
+class Text:
+    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
+        return bytes(ids.tolist()).decode()
+
+    def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]:
+        return [self.decode(ids) for ids in batch]
+
+
+def shown(run: Path, capsys: pytest.CaptureFixture[str], **chosen: Any) -> list[dict[str, Any]]:
+    found = options(run, jsonl=True)
+    found.__dict__.update(eval=True, **chosen)
+    samples.show(found)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_replies_of_evaluations_are_chosen_by_step_reward_and_number(
+    evaluated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = shown(evaluated, capsys)
+    assert [(row["step"], row["group"], row["sample"]) for row in rows] == [
+        (step, f"e:{problem}", index) for step in (0, 20) for problem in (0, 1) for index in (0, 1)
+    ]
+    first, second = rows[:2]
+    assert (first["state"], first["prompt"], first["reply"], first["reward"], first["valid"]) == (
+        "evaluated",
+        "2+2=",
+        "5",
+        0.0,
+        True,
+    )
+    assert (second["reward"], second["valid"], second["rules"]) == (None, False, {"gsm8k": 0.5})
+    assert {row["step"] for row in shown(evaluated, capsys, step="1:")} == {20}
+    assert {row["group"] for row in shown(evaluated, capsys, reward="0.75:0.75")} == {"e:1"}  # the mean of 1 and 0.5
+    assert {row["group"] for row in shown(evaluated, capsys, reward=":0")} == {"e:0"}  # of 0 alone, the other has none
+    assert len(shown(evaluated, capsys, limit=3)) == 6
+    with pytest.raises(UserError, match="no evaluation"):
+        shown(evaluated / "none", capsys)

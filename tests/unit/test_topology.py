@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.topology import service_specs
+from launcher.topology import coordinator_spec, service_specs
 from runtime.config import Config
 from runtime.pipeline.run import accelerators
 from runtime.topology import Member, members, uses_reference
@@ -62,3 +62,12 @@ def test_the_cores_are_shared_out_among_all_that_compute() -> None:
     assert threads() == {"rollout-0": "4", "reward-0": "1", "trainer-0": "4"}
     shared = threads(critic={}, services={"critic": {"processes": 2}})
     assert shared == {"rollout-0": "2", "reward-0": "1", "trainer-0": "2", "critic-0": "2"}
+
+
+def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() -> None:
+    config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"rollout": {"replicas": 2}})
+    specs = service_specs(config, Path("c.yaml"), "python", "host:1", 8, trains=False)
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
+    assert [member.name for member in members(config, trains=False)] == [spec.name for spec in specs]
+    assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0, trains=False).command
+    assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0).command

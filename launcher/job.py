@@ -1,0 +1,187 @@
+"""The processes of one command that runs a topology: started in order, watched, and ended, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Generic, TypeVar
+
+from launcher import jobs, run_folder, topology
+from launcher.known import known_names
+from launcher.supervisor import Child, Supervisor
+from launcher.view import View
+from runtime import config_checks, config_loading, layout, os_process
+from runtime.config import Config
+from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
+from services import session
+
+T = TypeVar("T")
+Result = TypeVar("Result")
+
+INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C
+FAILED_GRACE = 3.0  # seconds the others have after a process died
+
+
+class Interrupted(Exception):
+    """The user's wish ended the job. `code` is the exit code."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+class Job(ABC, Generic[Result]):
+    """One command, from its folder to its result."""
+
+    trains: bool  # False: no trainer, and what goes with it
+    stopped_early: str  # what to say of a job that is stopped before it had anything to keep
+    stopped_late: str  # ... and afterwards, at once
+
+    def __init__(self, config: Config, view: View):
+        self.started = self.launched = time.monotonic() - os_process.age()
+        self.config = config
+        self.view = view
+        self.folder = Path(config.run.dir)
+        self.supervisor: Supervisor
+        self._lock: IO[bytes]
+        self._signals = 0
+        self._twice = asyncio.Event()
+        self._coordinator: Child | None = None
+        self._began = False  # whether it has come to have something to keep
+
+    @abstractmethod
+    async def prepared(self) -> Config:
+        """The resolved, checked configuration."""
+
+    @abstractmethod
+    async def outcome(self) -> Result:
+        """What the processes left, all of which have ended well. Raises Interrupted when they were stopped too early."""
+
+    async def run(self) -> Result:
+        """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
+        try:
+            logs, self._lock = run_folder.prepare(self.folder, self.config.run)
+            self.supervisor = Supervisor(logs)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self._on_signal)
+            config = await self.prepared()
+            (self.folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
+            await self._until_done(await self._start(config))
+            return await self.outcome()
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        """Whatever happened: no process stays."""
+        if hasattr(self, "supervisor"):
+            await self.supervisor.end_all(0.0 if self._signals > 1 else FAILED_GRACE)
+            (self.folder / layout.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
+
+    def check(self, config: Config) -> None:
+        if faults := config_checks.semantic_faults(config, known_names(), trains=self.trains):
+            raise ConfigError(faults)
+
+    async def warmed_up(self, config: Config) -> Config:
+        """The configuration with what the warm-up makes."""
+        config = await self.guarded(jobs.warm_up(self.supervisor, config, self.view))
+        config = config_loading.resolve(config)
+        self.check(config)
+        self.launched = time.monotonic()
+        return config
+
+    async def _start(self, config: Config) -> str:
+        """Start every process; returns the coordinator's address."""
+        self.view.phase("starting")
+        reader, writer = os.pipe()
+        path, python = self.folder / layout.CONFIG, sys.executable
+        try:
+            spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains)
+            self._coordinator = await self.supervisor.start(spec, pass_fds=(writer,))
+        finally:
+            os.close(writer)
+        address = await self.guarded(self._first_word(reader, config.deadlines.start))
+        for spec in topology.service_specs(config, path, python, address, len(os.sched_getaffinity(0)), self.trains):
+            await self.supervisor.start(spec)
+        return address
+
+    async def _first_word(self, descriptor: int, timeout: float) -> str:
+        """The coordinator's address. Raises what it ended with when it did not come to say one."""
+        assert self._coordinator is not None
+        if line := await _read_line(descriptor, timeout):
+            return line
+        await asyncio.wait_for(self._coordinator.process.wait(), timeout)
+        raise self._coordinator.fault()
+
+    async def _until_done(self, address: str) -> None:
+        watching = asyncio.create_task(self._watch(address))
+        try:
+            await self.guarded(self._finished())
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _finished(self) -> None:
+        """The coordinator ends first, having stopped the others."""
+        assert self._coordinator is not None
+        if await self._coordinator.process.wait():
+            raise self._coordinator.fault()
+        await self.supervisor.wait_all(self.config.deadlines.stop)
+
+    async def _watch(self, address: str) -> None:
+        with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
+            async for progress in session.watch(address):
+                self._began = self._began or progress.phase != "starting"
+                self.view.progress(progress)
+
+    async def guarded(self, work: Awaitable[T]) -> T:
+        """Wait for `work`, or for the first process that dies: then for the coordinator's word on it, then its own."""
+        task = asyncio.ensure_future(work)
+        death = asyncio.create_task(self.supervisor.first_failure())
+        twice = asyncio.create_task(self._twice.wait())
+        try:
+            await asyncio.wait({task, death, twice}, return_when=asyncio.FIRST_COMPLETED)
+            if twice.done():
+                raise Interrupted(self.stopped_late, 130) if self._began else Interrupted(self.stopped_early, 0)
+            if death.done() and not task.done():  # the coordinator notices, stops the others and says why
+                await asyncio.wait({task, twice}, timeout=FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
+            if (culprit := self.supervisor.culprit()) is not None:
+                raise culprit.fault()
+            return await task
+        finally:
+            for waiting in (task, death, twice):
+                waiting.cancel()
+            await asyncio.gather(task, death, twice, return_exceptions=True)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._twice.set()
+            return
+        self.view.phase("stopping (again to stop now)")
+        if self._began and self._coordinator is not None and self._coordinator.running:
+            self._coordinator.signal_group(signal.SIGTERM)
+            asyncio.get_running_loop().call_later(INTERRUPTED_GRACE, self._twice.set)
+        else:
+            self._twice.set()
+
+
+async def _read_line(descriptor: int, timeout: float) -> str:
+    """One line from a pipe, "" when the other end closes first. Raises DeadlineExceeded."""
+    loop = asyncio.get_running_loop()
+    stream = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb"))
+    try:
+        line = await asyncio.wait_for(stream.readline(), timeout)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded("coordinator", "start", "did not say its address", timeout) from None
+    finally:
+        transport.close()
+    return line.decode().strip()

@@ -1,0 +1,150 @@
+"""Every reply of an evaluation, kept as JSON lines: `RUN/evaluations/step-00000050/SET.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from runtime import config
+from runtime.data.handlers import Problem
+from runtime.errors import ServiceFault, UserError
+from runtime.payloads import StorageFull, is_full
+from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, Scores
+
+SUFFIX = ".jsonl"
+
+
+class TextDecoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str: ...
+
+    def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]: ...
+
+
+class Generation(Struct, kw_only=True):
+    """One reply, one line. Prompt and reply are text with special tokens, as the model saw and made them."""
+
+    set: str
+    problem: str
+    sample: int
+    prompt: str
+    reply: str
+    label: str
+    answer: str | None  # None: the first rule found none, or names none
+    correct: bool | None  # by the first rule; None: a rule failed
+    reward: float | None
+    rules: dict[str, float | None]
+    tokens: int
+    finish: FinishReason
+    versions: tuple[str, str]  # of its oldest and newest token
+    logprob: float  # mean over the model's tokens
+
+
+def replies_to(
+    name: str, problem: Problem, parts: Sequence[tuple[GroupPayload, Scores]], judge: config.Rule, text: TextDecoder
+) -> list[Generation]:
+    """The replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides."""
+    rule = judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
+    prompt = text.decode(parts[0][0].prompt, skip_special=False)
+    found: list[Generation] = []
+    for payload, scores in parts:
+        replies = text.decode_batch([sample.tokens for sample in payload.samples], skip_special=False)
+        for index, (sample, reply) in enumerate(zip(payload.samples, replies, strict=True)):
+            valid = bool(scores.valid[index])
+            found.append(
+                Generation(
+                    set=name,
+                    problem=problem.id,
+                    sample=len(found),
+                    prompt=prompt,
+                    reply=reply,
+                    label=problem.label,
+                    answer=scores.answers[index] if scores.answers else None,
+                    correct=bool(scores.rules[rule][index] >= judge.correct) if valid else None,
+                    reward=float(scores.rewards[index]) if valid else None,
+                    rules=values_at(scores, index),
+                    tokens=len(sample.tokens),
+                    finish=sample.finish_reason,
+                    versions=versions_of(sample),
+                    logprob=mean_logprob(sample),
+                )
+            )
+    return found
+
+
+def values_at(scores: Scores, index: int) -> dict[str, float | None]:
+    """Each rule's value of one sample; None where the rule failed."""
+    return {name: None if np.isnan(values[index]) else float(values[index]) for name, values in scores.rules.items()}
+
+
+def versions_of(sample: Sample) -> tuple[str, str]:
+    """Those of its oldest and newest token."""
+    oldest, newest = (str(PolicyVersion.unpack(int(pick(sample.versions)))) for pick in (np.min, np.max))
+    return oldest, newest
+
+
+def mean_logprob(sample: Sample) -> float:
+    """Over the tokens that the model sampled."""
+    return float(sample.logprobs[sample.loss_mask.astype(bool)].mean())
+
+
+class Transcript:
+    """One set's file. Problems come in any order; their lines stand in the order of the problems."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._waiting: dict[int, bytes] = {}
+        self._next = 0
+        with faults_told(path):
+            self._file = path.open("wb")
+
+    def add(self, place: int, replies: Sequence[Generation]) -> None:
+        """Write the replies to problem `place`, or keep them until those to the problems before are there.
+
+        Raises StorageFull, ServiceFault.
+        """
+        encoded = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
+        with faults_told(self._path):
+            self._waiting[place] = encoded
+            while (lines := self._waiting.pop(self._next, None)) is not None:
+                self._file.write(lines)
+                self._next += 1
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is there, also where problems before it are missing. Raises StorageFull, ServiceFault."""
+        with faults_told(self._path), self._file:
+            for place in sorted(self._waiting):
+                self._file.write(self._waiting.pop(place))
+
+
+def read(path: Path) -> Iterator[Generation]:
+    """The replies in a file; a last line that is still being written is left out. Raises UserError."""
+    decode = msgspec.json.Decoder(Generation).decode
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield decode(line)
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{path}: not the replies of an evaluation: {error}") from error
+
+
+@contextmanager
+def faults_told(path: Path) -> Iterator[None]:
+    """An error of the file system is a StorageFull or a ServiceFault."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise StorageFull(path.parent) from error
+        raise ServiceFault("coordinator", "evaluate", f"{path}: {error}") from error

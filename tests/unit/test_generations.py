@@ -1,0 +1,119 @@
+"""Replies as JSON lines: their order, what is there when an evaluation is cut short, and reading them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from runtime import config, generations
+from runtime.data.handlers import Problem
+from runtime.errors import ServiceFault, UserError
+from runtime.generations import Generation, Transcript
+from runtime.types import GroupPayload, PolicyVersion, Sample, Scores, Segment
+
+PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")
+
+
+class Letters:
+    """A tokenizer whose ids are characters."""
+
+    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def decode_batch(self, batch: Any, skip_special: bool = True) -> list[str]:
+        assert not skip_special
+        return [self.decode(ids) for ids in batch]
+
+
+def sample(text: str, versions: tuple[int, int] = (2, 3)) -> Sample:
+    size = len(text)
+    steps = np.linspace(*versions, size).round().astype(np.int64)
+    return Sample(
+        tokens=np.array([ord(letter) for letter in text], np.int32),
+        loss_mask=np.array([1] * (size - 1) + [0], np.uint8),
+        logprobs=np.array([-0.5] * (size - 1) + [0.0], np.float32),
+        versions=steps,
+        segments=[Segment("model", size)],
+        finish_reason="length",
+    )
+
+
+def part(*texts: str, values: list[float], valid: list[int], answers: list[str | None]) -> tuple[GroupPayload, Scores]:
+    payload = GroupPayload(group_id=-1, prompt=np.array([ord("?")], np.int32), samples=[sample(text) for text in texts])
+    rules = {"mine": np.array(values, np.float32)}
+    rewards = np.nan_to_num(rules["mine"] * 2)
+    return payload, Scores(group_id=-1, rewards=rewards, valid=np.array(valid, np.uint8), rules=rules, answers=answers)
+
+
+def test_a_reply_is_told_whole() -> None:
+    parts = [
+        part("four", "five", values=[0.5, np.nan], valid=[1, 0], answers=["4", None]),
+        part("six", values=[0.25], valid=[1], answers=[]),
+    ]
+    found = generations.replies_to("set", PROBLEM, parts, config.Rule(name="rules/own.py:mine", correct=0.5), Letters())
+    first, second, third = found
+    assert first == Generation(
+        set="set",
+        problem="f/eval:7",
+        sample=0,
+        prompt="?",
+        reply="four",
+        label="42",
+        answer="4",
+        correct=True,
+        reward=1.0,
+        rules={"mine": 0.5},
+        tokens=4,
+        finish="length",
+        versions=(str(PolicyVersion(0, 2)), str(PolicyVersion(0, 3))),
+        logprob=-0.5,
+    )
+    assert (second.correct, second.reward, second.rules, second.answer, second.sample) == (None, None, {"mine": None}, None, 1)
+    assert (third.correct, third.reward, third.answer, third.sample) == (False, 0.5, None, 2)
+
+
+def lines(problem: int) -> list[Generation]:
+    (first,) = generations.replies_to(
+        "set", PROBLEM, [part("reply", values=[1.0], valid=[1], answers=["1"])], config.Rule(name="mine"), Letters()
+    )
+    return [msgspec.structs.replace(first, problem=str(problem), sample=index) for index in range(2)]
+
+
+def kept(path: Path) -> list[tuple[str, int]]:
+    return [(each.problem, each.sample) for each in generations.read(path)]
+
+
+def test_lines_stand_in_the_order_of_the_problems(tmp_path: Path) -> None:
+    transcript = Transcript(tmp_path / "a.jsonl")
+    transcript.add(1, lines(1))
+    assert kept(tmp_path / "a.jsonl") == []
+    transcript.add(0, lines(0))
+    assert kept(tmp_path / "a.jsonl") == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]  # before it is closed
+    transcript.add(4, lines(4))
+    transcript.add(3, lines(3))
+    transcript.close()
+    assert [problem for problem, sample in kept(tmp_path / "a.jsonl") if sample == 0] == ["0", "1", "3", "4"]
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    transcript = Transcript(path)
+    transcript.add(0, lines(0))
+    transcript.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    assert kept(path) == [("0", 0), ("0", 1)]
+    path.write_bytes(whole + b"{}\n")
+    with pytest.raises(UserError, match="not the replies of an evaluation"):
+        kept(path)
+    with pytest.raises(UserError, match="no such file"):
+        kept(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(ServiceFault, match=r"coordinator: evaluate: .*a\.jsonl"):
+        Transcript(tmp_path / "none" / "a.jsonl")
