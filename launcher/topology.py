@@ -43,6 +43,7 @@ def _specs(config: Config, arguments: tuple[str, ...], python: str, cores: int) 
     settings: dict[str, Process] = {
         "rollout": config.services.rollout,
         "reward": config.services.reward,
+        "reward_model": config.services.reward_model,
         "reference": config.services.reference,
         "trainer": config.services.trainer,
         "critic": config.services.critic,

@@ -19,7 +19,10 @@ def members(config: Config) -> list[Member]:
     """Every process that registers, in a fixed order."""
     services = config.services
     out = [Member("rollout", f"rollout-{index}") for index in range(services.rollout.replicas)]
-    out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+    if config.rewards.rules or config.rewards.remote:
+        out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+    if config.rewards.model is not None:
+        out += [Member("reward_model", f"reward_model-{index}") for index in range(services.reward_model.replicas)]
     if uses_reference(config):
         out += [Member("reference", f"reference-{index}") for index in range(services.reference.replicas)]
     out += [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]

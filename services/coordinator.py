@@ -39,6 +39,8 @@ from services.session import Session
 
 log = logging.getLogger("sluice")
 
+SERVICES = {"reward_model": "Reward"}  # by role, where it is not the role's name
+
 T = TypeVar("T")
 
 
@@ -143,18 +145,28 @@ class Coordinator:
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
         by_role: dict[str, list[Session]] = defaultdict(list)
         for member in expected:
-            session = Session(self._registered[member].address, member.name, member.role.capitalize())
+            session = Session(
+                self._registered[member].address, member.name, SERVICES.get(member.role, member.role.capitalize())
+            )
             self._sessions.append(session)
             by_role[member.role].append(session)
         await asyncio.gather(*(session.open(timeout) for session in self._sessions))
         settings = self._config.deadlines, self._config.publication
         rollouts = [RolloutClient(session, *settings) for session in by_role["rollout"]]
         rewards = [RewardClient(session, *settings) for session in by_role["reward"]]
+        reward_models = [RewardClient(session, *settings) for session in by_role["reward_model"]]
         references = [ReferenceClient(session, *settings) for session in by_role["reference"]]
         trainer = TrainerClient(by_role["trainer"], *settings)
         critic = CriticClient(by_role["critic"], *settings) if self._config.critic is not None else None
         self._peers = [Peer(session, *settings) for session in self._sessions]
-        return Roles(trainer=trainer, rollouts=rollouts, rewards=rewards, references=references, critic=critic)
+        return Roles(
+            trainer=trainer,
+            rollouts=rollouts,
+            rewards=rewards,
+            reward_models=reward_models,
+            references=references,
+            critic=critic,
+        )
 
     async def _stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""

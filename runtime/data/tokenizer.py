@@ -41,6 +41,11 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's id, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a reply, ascending: of generation_config.json, config.json and the tokenizer's eos_token."""
         found: set[int] = set()

@@ -68,7 +68,7 @@ def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if not getattr(model, "_supports_attention_backend", False) or kinds:
         raise UserError(
-            f"{key}: {path!r}: a {model.config.model_type} model cannot be trained packed "
+            f"{key}: {path!r}: a {model.config.model_type} model cannot run packed "
             f"({', '.join(sorted(kinds)) or 'its attention is not exchangeable'}); all layers must be full or sliding attention"
         )
 

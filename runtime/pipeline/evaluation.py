@@ -18,6 +18,7 @@ from runtime.data.prompts import Prompts, group_seed
 from runtime.ledger import Ledger
 from runtime.ledger_records import Evaluated
 from runtime.pipeline.roles import Roles, RolloutPool
+from runtime.pipeline.scoring import Scoring
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams, ScoreRequest
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
@@ -51,7 +52,7 @@ class Evaluator:
         self._correct = config.rewards.rules[0].correct
         self._samples = settings.samples
         self._seed = config.run.seed
-        self._roles = roles
+        self._scoring = Scoring(roles)
         self._pool = pool
         self._ledger = ledger
         self._prompts = prompts
@@ -107,8 +108,12 @@ class Evaluator:
             purpose="eval",
         )
         generated = await self._pool.generate(self._pool.least_loaded(), request)
-        reward = self._roles.rewards[index % len(self._roles.rewards)]
-        scores = await reward.score(
-            ScoreRequest(group_id=request.group_id, label=problem.label, payload=generated.payload, source=problem.source)
+        question = ScoreRequest(
+            group_id=request.group_id,
+            label=problem.label,
+            payload=generated.payload,
+            source=problem.source,
+            messages=problem.messages,
         )
+        scores = await self._scoring.score(question, index)
         return Evaluated(step=step, problem=problem.id, label=problem.label, generated=generated, scores=scores, at=time.time())

@@ -16,6 +16,7 @@ class Roles:
     rewards: Sequence[RewardPort]
     references: Sequence[ReferencePort]
     critic: CriticPort | None = None
+    reward_models: Sequence[RewardPort] = ()
 
 
 class RolloutPool:

@@ -108,7 +108,7 @@ class Run:
         )
         self._evaluator = (
             Evaluator(config, roles, self._pool, material.ledger, material.eval, material.stop_token_ids)
-            if material.eval is not None
+            if material.eval is not None and config.rewards.rules
             else None
         )
         self._evaluating: asyncio.Task[Any] | None = None
