@@ -141,8 +141,8 @@ class RewardModel(Section, frozen=True):
 
 
 class Rewards(Section, frozen=True):
-    """The reward is the weighted sum of all. `on_error`: a sample that one of them failed on is masked out of the loss, or the run
-    stops."""
+    """The reward is the weighted sum of all. `on_error`: a sample that one of them failed on is masked out of the loss, or the
+    run stops."""
 
     rules: list[Rule] = []
     remote: list[RemoteReward] = []

@@ -13,15 +13,15 @@ from runtime.rewards.rules import Outcome
 from runtime.types import Scores
 
 
-def column(group_id: int, name: str, weight: float, outcomes: Sequence[Outcome], fail: str = "") -> Scores:
+def column(group_id: int, name: str, weight: float, outcomes: Sequence[Outcome], blamed: str = "") -> Scores:
     """Scores by one scorer alone, whose values are in `rules` under `name`: the reward is `weight` times the value.
 
-    A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`; or, where `fail` names the service that
-    is to be blamed, it raises ServiceFault.
+    A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`; or it raises ServiceFault, where the
+    service to be `blamed` is named.
     """
     for index, outcome in enumerate(outcomes):
-        if outcome.error and fail:
-            raise ServiceFault(fail, name, f"{outcome.error} on sample {index} of group {group_id}")
+        if outcome.error and blamed:
+            raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
     values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
     valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
     return Scores(

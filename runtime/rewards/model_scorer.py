@@ -19,7 +19,7 @@ from runtime.types import REWARD_MODEL, GroupPayload, ScoreRequest, Scores
 
 log = logging.getLogger("sluice")
 
-TOO_LONG, NOT_FINITE = f"{REWARD_MODEL}:too long", f"{REWARD_MODEL}:not finite"
+TOO_LONG, NOT_FINITE = "model:too long", "model:not finite"
 
 Texts = Sequence[Sequence[np.ndarray]]  # token ids of prompt and reply, by group and sample
 

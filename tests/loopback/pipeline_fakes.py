@@ -109,6 +109,7 @@ class FakeReward:
     """Finds every reply right."""
 
     name = "reward-0"
+    rule = "gsm8k"
 
     def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2):
         self._seconds = seconds
@@ -122,7 +123,17 @@ class FakeReward:
         await asyncio.sleep(self._seconds())
         n = self._group_size if request.group_id >= 0 else 1  # an evaluation's groups count down from -1
         values = np.full(n, value, np.float32)
-        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={"gsm8k": values})
+        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={self.rule: values})
+
+
+class FakeRewardModel(FakeReward):
+    """Gives every reply 0.25."""
+
+    name = "reward_model-0"
+    rule = "reward_model"
+
+    def value(self, request: ScoreRequest) -> float:
+        return 0.25
 
 
 class FakeReference:
@@ -143,9 +154,10 @@ class Cast:
     weights: Weights
     trainer: FakeTrainer
     rollouts: list[FakeRollout]
-    reward: FakeReward
+    reward: FakeReward | None
     reference: FakeReference
     critic: FakeCritic | None = None
+    reward_model: FakeRewardModel | None = None
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -170,7 +182,8 @@ class Cast:
         return Roles(
             trainer=self.trainer,
             rollouts=self.rollouts,
-            rewards=[self.reward],
+            rewards=[self.reward] if self.reward else [],
+            reward_models=[self.reward_model] if self.reward_model else [],
             references=[self.reference],
             critic=self.critic,
         )
