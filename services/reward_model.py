@@ -44,7 +44,7 @@ class RewardModelService(process.Service):
             dtype=platform.resolve_dtype(settings.dtype, device),
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
         )
-        self._scorer = ModelScorer(rewards.model, self.config.model, model, fail=rewards.on_error == "fail")
+        self._scorer = ModelScorer(rewards.model, self.config.model.path, model, fail=rewards.on_error == "fail")
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

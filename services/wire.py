@@ -90,16 +90,15 @@ def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
     return tuple((field.name, field.type) for field in msgspec.structs.fields(type_))
 
 
+def _value(message: Message, name: str, type_: Any) -> Any:
+    """A field's value; None where it is declared `optional`, and so may be None, and is absent."""
+    absent = type(None) in typing.get_args(type_) and not message.HasField(name)
+    return None if absent else getattr(message, name)
+
+
 def _read(item: Any, type_: Any) -> Any:
     if isinstance(item, Message):
-        return type_(
-            **{
-                name: None
-                if type(None) in typing.get_args(kind) and not item.HasField(name)
-                else _read(getattr(item, name), kind)
-                for name, kind in _fields(type_)
-            }
-        )
+        return type_(**{name: _read(_value(item, name, kind), kind) for name, kind in _fields(type_)})
     if isinstance(item, bytes) and type_ is not bytes:
         return codec.decode(type_, item)
     origin = typing.get_origin(type_)

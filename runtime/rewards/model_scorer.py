@@ -37,8 +37,8 @@ class Classifier(Protocol):
 class ModelScorer:
     """Scores groups by `rewards.model`, weighted."""
 
-    def __init__(self, settings: config.RewardModel, policy: config.Model, model: Classifier, fail: bool):
-        """`fail`: a sample without a finite score raises instead of being masked.
+    def __init__(self, settings: config.RewardModel, policy: str, model: Classifier, fail: bool):
+        """`policy` is the policy's folder. `fail`: a sample without a finite score raises instead of being masked.
 
         Raises UserError when the model is to read text and its folder cannot render or tokenise it.
         """
@@ -46,7 +46,7 @@ class ModelScorer:
         self._model = model
         self._limit = settings.max_tokens or model.positions
         self._blamed = REWARD_MODEL if fail else ""
-        self._policy = Tokenizer(policy.path, policy.chat_template)
+        self._policy = Tokenizer(policy)
         self._own = _own_tokenizer(settings, self._policy)
         log.info("%s reads %s", settings.path, "the policy's tokens" if self._own is None else "conversations as text")
 

@@ -26,7 +26,10 @@ from tests.unit.training_cases import VOCAB, make_config, make_policy
 
 CPU = torch.device("cpu")
 POLICY_IDS = 256 + len(tiny_model.SPECIAL_TOKENS)
-OTHER_TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}<|im_end|>{% endfor %}"
+OTHER_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 ASKED = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]
 
 
@@ -138,11 +141,11 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> config.Model:
+def policy(tmp_path: Path) -> str:
     folder = tmp_path / "policy"
     folder.mkdir()
     tiny_model.write_tokenizer(folder)
-    return config.Model(path=str(folder))
+    return str(folder)
 
 
 def write_other_tokenizer(folder: Path) -> None:
@@ -155,7 +158,7 @@ def write_other_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(OTHER_TEMPLATE)
 
 
-def make_scorer(folder: Path, policy: config.Model, fail: bool = False, **settings: Any) -> ModelScorer:
+def make_scorer(folder: Path, policy: str, fail: bool = False, **settings: Any) -> ModelScorer:
     return ModelScorer(config.RewardModel(path=str(folder), **settings), policy, load(folder), fail)
 
 
@@ -163,7 +166,7 @@ def encoded(text: str) -> list[int]:
     return [*text.encode(), 257]  # <|im_end|>
 
 
-def test_a_model_with_the_policys_tokenizer_reads_its_tokens(tmp_path: Path, policy: config.Model) -> None:
+def test_a_model_with_the_policys_tokenizer_reads_its_tokens(tmp_path: Path, policy: str) -> None:
     folder = tmp_path / "model"
     model = save_classifier(folder, vocab_size=POLICY_IDS)
     requests = [make_request(3, encoded("2+3="), [encoded("5"), encoded("6 or 7"), []]), make_request(4, [9], [[1, 2]])]
@@ -182,7 +185,7 @@ def test_a_model_with_the_policys_tokenizer_reads_its_tokens(tmp_path: Path, pol
 
 
 @pytest.mark.parametrize("chosen", ["auto", "text"])
-def test_a_model_with_another_tokenizer_reads_the_conversation(tmp_path: Path, policy: config.Model, chosen: str) -> None:
+def test_a_model_with_another_tokenizer_reads_the_conversation(tmp_path: Path, policy: str, chosen: str) -> None:
     folder = tmp_path / "model"
     model = save_classifier(folder, vocab_size=POLICY_IDS)
     write_other_tokenizer(folder)
@@ -199,7 +202,7 @@ def test_a_model_with_another_tokenizer_reads_the_conversation(tmp_path: Path, p
         make_scorer(folder, policy).score([make_request(5, [1], [[2]])])
 
 
-def test_a_tokenizer_of_its_own_needs_a_chat_template(tmp_path: Path, policy: config.Model) -> None:
+def test_a_tokenizer_of_its_own_needs_a_chat_template(tmp_path: Path, policy: str) -> None:
     folder = tmp_path / "model"
     save_classifier(folder, vocab_size=POLICY_IDS)
     write_other_tokenizer(folder)
@@ -209,7 +212,7 @@ def test_a_tokenizer_of_its_own_needs_a_chat_template(tmp_path: Path, policy: co
         make_scorer(folder, policy)
 
 
-def test_a_sample_that_is_too_long_is_masked_and_counted(tmp_path: Path, policy: config.Model) -> None:
+def test_a_sample_that_is_too_long_is_masked_and_counted(tmp_path: Path, policy: str) -> None:
     folder = tmp_path / "model"
     model = save_classifier(folder, vocab_size=POLICY_IDS, max_position_embeddings=20)
     request = make_request(3, [1] * 10, [[2] * 11, [2] * 10, [3]])
@@ -223,7 +226,7 @@ def test_a_sample_that_is_too_long_is_masked_and_counted(tmp_path: Path, policy:
     assert scores.valid.tolist() == [0, 0, 1]
 
 
-def test_a_score_that_is_not_finite_is_masked_or_ends_the_run(tmp_path: Path, policy: config.Model) -> None:
+def test_a_score_that_is_not_finite_is_masked_or_ends_the_run(tmp_path: Path, policy: str) -> None:
     folder = tmp_path / "model"
     save_classifier(folder, vocab_size=POLICY_IDS)
     weights = load_file(folder / "model.safetensors")
@@ -240,7 +243,7 @@ def test_a_score_that_is_not_finite_is_masked_or_ends_the_run(tmp_path: Path, po
         make_scorer(folder, policy, fail=True).score(requests)
 
 
-def test_bad_requests_are_refused(tmp_path: Path, policy: config.Model) -> None:
+def test_bad_requests_are_refused(tmp_path: Path, policy: str) -> None:
     folder = tmp_path / "model"
     save_classifier(folder, vocab_size=POLICY_IDS)
     scorer = make_scorer(folder, policy)
