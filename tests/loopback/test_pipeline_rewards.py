@@ -85,7 +85,8 @@ def test_what_the_model_cannot_score_is_masked(tmp_path: Path) -> None:
     folder.run(cast)
     for batch in cast.trainer.batches.values():
         assert all(group.valid.tolist() == [1, 0] and group.rewards.tolist() == [1.25, 0.0] for group in batch)
-    assert all(point["grpo/masked"] == 4 for point in folder.points())
+    for point in folder.points():
+        assert (point["grpo/masked"], point["grpo/errors/model:not finite"]) == (4, 4)
     with LedgerReader(tmp_path / "ledger") as reader:
         assert all(row.scores.errors == {"model:not finite": 1} for row in reader.groups() if row.scores)
 
