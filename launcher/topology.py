@@ -48,6 +48,7 @@ def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], pyt
     settings: dict[str, Process] = {
         "rollout": config.services.rollout,
         "reward": config.services.reward,
+        "reward_model": config.services.reward_model,
         "reference": config.services.reference,
         "trainer": config.services.trainer,
         "critic": config.services.critic,

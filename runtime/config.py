@@ -173,10 +173,37 @@ class Rule(Section, frozen=True):
     wrong: float = 0.0  # and when it does not
 
 
+class RemoteReward(Section, frozen=True):
+    """A reward that a process of the user's serves; `name` is that of its column and metric."""
+
+    name: str
+    address: str  # HOST:PORT
+    weight: float = 1.0
+    timeout: Seconds = 10.0  # from the question to the answer, attempts to reach the server included
+    batch: Positive = 64  # most replies in one call
+    plaintext: bool = False  # allows an address that is not this machine's: nothing is encrypted
+
+
+class RewardModel(Section, frozen=True):
+    """A sequence classifier with one label, or a critic's checkpoint; the reward is `weight` times its score.
+
+    `input`: it reads the policy's tokens as they are, or the conversation as text, by its own tokenizer and chat template. auto
+    is tokens where both have the same ids.
+    """
+
+    path: str
+    weight: float = 1.0
+    input: Literal["auto", "tokens", "text"] = "auto"
+    max_tokens: NonNegative = 0  # prompt and reply; a longer sample gets no score; 0 = the model's positions
+
+
 class Rewards(Section, frozen=True):
-    """`on_error`: a sample whose rule failed is masked out of the loss, or the run stops."""
+    """The reward is the weighted sum of all. `on_error`: a sample that one of them failed on is masked out of the loss, or the
+    run stops."""
 
     rules: list[Rule] = []
+    remote: list[RemoteReward] = []
+    model: RewardModel | None = None
     workers: Positive = 1
     timeout: Seconds = 10.0
     on_error: Literal["mask", "fail"] = "mask"
@@ -327,7 +354,9 @@ class Reward(Process, frozen=True):
     replicas: Positive = 1
 
 
-class ReferenceService(Process, frozen=True):
+class Scorer(Process, frozen=True):
+    """The reference, or the reward model: `replicas` of a model that is only run forward."""
+
     replicas: Positive = 1
     max_tokens_per_microbatch: Positive = 16384
     dtype: DType = "auto"
@@ -346,7 +375,8 @@ class Services(Section, frozen=True):
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
-    reference: ReferenceService = ReferenceService()
+    reward_model: Scorer = Scorer()
+    reference: Scorer = Scorer()
     trainer: Trainer = Trainer()
     critic: Trainer = Trainer()
 

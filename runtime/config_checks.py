@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from runtime.config import Algorithm, Config, Sampling, Warmup
+from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
+from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
 from runtime.trackers import missing_package
@@ -50,7 +51,7 @@ def semantic_faults(
     faults = [
         *_run(config),
         *_names(config, known or {}),
-        *_rules(config),
+        *reward_faults(config, trains),
         *evaluation_faults(config, trains),
         *data_faults(config, trains),
         *_models(config, policy),
@@ -166,11 +167,6 @@ def _reference(config: Config) -> Iterator[str]:
         yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
 
 
-def _rules(config: Config) -> Iterator[str]:
-    if not config.rewards.rules:
-        yield "rewards.rules: empty; at least one rule is needed"
-
-
 def _values(config: Config) -> Iterator[str]:
     optimizers = {"training.optimizer": config.training.optimizer}
     if config.critic is not None:
@@ -197,12 +193,32 @@ def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
         yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
     else:
         yield from _warmup_faults(config.warmup)
+    if config.rewards.model is not None:
+        yield from _reward_model(config.rewards.model, policy)
     for key, folder in (("model.reference", reference), ("critic.path", config.critic.path if config.critic else "")):
         if folder and folder != path:
             yield from _folder_faults(key, folder, needs_tokenizer=False)
             wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")
             if None not in (wanted, found) and wanted != found:
                 yield f"{key}: '{folder}' has a vocabulary of {found} tokens, the policy one of {wanted}"
+
+
+def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:
+    key, folder = "rewards.model.path", settings.path
+    yield from _folder_faults(key, folder, needs_tokenizer=settings.input == "text")
+    found = _model_config(folder)
+    if found is None:
+        return
+    if not any(str(name).endswith("ForSequenceClassification") for name in found.get("architectures") or ()):
+        yield f"{key}: '{folder}' is not a sequence classifier (architectures in its config.json)"
+    elif len(found.get("id2label") or "two") != 1:
+        yield f"{key}: '{folder}' has not one label (id2label in its config.json); a reward is one number"
+    wanted, ids, limit = (policy or {}).get("vocab_size"), found["vocab_size"], found.get("max_position_embeddings")
+    reads_text = settings.input == "text" or (settings.input == "auto" and (Path(folder) / "tokenizer.json").is_file())
+    if wanted is not None and ids < wanted and not reads_text:
+        yield f"{key}: '{folder}' has a vocabulary of {ids} tokens, the policy one of {wanted}, and it is to read its tokens"
+    if limit is not None and settings.max_tokens > limit:
+        yield f"rewards.model.max_tokens: {settings.max_tokens} is above the model's {limit} positions"
 
 
 def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:

@@ -22,6 +22,7 @@ Metrics = dict[str, float | Histogram]
 Span = tuple[float, float]  # start, end in seconds
 
 UPDATE, UPDATE_CRITIC = "update", "update_critic"
+REASONS = 8  # told by name in a step: a remote reward's are its own, and might be many
 NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model", "adv")
 
 
@@ -105,11 +106,16 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
 
 
 def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
-    """`grpo/score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the others."""
+    """`grpo/score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the others, and
+    `grpo/errors/REASON` why: one for each scorer that failed on the sample, the most frequent reasons."""
     if not scores:
         return {}
     masks = [group.valid.astype(bool) for group in scores]
     figures = {"grpo/masked": float(sum((~mask).sum() for mask in masks))}
+    errors: Counter[str] = Counter()
+    for group in scores:
+        errors.update(group.errors)
+    figures |= {f"grpo/errors/{reason}": float(count) for reason, count in errors.most_common(REASONS)}
     valid = np.concatenate([group.rewards[mask] for group, mask in zip(scores, masks, strict=True)])
     if valid.size:
         figures |= _distribution("grpo/score", valid)

@@ -20,7 +20,10 @@ def members(config: Config, trains: bool = True) -> list[Member]:
     rollouts and rewards."""
     services = config.services
     out = [Member("rollout", f"rollout-{index}") for index in range(services.rollout.replicas)]
-    out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+    if config.rewards.rules or config.rewards.remote:
+        out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+    if config.rewards.model is not None:
+        out += [Member("reward_model", f"reward_model-{index}") for index in range(services.reward_model.replicas)]
     if not trains:
         return out
     if uses_reference(config):

@@ -104,15 +104,19 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     payload: bytes
     source: str = ""  # the data source, for rules that differ by it
     answers: bool = False  # whether the replies' final answers are wanted
+    messages: list[dict[str, str]] = []  # the problem as a conversation, for those who do not read the policy's tokens
+
+
+REWARD_MODEL = "reward_model"  # the column of the reward model's scores
 
 
 class Scores(msgspec.Struct, kw_only=True):
     """Rewards of one group. `valid[i]` is 0 when a rule failed on sample i: masked out of the loss, never a silent 0."""
 
     group_id: int
-    rewards: np.ndarray  # float32 [n], the weighted sum of the rules
+    rewards: np.ndarray  # float32 [n], the weighted sum
     valid: np.ndarray  # uint8 [n]
-    rules: dict[str, np.ndarray] = {}  # each rule's own value, float32 [n]
+    rules: dict[str, np.ndarray] = {}  # each rule's own value, float32 [n]; remote rewards and the model have theirs
     errors: dict[str, int] = {}  # counts by reason, e.g. {"timeout": 1}
     answers: list[str | None] = []  # [n] where they were asked for and the first rule names answers; None: it found none
 

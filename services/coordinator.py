@@ -41,6 +41,8 @@ from services.session import Session
 
 log = logging.getLogger("sluice")
 
+SERVICES = {"reward_model": "Reward"}  # by role, where it is not the role's name
+
 T = TypeVar("T")
 
 
@@ -169,7 +171,8 @@ class Coordinator:
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
         by_role: dict[str, list[Session]] = defaultdict(list)
         for member in self._members:
-            session = Session(self._registered[member].address, member.name, member.role.capitalize())
+            service = SERVICES.get(member.role, member.role.capitalize())
+            session = Session(self._registered[member].address, member.name, service)
             self._sessions.append(session)
             by_role[member.role].append(session)
         await asyncio.gather(*(session.open(timeout) for session in self._sessions))
@@ -181,6 +184,7 @@ class Coordinator:
         return Roles(
             rollouts=answering.rollouts,
             rewards=answering.rewards,
+            reward_models=answering.reward_models,
             references=[ReferenceClient(session, *self._settings) for session in by_role["reference"]],
             trainer=TrainerClient(by_role["trainer"], *self._settings),
             critic=CriticClient(by_role["critic"], *self._settings) if self._config.critic is not None else None,
@@ -190,6 +194,7 @@ class Coordinator:
         return EvaluationRoles(
             rollouts=[RolloutClient(session, *self._settings) for session in by_role["rollout"]],
             rewards=[RewardClient(session, *self._settings) for session in by_role["reward"]],
+            reward_models=[RewardClient(session, *self._settings) for session in by_role["reward_model"]],
         )
 
     async def _stop_all(self) -> None:

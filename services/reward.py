@@ -1,4 +1,4 @@
-"""The reward role: rules, and a pool of killable workers for what they cannot decide at once. `python -m services.reward`."""
+"""The reward role: rules, with a pool of killable workers, and remote rewards. `python -m services.reward`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from runtime.actor import Letter
 from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
+from runtime.rewards.combination import combine
+from runtime.rewards.remote import RemoteScorer
 from runtime.rewards.scorer import RewardScorer
 from services import process
+from services.remote_reward import RemoteRewardClient
 
 
 class RewardService(process.Service):
@@ -22,22 +25,39 @@ class RewardService(process.Service):
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
-        self._scorer: RewardScorer
+        self._tokenizer: Tokenizer
+        self._rules: RewardScorer | None = None
+        self._clients: list[RemoteRewardClient] = []
+        self._scorers: list[RewardScorer | RemoteScorer] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups = 0
         self._busy_seconds = 0.0
 
     def load(self) -> None:
-        self._scorer = RewardScorer(self.config.rewards, Tokenizer(self.config.model.path))
+        self._tokenizer = Tokenizer(self.config.model.path)
+        if self.config.rewards.rules:
+            self._rules = RewardScorer(self.config.rewards, self._tokenizer)
+            self._scorers.append(self._rules)
 
     async def start(self) -> None:
-        self._scorer.start()
+        """Raises UserError for a remote reward that does not answer."""
+        fail = self.config.rewards.on_error == "fail"
+        for settings in self.config.rewards.remote:
+            client = RemoteRewardClient(settings)
+            self._clients.append(client)
+            self._scorers.append(RemoteScorer(settings, self._tokenizer, client, fail))
+        await asyncio.gather(*(client.check() for client in self._clients))
+        if self._rules is not None:
+            self._rules.start()
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._scorer.close()
+        if self._rules is not None:
+            await self._rules.close()
+        for client in self._clients:
+            await client.close()
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         task = asyncio.create_task(self._score(letters))
@@ -47,7 +67,9 @@ class RewardService(process.Service):
     async def _score(self, letters: Sequence[Letter]) -> None:
         before = time.monotonic()
         try:
-            scores = await self._scorer.score([letter.message for letter in letters])
+            requests = [letter.message for letter in letters]
+            columns = await asyncio.gather(*(scorer.score(requests) for scorer in self._scorers))
+            scores = [combine(parts) for parts in zip(*columns, strict=True)]
         except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letters
             for letter in letters:
                 letter.fail(error)

@@ -17,12 +17,14 @@ from google.protobuf.message import DecodeError, Message
 
 from runtime import codec, commands, errors, status
 from runtime.actor import Priority
+from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores, StepResult
 from services.rpc import (
     common_pb2,
     coordinator_pb2,
     critic_pb2,
     reference_pb2,
+    remote_reward_pb2,
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
@@ -79,7 +81,7 @@ def _write(message: Any, value: msgspec.Struct) -> None:
                     _write(target.add(), one)
             else:
                 target.extend(item)
-        else:
+        elif item is not None:
             setattr(message, name, item)
 
 
@@ -88,9 +90,15 @@ def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
     return tuple((field.name, field.type) for field in msgspec.structs.fields(type_))
 
 
+def _value(message: Message, name: str, type_: Any) -> Any:
+    """A field's value; None where it is declared `optional`, and so may be None, and is absent."""
+    absent = type(None) in typing.get_args(type_) and not message.HasField(name)
+    return None if absent else getattr(message, name)
+
+
 def _read(item: Any, type_: Any) -> Any:
     if isinstance(item, Message):
-        return type_(**{name: _read(getattr(item, name), kind) for name, kind in _fields(type_)})
+        return type_(**{name: _read(_value(item, name, kind), kind) for name, kind in _fields(type_)})
     if isinstance(item, bytes) and type_ is not bytes:
         return codec.decode(type_, item)
     origin = typing.get_origin(type_)
@@ -164,6 +172,12 @@ METHODS: dict[tuple[str, str], Method] = {
             "Score",
             _bulk(reward_pb2.ScoreRequest, "group", ScoreRequest),
             _bulk(reward_pb2.ScoreReply, "scores", Scores),
+        ),
+        Method(  # served by a process of the user's
+            "RemoteReward",
+            "Score",
+            _struct(remote_reward_pb2.RemoteScoreRequest, RemoteScoreRequest),
+            _struct(remote_reward_pb2.RemoteScoreReply, RemoteScoreReply),
         ),
         Method(
             "Reference",

@@ -43,8 +43,8 @@ class ChatTemplate:
         """Equal where every conversation is rendered alike."""
         return xxhash.xxh3_64_hexdigest(json.dumps([self._source, self._variables], sort_keys=True).encode())
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, special tokens included, up to where the reply begins.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
         Raises UserError when the template refuses the messages.
         """
@@ -53,7 +53,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
         except (jinja2.TemplateError, TypeError) as error:

@@ -54,6 +54,11 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's id, added ones included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a reply, ascending: of generation_config.json, config.json and the tokenizer's eos_token."""
         found: set[int] = set()
@@ -119,6 +124,11 @@ class Tokenizer:
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
         """`encode_chat` of many at once."""
         return self.encode_texts([self.template.render(messages) for messages in conversations])
+
+    def encode_answered(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
+        """int32 [P + R] of each conversation that ends with its reply, by a chat template."""
+        assert isinstance(self.template, ChatTemplate)
+        return self.encode_texts([self.template.render(messages, add_generation_prompt=False) for messages in conversations])
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 [P] of each rendered conversation; the library spreads them over its threads."""

@@ -50,6 +50,8 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
             output_loading_info=True,
             **options,
         )
+    except KeyError as error:  # some models look attention up in a table of their own
+        raise UserError(f"{key}: {path!r} cannot run packed: its attention is not exchangeable") from error
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
         raise UserError(f"{key}: {path!r} cannot be loaded: {' '.join(str(error).split())}") from error
     for fault in ("missing_keys", "mismatched_keys"):
@@ -68,7 +70,7 @@ def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
     kinds = set(getattr(model.config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if not getattr(model, "_supports_attention_backend", False) or kinds:
         raise UserError(
-            f"{key}: {path!r}: a {model.config.model_type} model cannot be trained packed "
+            f"{key}: {path!r}: a {model.config.model_type} model cannot run packed "
             f"({', '.join(sorted(kinds)) or 'its attention is not exchangeable'}); all layers must be full or sliding attention"
         )
 

@@ -83,7 +83,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     def column(array: np.ndarray) -> torch.Tensor:
         return send(rows.grid(array, chosen) if array.ndim == 1 else array[chosen, :width].astype(np.float32))
 
-    packing = _packing(prompt_begin[prompt_of], own_prompt, reply_begin, fed, len(tokens), device)
+    packing = attention_rows(prompt_begin[prompt_of], own_prompt, reply_begin, fed, len(tokens), device)
     attended = sum(part.numel() for part in packing.rows)
     return MicroBatch(
         input_ids=send(tokens.astype(np.int64)[None]),
@@ -101,7 +101,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     )
 
 
-def _packing(
+def attention_rows(
     prompt_begin: np.ndarray, prompt: np.ndarray, reply_begin: np.ndarray, reply: np.ndarray, tokens: int, device: torch.device
 ) -> Packing:
     """Attention rows of `prompt` then `reply` tokens, given where each part lies among the packed `tokens`; all arrays [B]."""

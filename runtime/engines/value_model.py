@@ -15,6 +15,7 @@ from torch import nn
 from runtime.engines import hf_policy
 
 HEAD = "score.weight"
+LABEL = "value"  # the one label of a critic's checkpoint, by which it can be told from a reward model
 
 
 class ValueModel(nn.Module):
@@ -43,7 +44,7 @@ def describe(folder: Path, architecture: str) -> None:
     """Make the config.json of `folder`, which is the language model's, that of a classifier with one label."""
     path = folder / "config.json"
     raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    raw |= {"architectures": [architecture], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    raw |= {"architectures": [architecture], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
     path.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
 from runtime.errors import InvariantViolated
 from runtime.ledger_reader import GroupRow
@@ -34,6 +34,7 @@ class Group(Struct, eq=False, kw_only=True):
     deadline: int | None = None
     generated: GeneratedGroup | None = None  # its payload moved to `payload`
     payload: Part | None = None
+    asked: set[str] = field(default_factory=set)  # who is scoring it now
     scores: Scores | None = None
     reference: Part | None = None
     value: Part | None = None
@@ -342,4 +343,6 @@ def _service(group: Group) -> str:
     if group.state.phase != Phase.GENERATED:
         return group.replica or "rollout"
     missing = group.state.needs & ~group.state.marks
-    return "reward" if missing & Mark.SCORED else "reference" if missing & Mark.REFERENCED else "critic"
+    if missing & Mark.SCORED:
+        return " and ".join(sorted(group.asked)) or "reward"
+    return "reference" if missing & Mark.REFERENCED else "critic"

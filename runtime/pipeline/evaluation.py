@@ -29,6 +29,7 @@ from runtime.data.prompts import group_seed
 from runtime.evaluation import EvaluationResult, Judged
 from runtime.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
 from runtime.pipeline.roles import EvaluationRoles, RolloutPool
+from runtime.pipeline.scoring import Scoring
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
@@ -95,7 +96,7 @@ class Evaluator:
         self._config = config
         self._sets = sets
         self._pool = pool
-        self._rewards = roles.rewards
+        self._scoring = Scoring(roles)
         self._text = text
         self._judge = config.rewards.rules[0]
         self._sampling = [_sampling(config, held_out, stop_token_ids) for held_out in sets]
@@ -179,8 +180,9 @@ class Evaluator:
                 payload=generated.payload,
                 source=problem.source,
                 answers=True,
+                messages=problem.messages,
             )
-            return generated, await self._rewards[index % len(self._rewards)].score(scoring)
+            return generated, await self._scoring.score(scoring, index)
 
     def _keep(self, transcript: Transcript, place: int, index: int, parts: Sequence[Part]) -> Judged:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""

@@ -20,6 +20,7 @@ from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.roles import Roles, RolloutPool
+from runtime.pipeline.scoring import Scoring
 from runtime.pipeline.states import Mark, Phase
 from runtime.ports import Answer, RolloutPort
 from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
@@ -57,6 +58,7 @@ class GroupStage:
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
         self._turn = count()
+        self._scoring = Scoring(roles, spans)
         self._sampling = SamplingParams(
             max_new_tokens=config.sampling.max_new_tokens,
             temperature=config.sampling.temperature,
@@ -151,11 +153,15 @@ class GroupStage:
         await asyncio.gather(*jobs)
 
     async def _score(self, group: Group, payload: bytes, turn: int) -> None:
-        reward = self._roles.rewards[turn % len(self._roles.rewards)]
-        request = ScoreRequest(group_id=group.group_id, label=group.ticket.label, payload=payload, source=group.ticket.source)
-        with self._spans.span("rule_reward"):
-            scores = await reward.score(request)
-        self._buffer.scored(scores)
+        ticket = group.ticket
+        request = ScoreRequest(
+            group_id=group.group_id,
+            label=ticket.label,
+            payload=payload,
+            source=ticket.source,
+            messages=self._prompts.problems[ticket.problem].messages,
+        )
+        self._buffer.scored(await self._scoring.score(request, turn, group.asked))
         # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.
         if self._dynamic_sampling is not None:
             self._dynamic_sampling.judge(group)

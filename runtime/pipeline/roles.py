@@ -15,6 +15,7 @@ class EvaluationRoles:
 
     rollouts: Sequence[RolloutPort]
     rewards: Sequence[RewardPort]
+    reward_models: Sequence[RewardPort] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ class Run:
         )
         self._evaluator = (
             Evaluator(config, material.held_out, roles, self._pool, material.text, material.stop_token_ids)
-            if material.held_out
+            if material.held_out and config.rewards.rules
             else None
         )
         self._evaluating: asyncio.Task[Any] | None = None

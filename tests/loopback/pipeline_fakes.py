@@ -145,6 +145,7 @@ class FakeReward:
     """Finds every reply right."""
 
     name = "reward-0"
+    rule = "gsm8k"
 
     def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2):
         self._seconds = seconds
@@ -159,8 +160,18 @@ class FakeReward:
         evaluated = request.group_id < 0  # an evaluation's groups count down from -1
         n = len(codec.decode(GroupPayload, request.payload).samples) if evaluated else self._group_size
         values = np.full(n, value, np.float32)
-        scores = Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={"gsm8k": values})
+        scores = Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={self.rule: values})
         return replace(scores, answers=[request.label] * n if request.answers else [])
+
+
+class FakeRewardModel(FakeReward):
+    """Gives every reply 0.25."""
+
+    name = "reward_model-0"
+    rule = "reward_model"
+
+    def value(self, request: ScoreRequest) -> float:
+        return 0.25
 
 
 class FakeReference:
@@ -181,9 +192,10 @@ class Cast:
     weights: Weights
     trainer: FakeTrainer
     rollouts: list[FakeRollout]
-    reward: FakeReward
+    reward: FakeReward | None
     reference: FakeReference
     critic: FakeCritic | None = None
+    reward_model: FakeRewardModel | None = None
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -208,7 +220,8 @@ class Cast:
         return Roles(
             trainer=self.trainer,
             rollouts=self.rollouts,
-            rewards=[self.reward],
+            rewards=[self.reward] if self.reward else [],
+            reward_models=[self.reward_model] if self.reward_model else [],
             references=[self.reference],
             critic=self.critic,
         )

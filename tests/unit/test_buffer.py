@@ -217,6 +217,18 @@ def test_oldest_wait_names_the_service_of_the_missing_mark() -> None:
     assert h.buffer.oldest_wait() is None
 
 
+def test_oldest_wait_names_who_has_not_scored_yet() -> None:
+    h = Harness(needs=Mark.SCORED)
+    h.buffer.admit(ticket(0))
+    h.buffer.dispatch(0, "rollout-1")
+    group = h.buffer.generated(generated(0, 0))
+    for asked, service in (({"reward_model-1", "reward-0"}, "reward-0 and reward_model-1"), ({"reward-0"}, "reward-0")):
+        group.asked = asked
+        wait = h.buffer.oldest_wait()
+        assert wait is not None
+        assert wait.service == service
+
+
 def test_events_wake_the_stages() -> None:
     async def scenario() -> list[int]:
         h = Harness(per_step=1)

@@ -112,6 +112,20 @@ def test_groups_of_different_sizes_weigh_by_sample() -> None:
     assert (found["prompt_length/mean"], found["response_length/mean"]) == (30.0, 2.0)
 
 
+def test_masked_samples_are_counted_by_reason() -> None:
+    one, other = scored([0.0, 1.0, 0.0], [0, 1, 0]), scored([0.0], [0])
+    one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 1}
+    found = metrics.score_metrics([one, other])
+    assert {name: value for name, value in found.items() if "errors" in name} == {
+        "grpo/errors/timeout": 2.0,
+        "grpo/errors/remote:UNAVAILABLE": 1.0,
+    }
+    other.errors = {f"remote:{i}": 1 for i in range(100)}
+    named = [name for name in metrics.score_metrics([one, one, other]) if "errors" in name]
+    assert named[:2] == ["grpo/errors/timeout", "grpo/errors/remote:UNAVAILABLE"]
+    assert len(named) == 8
+
+
 def test_masked_samples_never_count_as_zero() -> None:
     assert metrics.score_metrics([scored([5.0, 5.0], [0, 0], accuracy=[5, 5])]) == {"grpo/masked": 2.0}
     assert metrics.score_metrics([scored([2.0, 7.0], [1, 0])])["grpo/score/mean"] == 2.0

@@ -197,7 +197,10 @@ def loaded(code: str) -> list[str]:
             "find_rule('gsm8k'), find_rule('format_answer')",
             id="reward",
         ),
-        pytest.param("import services.rollout, services.trainer, services.critic, services.reference", id="before-load"),
+        pytest.param(
+            "import services.rollout, services.trainer, services.critic, services.reference, services.reward_model",
+            id="before-load",
+        ),
         pytest.param("import runtime.algorithms, runtime.config_checks, runtime.engines.tiny_model", id="checks"),
         pytest.param(
             "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",

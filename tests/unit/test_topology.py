@@ -15,7 +15,7 @@ from runtime.topology import Member, members, uses_reference
 
 
 def make(**sections: Any) -> Config:
-    return msgspec.convert({"run": {"name": "a"}, **sections}, Config)
+    return msgspec.convert({"run": {"name": "a"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}, Config)
 
 
 def names(config: Config) -> list[str]:
@@ -62,6 +62,17 @@ def test_the_cores_are_shared_out_among_all_that_compute() -> None:
     assert threads() == {"rollout-0": "4", "reward-0": "1", "trainer-0": "4"}
     shared = threads(critic={}, services={"critic": {"processes": 2}})
     assert shared == {"rollout-0": "2", "reward-0": "1", "trainer-0": "2", "critic-0": "2"}
+    assert threads(rewards={"model": {"path": "x"}}) == {"rollout-0": "2", "reward_model-0": "2", "trainer-0": "2"}
+
+
+def test_a_reward_model_is_a_service_that_computes() -> None:
+    settings = {"replicas": 2, "python": "/own/python", "env": {"A": "1"}}
+    config = make(rewards={"model": {"path": "x"}}, services={"reward_model": settings})
+    specs = [spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "reward_model"]
+    assert [spec.name for spec in specs] == ["reward_model-0", "reward_model-1"]
+    assert specs[1].command[:5] == ("/own/python", "-m", "services.reward_model", "--name", "reward_model-1")
+    assert (specs[1].env["OMP_NUM_THREADS"], specs[1].env["A"]) == ("2", "1")
+    assert accelerators(config) == 4
 
 
 def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() -> None:

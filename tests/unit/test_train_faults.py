@@ -22,7 +22,7 @@ def test_models_that_would_mix_packed_sequences_are_refused(tmp_path: Path):
 
     shape = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
     FalconMambaForCausalLM(FalconMambaConfig(**shape)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot be trained packed"):
+    with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot run packed"):
         TorchTrainEngine(make_config(str(tmp_path)))
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from runtime import codec, commands, errors, status
 from runtime.actor import MailboxStats, Priority
+from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,
@@ -34,9 +35,15 @@ from services.rpc import (
     coordinator_pb2,
     critic_pb2,
     reference_pb2,
+    remote_reward_pb2,
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
+    weights_pb2,
+)
+
+MODULES = (
+    *(common_pb2, coordinator_pb2, critic_pb2, reference_pb2, remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
     weights_pb2,
 )
 
@@ -136,7 +143,13 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Rollout", "CommitWeights"): (commands.CommitWeights(VERSION, 6), commands.WeightsCommitted(0.0125)),
     ("Rollout", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),
     ("Reward", "Score"): (
-        ScoreRequest(group_id=5, label="#### 7 €", payload=b"\xff", source="gsm8k"),
+        ScoreRequest(
+            group_id=5,
+            label="#### 7 €",
+            payload=b"\xff",
+            source="gsm8k",
+            messages=[{"role": "user", "content": "é"}],
+        ),
         Scores(
             group_id=5,
             rewards=np.array([1, np.nan], np.float32),
@@ -149,6 +162,21 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Trainer", "HostWeights"): (commands.HostWeights(4, 9), commands.WeightsHosted(ADDRESS, MANIFEST)),
     ("Trainer", "SendWeights"): (commands.SendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Trainer", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),
+    ("RemoteReward", "Score"): (
+        RemoteScoreRequest(
+            [
+                RemoteItem(
+                    text="é",
+                    label="5",
+                    source="a/b",
+                    tokens=1 << 31,
+                    finish_reason="stop",
+                    prompt=[ChatMessage("user", "2+3="), ChatMessage("assistant", "")],
+                )
+            ]
+        ),
+        RemoteScoreReply([RemoteResult(value=0.0), RemoteResult(value=-1.5), RemoteResult(error="no idea"), RemoteResult()]),
+    ),
     ("Trainer", "BeginStep"): (commands.BeginStep(7), None),
     ("Trainer", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
     ("Trainer", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"grad_norm": 0.5}, seconds=1.25)),
@@ -253,7 +281,7 @@ def test_protobuf_and_struct_have_the_same_fields(side: wire.Side, value: Any) -
 
 def test_the_protocol_files_declare_exactly_these_methods() -> None:
     declared = {}
-    for module in (common_pb2, coordinator_pb2, critic_pb2, reference_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2):
+    for module in MODULES:
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 if method.name == "Session":

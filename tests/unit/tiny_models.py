@@ -39,11 +39,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) -> Any:
     """Build the model, write it to `folder`, and return it in float32 for comparison."""
+    return _saved(folder, name, "ForCausalLM", seed, {}, save)
+
+
+def save_classifier(folder: Path, name: str = "qwen2", seed: int = 0, **options: Any) -> Any:
+    """The same of a sequence classifier with one label, `options` being keys of its configuration."""
+    return _saved(folder, name, "ForSequenceClassification", seed, {"num_labels": 1, **options}, {})
+
+
+def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any], save: dict[str, Any]) -> Any:
     family, extra = FAMILIES[name]
     torch.manual_seed(seed)
     no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = getattr(transformers, f"{family}Config")(**_SHAPE, **extra, **no_specials)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family}Config")(**_SHAPE | extra | no_specials | options)
+    model = getattr(transformers, f"{family}{task}")(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide mistakes
             torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.2)

@@ -1,0 +1,40 @@
+"""Scores of a group by everybody who is to give some: the reward service, the reward model, or both at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from runtime.metrics import SpanClock
+from runtime.pipeline.roles import EvaluationRoles
+from runtime.ports import RewardPort
+from runtime.rewards.combination import combine
+from runtime.types import ScoreRequest, Scores
+
+
+class Scoring:
+    """Asks one replica of each role that gives rewards, and adds up what they answer."""
+
+    def __init__(self, roles: EvaluationRoles, spans: SpanClock | None = None):
+        """`spans`: accounts the time as that of the phases `rule_reward` and `reward_model`."""
+        by_phase = {"rule_reward": roles.rewards, "reward_model": roles.reward_models}
+        self._replicas = {phase: replicas for phase, replicas in by_phase.items() if replicas}
+        self._spans = spans
+
+    async def score(self, request: ScoreRequest, turn: int, asked: set[str] | None = None) -> Scores:
+        """Replicas take turns. `asked` holds, until this returns, the names of those that have not answered."""
+        names = set() if asked is None else asked
+        answers = (self._ask(phase, replicas, request, turn, names) for phase, replicas in self._replicas.items())
+        return combine(await asyncio.gather(*answers))
+
+    async def _ask(
+        self, phase: str, replicas: Sequence[RewardPort], request: ScoreRequest, turn: int, asked: set[str]
+    ) -> Scores:
+        replica = replicas[turn % len(replicas)]
+        asked.add(replica.name)
+        try:
+            with self._spans.span(phase) if self._spans else nullcontext():
+                return await replica.score(request)
+        finally:
+            asked.discard(replica.name)

@@ -1,0 +1,126 @@
+"""Rewards that a process of the user's serves: what it is told and asked, and how its answers become scores.
+
+The process implements the service RemoteReward of proto/remote_reward.proto; `services.remote_reward` has its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from runtime import codec, config
+from runtime.rewards.combination import column
+from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult
+from runtime.rewards.rules import Outcome
+from runtime.rewards.scorer import Decoder
+from runtime.types import GroupPayload, ScoreRequest, Scores
+
+log = logging.getLogger("sluice")
+
+MARK = "remote:"  # how the reasons begin under which failures are counted
+CALL_CHARACTERS = 1 << 20  # of one call's replies: gRPC's servers refuse messages of more than 4 MiB unless told otherwise
+SHOWN = 60  # characters of a reason that the other end gives
+
+
+class RemoteFailure(Exception):
+    """A call that brought no answer. `reason` is gRPC's name of the failure, as UNAVAILABLE."""
+
+    def __init__(self, reason: str, details: str):
+        super().__init__(f"{reason}: {details}")
+        self.reason = reason
+
+
+class RemotePort(Protocol):
+    """What the scorer asks of the other process."""
+
+    async def score(self, items: Sequence[RemoteItem], timeout: float) -> list[RemoteResult]:
+        """The results as they came. Raises RemoteFailure within `timeout` seconds."""
+
+
+class RemoteScorer:
+    """Scores groups by one entry of `rewards.remote`."""
+
+    def __init__(self, settings: config.RemoteReward, tokenizer: Decoder, port: RemotePort, fail: bool):
+        """`fail`: a reply without a value raises instead of being masked."""
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._port = port
+        self._blamed = "reward" if fail else ""
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """Scores of each group, in order; all calls that it takes are made at once, under one deadline.
+
+        A sample for which there is no finite value has valid 0, and is counted in `errors`. Raises InvalidMessage for a payload
+        that does not decode, and ServiceFault with `on_error: fail`.
+        """
+        payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
+        items = self._items(requests, payloads)
+        answers = await asyncio.gather(*map(self._call, _calls(items, self._settings.batch)))
+        outcomes = iter([outcome for answer in answers for outcome in answer])
+        return [
+            column(
+                payload.group_id,
+                self._settings.name,
+                self._settings.weight,
+                [next(outcomes) for _ in payload.samples],
+                self._blamed,
+            )
+            for payload in payloads
+        ]
+
+    def _items(self, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> list[RemoteItem]:
+        tokens = [sample.tokens for payload in payloads for sample in payload.samples]
+        texts = iter(self._tokenizer.decode_batch(tokens, skip_special=True))
+        items = []
+        for request, payload in zip(requests, payloads, strict=True):
+            prompt = msgspec.convert(request.messages, list[ChatMessage])
+            items += [
+                RemoteItem(
+                    text=next(texts),
+                    label=request.label,
+                    source=request.source,
+                    tokens=len(sample.tokens),
+                    finish_reason=sample.finish_reason,
+                    prompt=prompt,
+                )
+                for sample in payload.samples
+            ]
+        return items
+
+    async def _call(self, items: Sequence[RemoteItem]) -> list[Outcome]:
+        name = self._settings.name
+        try:
+            results = await self._port.score(items, self._settings.timeout)
+        except RemoteFailure as failure:
+            log.warning("rewards.remote %s: %d replies without a value: %s", name, len(items), failure)
+            return [Outcome(error=f"{MARK}{failure.reason}")] * len(items)
+        if len(results) != len(items):  # there is no telling which is whose
+            log.warning("rewards.remote %s: %d results for %d replies", name, len(results), len(items))
+            return [Outcome(error=f"{MARK}wrong number of results")] * len(items)
+        return list(map(_outcome, results))
+
+
+def _calls(items: Sequence[RemoteItem], batch: int) -> Iterator[Sequence[RemoteItem]]:
+    """Runs of at most `batch` items and CALL_CHARACTERS; an item that is longer goes alone."""
+    start, characters = 0, 0
+    for index, item in enumerate(items):
+        size = len(item.text) + len(item.label) + sum(len(message.content) for message in item.prompt)
+        if index > start and (index - start == batch or characters + size > CALL_CHARACTERS):
+            yield items[start:index]
+            start, characters = index, 0
+        characters += size
+    if start < len(items):
+        yield items[start:]
+
+
+def _outcome(result: RemoteResult) -> Outcome:
+    if result.error:
+        return Outcome(error=MARK + " ".join(result.error.split())[:SHOWN])
+    if result.value is None:
+        return Outcome(error=f"{MARK}no value")
+    return Outcome(result.value) if math.isfinite(result.value) else Outcome(error=f"{MARK}not finite")

@@ -1,0 +1,35 @@
+"""Groups of replies as the reward services get them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime import codec
+from runtime.types import GroupPayload, Sample, ScoreRequest, Segment
+
+
+def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
+    count = len(tokens)
+    return Sample(
+        tokens=np.asarray(tokens, np.int32),
+        loss_mask=np.ones(count, np.uint8),
+        logprobs=np.zeros(count, np.float32),
+        versions=np.zeros(count, np.int64),
+        segments=[Segment("model", count)],
+        finish_reason="stop",
+    )
+
+
+def make_request(
+    group_id: int,
+    prompt: np.ndarray | Sequence[int],
+    replies: Sequence[np.ndarray | Sequence[int]],
+    messages: list[dict[str, str]] | None = None,
+    label: str = "5",
+) -> ScoreRequest:
+    payload = GroupPayload(group_id=group_id, prompt=np.asarray(prompt, np.int32), samples=list(map(make_sample, replies)))
+    return ScoreRequest(
+        group_id=group_id, label=label, payload=codec.encode(payload), source="test/train", messages=messages or []
+    )

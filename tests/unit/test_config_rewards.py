@@ -1,0 +1,165 @@
+"""What the cross-checks say of `rewards`: names, addresses, the reward model's folder, and what an evaluation needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime import config_loading
+from runtime.config import Config
+from runtime.config_checks import semantic_faults
+from runtime.topology import members
+
+REMOTE = {"name": "taste", "address": "127.0.0.1:50051"}
+RULE = {"name": "gsm8k"}
+QUIET = {"before": False, "after": False}
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "policy", architectures=["Qwen2ForCausalLM"])
+
+
+def write_folder(folder: Path, tokenizer: bool = True, **settings: Any) -> Path:
+    folder.mkdir()
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 100, **settings}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "model.safetensors").write_bytes(b"")
+    if tokenizer:
+        (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def make(policy: Path, **sections: Any) -> Config:
+    data = policy.parent / "data.jsonl"
+    data.write_text("{}\n")
+    raw = {"run": {"name": "a"}, "model": {"path": str(policy)}, "data": {"train": str(data)}, **sections}
+    return msgspec.convert(raw, Config)
+
+
+def faults(policy: Path, rewards: dict[str, Any], **sections: Any) -> list[str]:
+    return semantic_faults(make(policy, rewards=rewards, **sections), available_bytes=1 << 40)
+
+
+def classifier(folder: Path, **settings: Any) -> Path:
+    labels = {"0": "LABEL_0"}
+    return write_folder(folder, **{"architectures": ["Qwen2ForSequenceClassification"], "id2label": labels, **settings})
+
+
+# ------------------------------------------------------------------------------------------------ remote rewards
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:65535", "localhost:50051", "[::1]:50051", "127.0.0.1:00080"])
+def test_addresses_on_this_machine(policy: Path, address: str) -> None:
+    assert faults(policy, {"rules": [RULE], "remote": [REMOTE | {"address": address}]}) == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "judge", ":50051", "judge:", "judge:0", "judge:65536", "judge:http", "http://judge:80", "::1:50051", "a b:1"],
+)
+def test_addresses_that_are_none(policy: Path, address: str) -> None:
+    (fault,) = faults(policy, {"rules": [RULE], "remote": [REMOTE | {"address": address}]})
+    assert fault == f"rewards.remote.0.address: '{address}' is not HOST:PORT, with a port from 1 to 65535"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:50051", "judge.example:50051", "[fe80::1]:50051", "0.0.0.0:50051"])
+def test_another_machine_has_to_be_allowed(policy: Path, address: str) -> None:
+    remote = REMOTE | {"address": address}
+    (fault,) = faults(policy, {"rules": [RULE], "remote": [REMOTE | {"name": "first"}, remote]})
+    assert fault.startswith(f"rewards.remote.1.address: '{address}' is not this machine")
+    assert "rewards.remote.1.plaintext" in fault
+    assert faults(policy, {"rules": [RULE], "remote": [remote | {"plaintext": True}]}) == []
+
+
+@pytest.mark.parametrize("name", ["taste", "gsm8k", "own", "reward_model"])
+def test_names_are_not_given_twice(policy: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.py").write_text("")
+    model = {"path": str(classifier(tmp_path / "reward"))}
+    rules = [RULE, {"name": f"{tmp_path}/mine.py:own"}]
+    (fault,) = faults(policy, {"rules": rules, "model": model, "remote": [REMOTE, REMOTE | {"name": name}]})
+    assert fault.startswith(f"rewards.remote.1.name: '{name}' is taken")
+
+
+def test_a_name_is_part_of_a_metrics(policy: Path) -> None:
+    (fault,) = faults(policy, {"rules": [RULE], "remote": [REMOTE | {"name": "a/b"}]})
+    assert fault.startswith("rewards.remote.0.name: 'a/b'")
+
+
+def test_a_remote_reward_answers_before_the_coordinator_gives_up(policy: Path) -> None:
+    rewards = {"rules": [RULE], "remote": [REMOTE | {"timeout": 20}]}
+    (fault,) = faults(policy, rewards, deadlines={"score": 20})
+    assert fault == "rewards.remote.0.timeout: 20 is not below deadlines.score 20"
+
+
+# ------------------------------------------------------------------------------------------------ the reward model
+
+
+def test_a_reward_model_is_a_classifier_with_one_label(policy: Path, tmp_path: Path) -> None:
+    def fault(folder: Path, **settings: Any) -> str:
+        (line,) = faults(policy, {"rules": [RULE], "model": {"path": str(folder), **settings}})
+        return line
+
+    assert faults(policy, {"rules": [RULE], "model": {"path": str(classifier(tmp_path / "sound"))}}) == []
+    assert fault(tmp_path / "none") == f"rewards.model.path: '{tmp_path / 'none'}' is not a folder"
+    assert "is not a sequence classifier" in fault(policy)
+    assert "has not one label" in fault(classifier(tmp_path / "two", id2label={"0": "a", "1": "b"}))
+    unnamed = classifier(tmp_path / "unnamed", id2label=None)
+    assert "has not one label" in fault(unnamed)  # transformers' default is two
+    limited = classifier(tmp_path / "limited", max_position_embeddings=64)
+    assert fault(limited, max_tokens=65) == "rewards.model.max_tokens: 65 is above the model's 64 positions"
+
+
+def test_a_reward_model_that_reads_tokens_knows_the_policys(policy: Path, tmp_path: Path) -> None:
+    def found(folder: Path, **settings: Any) -> list[str]:
+        return faults(policy, {"rules": [RULE], "model": {"path": str(folder), **settings}})
+
+    small = classifier(tmp_path / "small", vocab_size=99)
+    assert found(small) == []  # it has a tokenizer of its own
+    (fault,) = found(small, input="tokens")
+    assert "has a vocabulary of 99 tokens, the policy one of 100" in fault
+    bare = classifier(tmp_path / "bare", tokenizer=False, vocab_size=99)
+    assert len(found(bare)) == 1
+    (fault,) = found(classifier(tmp_path / "large", tokenizer=False, vocab_size=128), input="text")
+    assert fault.endswith("has no tokenizer.json")
+
+
+# ------------------------------------------------------------------------------------------------ without rules
+
+
+def test_something_gives_the_reward(policy: Path) -> None:
+    (fault,) = faults(policy, {})
+    assert fault == "rewards.rules: empty; at least one rule, remote or model is needed"
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"before": False}, {"after": False}, {"every": 3, **QUIET}])
+def test_an_evaluation_needs_a_rule(policy: Path, tmp_path: Path, evaluation: dict[str, Any]) -> None:
+    rewards = {"model": {"path": str(classifier(tmp_path / "reward"))}}
+    data = {"train": str(policy / "config.json"), "eval": str(policy / "config.json")}
+    (fault,) = faults(policy, rewards, data=data, evaluation=evaluation)
+    assert fault.startswith("rewards.rules: empty; an evaluation's accuracy is by the first rule")
+    assert faults(policy, rewards | {"rules": [RULE | {"weight": 0}]}, data=data, evaluation=evaluation) == []
+    assert faults(policy, rewards, data=data, evaluation=QUIET) == []
+    assert faults(policy, rewards, evaluation={"before": True}) == []  # there is nothing to evaluate on
+
+
+def test_only_the_services_that_give_rewards_are_started(policy: Path) -> None:
+    def roles(**rewards: Any) -> list[str]:
+        config = make(policy, rewards=rewards, services={"reward_model": {"replicas": 2}})
+        return [member.name for member in members(config) if member.role.startswith("reward")]
+
+    assert roles(rules=[RULE]) == ["reward-0"]
+    assert roles(remote=[REMOTE]) == ["reward-0"]
+    assert roles(model={"path": "x"}) == ["reward_model-0", "reward_model-1"]
+    assert roles(rules=[RULE], model={"path": "x"}) == ["reward-0", "reward_model-0", "reward_model-1"]
+
+
+def test_a_configuration_of_rewards_comes_back_from_its_file(policy: Path, tmp_path: Path) -> None:
+    rewards = {"remote": [REMOTE], "model": {"path": "x", "weight": 0.5, "input": "text"}}
+    config = make(policy, rewards=rewards)
+    (tmp_path / "run.yaml").write_text(config_loading.to_yaml(config))
+    assert config_loading.load(tmp_path / "run.yaml") == config
