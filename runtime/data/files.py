@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from runtime.errors import UserError
+
+T = TypeVar("T")
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow")
 _SAVED = "state.json"  # what `Dataset.save_to_disk` writes beside its Arrow files
@@ -15,6 +18,18 @@ _SPLITS = "dataset_dict.json"  # and `DatasetDict.save_to_disk` above the splits
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", _SAVED, _SPLITS)
 _SPLIT = re.compile(r"(?:^|[-_.])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_.]|$)")
 TRAIN = ("train", "training")
+
+
+class _Shard(msgspec.Struct):
+    filename: str
+
+
+class _Saved(msgspec.Struct):
+    shards: list[_Shard] = msgspec.field(name="_data_files")
+
+
+class _Splits(msgspec.Struct):
+    splits: list[str]
 
 
 class DataFiles(NamedTuple):
@@ -36,11 +51,11 @@ def data_files(path: str, key: str) -> DataFiles:
             raise UserError(f"{key}: {path} is not a file")
         return DataFiles(f"{root.absolute().parent.name}/{root.stem}", [root])
     if (root / _SPLITS).is_file():
-        return data_files(str(root / _train(_listed(root / _SPLITS, "splits", key), root, key)), key)
+        return data_files(str(root / _train(_decoded(root / _SPLITS, _Splits, key).splits, root, key)), key)
     source = "/".join(root.absolute().parts[-2:])
     if (root / _SAVED).is_file():
-        shards = _listed(root / _SAVED, "_data_files", key)
-        return DataFiles(source, [root / shard["filename"] for shard in shards])
+        shards = _decoded(root / _SAVED, _Saved, key).shards
+        return DataFiles(source, [root / shard.filename for shard in shards])
     found = _in_folder(root) or _in_folder(root / "data")
     if not found:
         raise UserError(f"{key}: {path} holds no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
@@ -50,7 +65,10 @@ def data_files(path: str, key: str) -> DataFiles:
     splits = [_split(file) for file in found]
     if not any(splits) or {*splits} <= {*TRAIN}:
         return DataFiles(source, found)
-    _train([split or "none" for split in splits], root, key)
+    if not all(splits):
+        other = found[splits.index("")].name
+        raise UserError(f"{key}: {root} holds files of splits, and {other}, which names none; name the files")
+    _train(splits, root, key)
     return DataFiles(source, [file for file, split in zip(found, splits, strict=True) if split in TRAIN])
 
 
@@ -73,10 +91,8 @@ def _train(splits: list[str], root: Path, key: str) -> str:
     raise UserError(f"{key}: {root} has no split named train (it has {', '.join(sorted(set(splits)))}); name a file of it")
 
 
-def _listed(file: Path, name: str, key: str) -> list[Any]:
+def _decoded(file: Path, kind: type[T], key: str) -> T:
     try:
-        listed = json.loads(file.read_text(encoding="utf-8"))[name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{key}: {file} is not what save_to_disk writes: {error}") from error
-    assert isinstance(listed, list), file
-    return listed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -203,7 +203,7 @@ class _Work:
         """Write the file. Raises UserError when no prompt is left, or the file cannot be written."""
         import pyarrow as pa
 
-        dropped = sum(self._dropped.values(), Counter[str]())
+        dropped = _by_count(sum(self._dropped.values(), Counter[str]()))
         rows = self._rows.total()
         if not self._lengths:
             raise UserError(f"input: no prompt is left of {report(rows, 0, dropped)}")
@@ -217,7 +217,7 @@ class _Work:
             tokenizer=self._tokenizer.identity,
             template=self._tokenizer.template.identity,
             rows=rows,
-            dropped=dict(dropped),
+            dropped=dropped,
         )
         output = self._settings.output
         try:
@@ -228,7 +228,7 @@ class _Work:
         return Outcome(
             path=str(output),
             sources={
-                source: Count(rows=count, kept=self._kept[source], dropped=dict(self._dropped.get(source, {})))
+                source: Count(rows=count, kept=self._kept[source], dropped=_by_count(self._dropped.get(source, {})))
                 for source, count in self._rows.items()
             },
             prompts=len(self._lengths),
@@ -240,6 +240,11 @@ class _Work:
 
     def _drop(self, source: str, reason: str) -> None:
         self._dropped.setdefault(source, Counter())[reason] += 1
+
+
+def _by_count(dropped: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent reason first. In which order they came up depends on how many chunks were under way."""
+    return dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _array(name: str, values: list[Any]) -> pa.Array:

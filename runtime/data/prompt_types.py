@@ -107,7 +107,7 @@ class SlotTemplate:
 
     def _slot(self, slot: Slot, content: str, turn: int) -> str:
         if isinstance(slot, str):
-            return slot.replace("{{idx}}", str(turn)).replace("{{content}}", content, 1)
+            return slot.replace("{{idx}}", str(turn)).replace("{{content}}", content)
         if isinstance(slot, dict):
             return slot.get("token", "")
         return "".join(self._special_tokens.get(name, "") for name in slot)  # a token that the model lacks is left out

@@ -98,8 +98,11 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^k: .* holds files of several kinds \(\.jsonl, \.parquet\); name one of them$"):
         data_files(str(tmp_path), "k")
     (tmp_path / "b.jsonl").unlink()
+    save_parquet(tmp_path / "train.parquet", 0, 10)
+    with pytest.raises(UserError, match=r"^k: .* holds files of splits, and a\.parquet, which names none; name the files$"):
+        data_files(str(tmp_path), "k")
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(UserError, match=r"^k: .*state\.json is not what save_to_disk writes: '_data_files'$"):
+    with pytest.raises(UserError, match=r"^k: .*state\.json is not what save_to_disk writes: Object missing .*`_data_files`"):
         data_files(str(tmp_path), "k")
 
 
