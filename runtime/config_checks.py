@@ -52,7 +52,7 @@ def semantic_faults(
         *_rules(config),
         *_evaluation(config, trains),
         *_data(config, trains),
-        *_models(config, policy),
+        *_models(config, policy, trains),
         *_lengths(config, policy),
         *_kv_memory(config, policy, available_bytes),
         *_processes(config),
@@ -170,7 +170,7 @@ def _rules(config: Config) -> Iterator[str]:
 
 def _evaluation(config: Config, trains: bool) -> Iterator[str]:
     sets = evaluation_sets(config)
-    if not sets and config.warmup is None:
+    if not sets and (config.warmup is None or config.data.train):  # otherwise the warm-up names one
         if not trains:
             yield "data.eval: missing; name a json or jsonl file to evaluate on, or several under evaluation.sets"
         elif config.evaluation.every:
@@ -199,7 +199,7 @@ def _values(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config, trains: bool) -> Iterator[str]:
-    if config.data.train:
+    if trains and config.data.train:
         yield from _file("data.train", config.data.train)
     elif trains and config.warmup is None:
         yield "data.train: missing; name a json or jsonl file, or give a warmup section"
@@ -215,7 +215,7 @@ def _file(key: str, path: str) -> Iterator[str]:
         yield f"{key}: '{path}' is empty"
 
 
-def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
+def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
     path, reference = config.model.path, config.model.reference
     if path:
         yield from _folder_faults("model.path", path, needs_tokenizer=True)
@@ -223,7 +223,8 @@ def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
         yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
     else:
         yield from _warmup_faults(config.warmup)
-    for key, folder in (("model.reference", reference), ("critic.path", config.critic.path if config.critic else "")):
+    others = {"model.reference": reference, "critic.path": config.critic.path if config.critic else ""}
+    for key, folder in others.items() if trains else ():
         if folder and folder != path:
             yield from _folder_faults(key, folder, needs_tokenizer=False)
             wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")

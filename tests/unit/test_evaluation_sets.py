@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from runtime.config import Config
+from runtime.config import Config, Data, Warmup
 from runtime.config_checks import semantic_faults
 from runtime.data.held_out import load_held_out
 from runtime.data.tokenizer import Tokenizer
@@ -118,11 +119,19 @@ def test_the_files_and_handlers_of_sets_are_checked(tmp_path: Path) -> None:
 
 def test_an_evaluation_alone_needs_a_set_and_nothing_of_training(tmp_path: Path) -> None:
     config = make(
-        training={"mini_batch_size": 3}, critic={}, sampling={"group_size": 1}, rewards={"rules": [{"name": "gsm8k"}]}
+        training={"mini_batch_size": 3},
+        critic={"path": "/no/critic"},
+        data={"train": "/no/train.jsonl"},
+        model={"reference": "/no/reference"},
+        sampling={"group_size": 1},
+        rewards={"rules": [{"name": "gsm8k"}]},
     )
     found = semantic_faults(config, {}, 1 << 40, trains=False)
     assert [line.partition(":")[0] for line in found] == ["data.eval", "model.path"]
     assert "evaluation.sets" in found[0]
+    warmed_up = replace(config, warmup=Warmup())  # which names no data where there is some to train on
+    assert [line.partition(":")[0] for line in semantic_faults(warmed_up, {}, 1 << 40, trains=False)] == ["data.eval"]
+    assert semantic_faults(replace(warmed_up, data=Data()), {}, 1 << 40, trains=False) == []
 
 
 def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
