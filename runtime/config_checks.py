@@ -54,7 +54,7 @@ def semantic_faults(
         *reward_faults(config, trains),
         *evaluation_faults(config, trains),
         *data_faults(config, trains),
-        *_models(config, policy),
+        *_models(config, policy, trains),
         *_lengths(config, policy),
         *_kv_memory(config, policy, available_bytes),
         *_processes(config),
@@ -185,7 +185,7 @@ def _values(config: Config) -> Iterator[str]:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 
 
-def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
+def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
     path, reference = config.model.path, config.model.reference
     if path:
         yield from _folder_faults("model.path", path, needs_tokenizer=True)
@@ -195,7 +195,8 @@ def _models(config: Config, policy: ModelConfig | None) -> Iterator[str]:
         yield from _warmup_faults(config.warmup)
     if config.rewards.model is not None:
         yield from _reward_model(config.rewards.model, policy)
-    for key, folder in (("model.reference", reference), ("critic.path", config.critic.path if config.critic else "")):
+    others = {"model.reference": reference, "critic.path": config.critic.path if config.critic else ""}
+    for key, folder in others.items() if trains else ():
         if folder and folder != path:
             yield from _folder_faults(key, folder, needs_tokenizer=False)
             wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")

@@ -38,7 +38,7 @@ def data_faults(config: Config, trains: bool) -> Iterator[str]:
 def evaluation_faults(config: Config, trains: bool) -> Iterator[str]:
     """One line for each fault of the evaluation sets."""
     sets = evaluation_sets(config)
-    if not sets and config.warmup is None:
+    if not sets and (config.warmup is None or config.data.train):  # otherwise the warm-up names one
         if not trains:
             yield "data.eval: missing; name a file to evaluate on, or several under evaluation.sets"
         elif config.evaluation.every:

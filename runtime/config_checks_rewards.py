@@ -44,7 +44,7 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
 
 def _evaluates(config: Config) -> bool:
     evaluation = config.evaluation
-    held_out = bool(evaluation_sets(config)) or config.warmup is not None
+    held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
     return bool(evaluation.every) or (held_out and (evaluation.before or evaluation.after))
 
 

@@ -41,7 +41,7 @@ def evaluation_sets(config: Config) -> list[EvaluationData]:
 
 def set_faults(config: Config) -> Iterator[str]:
     """One line for each value of a set that cannot be, by the YAML path of the value to change."""
-    if config.warmup is not None and not config.data.eval:
+    if config.warmup is not None and not config.data.train and not config.data.eval:
         config = replace(config, data=replace(config.data, eval="eval.jsonl"))  # which the warm-up will make
     seen: set[str] = set()
     for found in evaluation_sets(config):

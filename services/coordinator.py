@@ -122,7 +122,14 @@ class Coordinator:
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
         trackers = Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
-        material = EvaluationMaterial(config, trackers, held_out, tokenizer, tokenizer.stop_ids, self._report)
+        material = EvaluationMaterial(
+            config=config,
+            trackers=trackers,
+            held_out=held_out,
+            text=tokenizer,
+            stop_token_ids=tokenizer.stop_ids,
+            report=self._report,
+        )
         try:
             self._evaluation = EvaluationRun(material, self._evaluation_roles(await self._connect()))
             if self._interrupted:

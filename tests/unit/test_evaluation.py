@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from runtime import evaluation
-from runtime.config import Data
+from runtime.config import Layout
 from runtime.errors import UserError
 from runtime.evaluation import EvaluationResult, Judged, SetResult
 from runtime.evaluation_sets import EvaluationData
@@ -23,7 +23,7 @@ def settings(samples: int = 4, k: tuple[int, ...] = (1, 2, 4)) -> EvaluationData
         name="sums",
         path="sums.jsonl",
         key="data.eval",
-        data=Data(),
+        layout=Layout(),
         problems=0,
         samples=samples,
         k=k,

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from runtime.config import Config
+from runtime.config import Config, Data, Source, Warmup
 from runtime.config_checks import semantic_faults
+from runtime.data.chosen import layout_of
 from runtime.data.held_out import load_held_out
 from runtime.data.tokenizer import Tokenizer
 from runtime.engines.tiny_model import write_tokenizer
@@ -32,7 +34,7 @@ def test_data_eval_is_the_simple_way() -> None:
     (found,) = evaluation_sets(config)
     assert (found.name, found.path, found.key) == (HELD_OUT, "e.jsonl", "data.eval")
     assert (found.samples, found.k, found.temperature, found.max_new_tokens) == (8, (1, 4, 8), 0.7, 512)
-    assert found.data == config.data
+    assert found.layout == layout_of(Source(path=""), config.data)
     assert evaluation_sets(make()) == []
 
 
@@ -49,16 +51,16 @@ def test_a_set_takes_over_what_it_leaves_out() -> None:
             "problems": 0,
         }
         | {"samples": 2, "k": [2], "temperature": 0.5, "max_new_tokens": 16},
-        data={"eval": "e", "system_prompt": "s", "prompt_key": "x", "max_prompt_tokens": 9},
+        data={"eval": "e", "system_prompt": "s", "prompt_key": "x"},
         evaluation={"problems": 7, "samples": 4, "temperature": 1.0, "max_new_tokens": 64},
     )
     held_out, plain, own = evaluation_sets(config)
     assert [each.key for each in (held_out, plain, own)] == ["data.eval", "evaluation.sets.0.path", "evaluation.sets.1.path"]
     assert (plain.problems, plain.samples, plain.k, plain.temperature, plain.max_new_tokens) == (7, 4, (1,), 1.0, 64)
-    assert plain.data == config.data
+    assert plain.layout == held_out.layout == layout_of(Source(path=""), config.data)
     assert (own.problems, own.samples, own.k, own.temperature, own.max_new_tokens) == (0, 2, (1, 2), 0.5, 16)
-    assert (own.data.handler, own.data.prompt_key, own.data.label_key, own.data.system_prompt) == ("gsm8k", "q", "l", "")
-    assert own.data.max_prompt_tokens == 9
+    layout = own.layout
+    assert (layout.handler, layout.prompt_key, layout.label_key, layout.system_prompt) == ("gsm8k", "q", "l", "")
 
 
 def test_a_temperature_of_zero_is_a_value() -> None:
@@ -110,7 +112,7 @@ def test_the_files_and_handlers_of_sets_are_checked(tmp_path: Path) -> None:
     )
     found = semantic_faults(config, {"data.handler": ["plain"]}, 1 << 40, trains=False)
     assert [line for line in found if line.startswith("evaluation.sets")] == [
-        "evaluation.sets.0.handler: 'other' is not one of plain",
+        "evaluation.sets.0.handler: 'other' is not one of plain, nor FILE.py:NAME",
         "evaluation.sets.0.path: '/no/a.jsonl' is not a file",
         f"evaluation.sets.1.path: '{tmp_path / 'empty.jsonl'}' is empty",
     ]
@@ -118,11 +120,19 @@ def test_the_files_and_handlers_of_sets_are_checked(tmp_path: Path) -> None:
 
 def test_an_evaluation_alone_needs_a_set_and_nothing_of_training(tmp_path: Path) -> None:
     config = make(
-        training={"mini_batch_size": 3}, critic={}, sampling={"group_size": 1}, rewards={"rules": [{"name": "gsm8k"}]}
+        training={"mini_batch_size": 3},
+        critic={"path": "/no/critic"},
+        data={"train": "/no/train.jsonl"},
+        model={"reference": "/no/reference"},
+        sampling={"group_size": 1},
+        rewards={"rules": [{"name": "gsm8k"}]},
     )
     found = semantic_faults(config, {}, 1 << 40, trains=False)
     assert [line.partition(":")[0] for line in found] == ["data.eval", "model.path"]
     assert "evaluation.sets" in found[0]
+    warmed_up = replace(config, warmup=Warmup())  # which names no data where there is some to train on
+    assert [line.partition(":")[0] for line in semantic_faults(warmed_up, {}, 1 << 40, trains=False)] == ["data.eval"]
+    assert semantic_faults(replace(warmed_up, data=Data()), {}, 1 << 40, trains=False) == []
 
 
 def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
@@ -135,5 +145,5 @@ def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
     assert [problem.label for problem in held_out.prompts.problems] == ["1", "2"]
     assert len(held_out.prompts.tokens) == 2
     assert [problem.label for problem in all_of_it.prompts.problems] == ["1", "2", "3", "4", "5"]
-    with pytest.raises(UserError, match=r"evaluation\.sets\.0\.path: .* has no column|data\.label_key"):
+    with pytest.raises(UserError, match=r"evaluation\.sets\.0\.label_key: .* has no column 'none'"):
         load_held_out(make({"name": "a", "path": path, "label_key": "none"}), Tokenizer(str(tmp_path)))
