@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.data.handlers import load_problems
+from runtime.data.handlers import HANDLERS, load_problems
 from runtime.errors import UserError
 from tests.real_data import ROOT
 
@@ -146,7 +146,8 @@ def test_rows_of_unknown_difficulty_are_left_out_where_it_matters(tmp_path: Path
         load_problems(path, config.Data(), difficulty_key="hard")
 
 
-def test_the_guide_s_own_handler(tmp_path: Path) -> None:
+def test_the_guide_s_own_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HANDLERS, "_entries", dict(HANDLERS._entries))  # what is registered here is gone afterwards
     guide = (ROOT / "docs" / "guides" / "data.md").read_text(encoding="utf-8")
     (tmp_path / "own.py").write_text(guide.partition("```python\n")[2].partition("```")[0])
     rows = [{"stem": "1+1?", "options": ["2", "3"], "key": "A"}, {"stem": "1+2?", "options": ["3"], "key": "A"}]
