@@ -117,11 +117,16 @@ class Rule(Section, frozen=True):
 
 
 class Rewards(Section, frozen=True):
-    """`on_error`: a sample whose rule failed is masked out of the loss, or the run stops."""
+    """Rules run in `workers` processes with limits. `on_error`: a sample whose rule failed is masked out of the loss, or the
+    run stops.
+    """
 
     rules: list[Rule] = []
     workers: Positive = 1
-    timeout: Seconds = 10.0
+    timeout: Seconds = 10.0  # of one task, by the clock
+    cpu_seconds: Seconds = 5.0  # of one task
+    memory_bytes: Annotated[int, Meta(ge=128 << 20)] = 384 << 20  # that a worker may allocate in all
+    cache_entries: NonNegative = 65_536  # outcomes that are kept, about 200 bytes each; 0 = none
     on_error: Literal["mask", "fail"] = "mask"
 
 
