@@ -26,3 +26,11 @@ def _gsm8k(text: str, label: str, context: RuleContext) -> bool:
 
 
 gsm8k = rule("gsm8k", screen=up_to(INLINE_CHARACTERS, _gsm8k))(_gsm8k)
+
+
+def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
+    """1 where `gsm8k` is true, else -1."""
+    return 1.0 if _gsm8k(text, label, context) else -1.0
+
+
+gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer))(_gsm8k_answer)
