@@ -38,6 +38,15 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
     samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
 
+    score = commands.add_parser("score", help="what a verifier says of each reply in a file")
+    score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
+    score.add_argument(
+        "--verifier", metavar="NAME", help="a reward rule, or FILE.py:NAME; the kind that each line names when left out"
+    )
+    score.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)")
+    score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
+    score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
+
     bench = commands.add_parser("bench", help="measure this machine (engine, packing, train), or the cost of staleness")
     bench.add_argument("name", choices=("engine", "packing", "train", "staleness"))
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
@@ -122,6 +131,13 @@ def _samples(options: argparse.Namespace) -> int:
     return 0
 
 
+def _score(options: argparse.Namespace) -> int:
+    from launcher import score
+
+    score.score(options.file, options.verifier, options.workers, options.timeout, options.output)
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
@@ -135,6 +151,7 @@ _COMMANDS = {
     "schema": _schema,
     "status": _status,
     "samples": _samples,
+    "score": _score,
     "bench": _bench,
 }
 

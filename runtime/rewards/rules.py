@@ -39,15 +39,11 @@ Function = TypeVar("Function", bound="Evaluate | EvaluateLater")
 
 
 class RewardRule(msgspec.Struct, frozen=True):
-    """A registered rule. `screen` answers None where the case is left to a worker.
-
-    `prepare` is called once in each worker before its first task, outside of every task's limits: for imports that take long.
-    """
+    """A registered rule. `screen` answers None where the case is left to a worker."""
 
     name: str
     evaluate: Evaluate | EvaluateLater
     screen: Screen | None = None
-    prepare: Callable[[], object] | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
@@ -65,13 +61,11 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 RULES: Registry[RewardRule] = Registry("rewards.rules.name")
 
 
-def rule(
-    name: str, screen: Screen | None = None, prepare: Callable[[], object] | None = None
-) -> Callable[[Function], Function]:
+def rule(name: str, screen: Screen | None = None) -> Callable[[Function], Function]:
     """Register the decorated function as the reward rule `name`."""
 
     def register(function: Function) -> Function:
-        RULES.register(name)(RewardRule(name, function, screen, prepare))
+        RULES.register(name)(RewardRule(name, function, screen))
         return function
 
     return register

@@ -51,12 +51,8 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
     """Answer batches until the parent closes the pipe."""
     from runtime.rewards.catalogue import find_rule  # the rules' own modules may be anything: load them behind the pipes
 
-    found = {name: find_rule(name) for name in rules}
-    for entry in found.values():
-        if entry.prepare is not None:
-            entry.prepare()
     loop = asyncio.new_event_loop()
-    evaluate = {name: _synchronous(entry, loop) for name, entry in found.items()}
+    evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
     replies.write(frame(b""))
     while header := requests.read(LENGTH.size):

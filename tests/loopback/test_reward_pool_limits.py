@@ -24,10 +24,9 @@ RULES = """
 import asyncio, os, sys, time
 from runtime.rewards.rules import rule
 
-def prepare():
-    time.sleep(0.5)
+time.sleep(0.5)  # an import that takes long
 
-@rule("NAME", prepare=prepare)
+@rule("NAME")
 async def limited(text, label, context):
     with open(os.path.join(label, "calls"), "a") as file:
         file.write(text[:20] + "\\n")
@@ -100,8 +99,8 @@ def test_a_rule_that_ends_its_process_is_a_crash(rule: str, tmp_path: Path) -> N
     assert outcomes == [Outcome(error="crash")]
 
 
-def test_what_is_imported_beforehand_counts_against_no_task(rule: str, tmp_path: Path) -> None:
-    limits = Limits(seconds=0.4, cpu_seconds=0.3, memory_bytes=128 * MIB)  # `prepare` alone takes longer
+def test_what_a_rules_file_imports_counts_against_no_task(rule: str, tmp_path: Path) -> None:
+    limits = Limits(seconds=0.4, cpu_seconds=0.3, memory_bytes=128 * MIB)  # its file alone takes longer
     assert with_pool(rule, lambda pool: pool.run([task(rule, tmp_path, "ok")]), limits=limits) == [Outcome(2.0)]
 
 
