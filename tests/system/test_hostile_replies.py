@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from runtime.rewards.rules import RULES
 from tests.system.hostile_replies import LIMITS, Report, hostile_replies
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 MEMORY = 512_000_000  # bytes that no worker may come to have resident
 
 
+@pytest.mark.timeout(600)
 def test_every_hostile_reply_is_answered_in_time_and_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.system.hostile_replies"],
