@@ -47,9 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
     score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
 
-    bench = commands.add_parser("bench", help="measure this machine (engine, packing, train), or the cost of staleness")
-    bench.add_argument("name", choices=("engine", "packing", "train", "staleness"))
+    bench = commands.add_parser(
+        "bench", help="measure this machine (engine, packing, rewards, train), or the cost of staleness"
+    )
+    bench.add_argument("name", choices=("engine", "packing", "rewards", "train", "staleness"))
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
+    bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser
 
@@ -141,7 +144,7 @@ def _score(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
-    bench.run(options.name, options.json, options.quick)
+    bench.run(options.name, options.json, options.quick, options.data)
     return 0
 
 
