@@ -21,7 +21,8 @@ from runtime.rewards.mathematics.parser import parse
 from runtime.rewards.mathematics.scalars import Verdict
 from runtime.rewards.mathematics.structures import same
 from runtime.rewards.mathematics.tidy import label_answer, last_mathematics, tidy
-from runtime.rewards.mathematics.tree import Node, TooCostly, Unreadable, key
+from runtime.rewards.mathematics.tree import Node, TooCostly, Unknown, Unreadable, key
+from runtime.rewards.mathematics.work import limited
 from runtime.rewards.numeric import label_number, number
 
 MAX_LENGTH = 4000  # characters; what is longer is compared as text alone
@@ -41,12 +42,11 @@ def equal(prediction: str, truth: str) -> bool:
     answer, label = _readable(prediction), _readable_label(truth)
     if answer is None or label is None:
         return False
-    verdict = _same_text(answer, label)
-    if not verdict and "," in answer + label and (_COMMA_GROUP.search(answer) or _COMMA_GROUP.search(label)):
-        verdict = _same_text(answer, label, thousands=False) or verdict
-    if verdict is None:
-        return "\\" in answer + label and algebra.equal(answer, label)
-    return verdict
+    with limited():
+        verdict = _same_text(answer, label)
+        if not verdict and (_COMMA_GROUP.search(answer) or _COMMA_GROUP.search(label)):
+            verdict = _same_text(answer, label, thousands=False) or verdict
+    return algebra.equal(answer, label) if verdict is None else verdict
 
 
 def screen(prediction: str, truth: str) -> bool | None:
@@ -120,18 +120,24 @@ def folded(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _tree(text: str, thousands: bool) -> Node | None:
+    """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
     try:
         return parse(text, thousands)
-    except Unreadable:
+    except Unknown:
         return None
+    except Unreadable:
+        if "\\" in text and algebra.affordable(text):
+            return None
+        raise
 
 
 def _same_text(answer: str, label: str, thousands: bool = True) -> Verdict:
-    """The verdict on two tidied answers; None where one of them cannot be read."""
-    predicted, expected = _tree(answer, thousands), _tree(label, thousands)
-    if predicted is None or expected is None:
-        return None
-    return same(predicted, expected)
+    """The verdict on two tidied answers; None where that is left to algebra."""
+    try:
+        predicted, expected = _tree(answer, thousands), _tree(label, thousands)
+    except Unreadable:
+        return False
+    return None if predicted is None or expected is None else same(predicted, expected)
 
 
 __all__ = ["MAX_LENGTH", "TooCostly", "canonical", "equal", "screen"]

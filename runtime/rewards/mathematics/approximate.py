@@ -9,6 +9,7 @@ from typing import Any
 
 from runtime.rewards.mathematics.exact import MAX_TERMS, Irrational, exact, opaque_value
 from runtime.rewards.mathematics.tree import Node, TooCostly
+from runtime.rewards.mathematics.work import spend
 
 DIGITS = 40  # beyond the digits before the decimal point of the largest intermediate value
 MAX_DIGITS = 20_000
@@ -86,6 +87,7 @@ class Evaluation:
         return self._noted(result)
 
     def _noted(self, value: Value) -> Value:
+        spend(4 + self.context.dps**2 / 250_000)
         if not self.context.isfinite(value):
             raise Undefined("not finite")
         if value:
@@ -93,6 +95,9 @@ class Evaluation:
             if self.peak > MAX_DIGITS * _BITS_PER_DIGIT:
                 raise TooCostly("a value of too many digits")
         return value
+
+    def _spend_on_function(self) -> None:
+        spend(40 + self.context.dps**2 / 2500)
 
     def _fraction(self, value: Fraction) -> Value:
         return self.context.mpf(value.numerator) / value.denominator
@@ -108,6 +113,7 @@ class Evaluation:
 
     def _power(self, node: Node) -> Value:
         base = self._value(node.args[0])
+        self._spend_on_function()
         try:
             exponent = exact(node.args[1], self._values)
         except Irrational:
@@ -148,6 +154,7 @@ class Evaluation:
         context = self.context
         if name in ("sum", "prod"):
             return self._series(node)
+        self._spend_on_function()
         arguments = [self._value(argument) for argument in node.args]
         if name == "root":
             degree = exact(node.args[1], self._values)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from runtime.rewards.mathematics.tree import Node, TooCostly, key
+from runtime.rewards.mathematics.work import spend
 
 MAX_BITS = 200_000  # of a numerator or denominator: about 60,000 digits, whose greatest common divisor takes 0.1 s
 MAX_TERMS = 1000  # of a sum or product with an index
@@ -87,7 +88,7 @@ def power(base: Fraction, exponent: Fraction) -> Fraction:
         return Fraction(1) if count % 2 == 0 and (base or not count) else base
     if _bits(base) * abs(count) > MAX_BITS:
         raise TooCostly("a power of too many digits")
-    return base**count
+    return _bounded(base**count)
 
 
 def root(base: Fraction, degree: int) -> Fraction:
@@ -150,7 +151,7 @@ def _factorial(value: Fraction) -> Fraction:
         raise Irrational("factorial")
     if value * max(1, value.numerator.bit_length()) > MAX_BITS:
         raise TooCostly("a factorial of too many digits")
-    return Fraction(math.factorial(value.numerator))
+    return _bounded(Fraction(math.factorial(value.numerator)))
 
 
 def _binomial(top: Fraction, bottom: Fraction) -> Fraction:
@@ -159,7 +160,7 @@ def _binomial(top: Fraction, bottom: Fraction) -> Fraction:
     smaller = min(bottom, top - bottom)
     if smaller > 0 and smaller * top.numerator.bit_length() > MAX_BITS:
         raise TooCostly("a binomial coefficient of too many digits")
-    return Fraction(math.comb(top.numerator, bottom.numerator))
+    return _bounded(Fraction(math.comb(top.numerator, bottom.numerator)))
 
 
 def _integers(function: Callable[..., int]) -> Callable[..., Fraction]:
@@ -176,7 +177,9 @@ def _bits(value: Fraction) -> int:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if _bits(value) > MAX_BITS:
+    bits = _bits(value)
+    spend(1 + bits * bits / 1e6)  # reducing a fraction takes quadratic time
+    if bits > MAX_BITS:
         raise TooCostly("a number of too many digits")
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from runtime.rewards.mathematics.lexer import Token, tokens
-from runtime.rewards.mathematics.tree import Node, Unreadable, negate, number
+from runtime.rewards.mathematics.tree import Node, Unknown, Unreadable, negate, number
 from runtime.rewards.mathematics.vocabulary import (
     ACCENTS,
     LISTED,
@@ -202,7 +202,7 @@ class _Parser:
         return self._factor()
 
     def _starts_factor(self, follows: str) -> bool:
-        if follows in ("letter", "(", "[", "{", "\\{") or (follows in _BARS and not self._builder):
+        if follows in ("letter", "(", "[", "{", "\\{", "begin") or (follows in _BARS and not self._builder):
             return follows not in self._bars[-1:]
         if follows == "number":
             return self._tokens[self._at - 1].kind in (")", "}", "]")
@@ -456,7 +456,7 @@ class _Parser:
 
     def _matrix(self, environment: str) -> Node:
         if environment not in MATRICES:
-            raise Unreadable(f"environment {environment!r}")
+            raise Unknown(f"environment {environment!r}")
         self._enter()
         rows: list[list[Node]] = [[]]
         while self._next != "end":
@@ -504,7 +504,9 @@ class _Parser:
             return Node("set")
         if command in ("\\ldots", "\\dots", "\\cdots"):
             return Node("symbol", (), "\\ldots")
-        if command in UNREAD or command in _CLOSING or command in RELATIONS or command in _SET_OPERATIONS:
+        if command in UNREAD:
+            raise Unknown(command)
+        if command in _CLOSING or command in RELATIONS or command in _SET_OPERATIONS:
             raise Unreadable(f"{command} is no value")
         if not name.isalpha():
             raise Unreadable(f"{command} is no value")
@@ -574,7 +576,7 @@ class _Parser:
         self._expect("^")
         end = self._argument()
         if start.head != "relation" or start.value != "=" or start.args[0].head != "symbol":
-            raise Unreadable("a sum without an index")
+            raise Unknown("a sum without an index")
         self._enter()
         body = self._term()
         self._depth -= 1
@@ -593,6 +595,8 @@ def _signed(sign: str, node: Node) -> Node:
 def _product(factors: list[Node]) -> Node:
     if len(factors) == 1:
         return factors[0]
+    if len(factors) == 2 and factors[1].head == "tuple" and str(factors[0].value).isupper():
+        return factors[1]  # the coordinates of a point: A(1, 2)
     flat: list[Node] = []
     for factor in factors:
         flat.extend(factor.args if factor.head == "multiply" else (factor,))

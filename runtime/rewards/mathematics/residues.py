@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from runtime.rewards.mathematics.exact import Irrational, Values, exact, opaque_value
 from runtime.rewards.mathematics.tree import Node, TooCostly
+from runtime.rewards.mathematics.work import spend
 
 PRIMES = (2_147_483_629, 2_147_483_587, 2_147_483_563, 2_147_483_549)
 MAX_FACTORIAL = 200_000
@@ -106,6 +107,7 @@ def _tower(node: Node, values: Values, modulus: int) -> int:
     try:
         count = exact(node.args[1], values)
     except TooCostly:
+        spend(3000)  # where the modulus is new
         period = _totient(modulus)
         return pow(base, _tower(node.args[1], values, period) + period, modulus)
     if count.denominator != 1 or count < 0:
@@ -138,6 +140,7 @@ def _factorial(node: Node, values: Values, prime: int) -> int:
         return 0
     if count > MAX_FACTORIAL:
         raise TooCostly("the factorial of a large number")
+    spend(int(count) / 10)
     product = 1
     for factor in range(2, int(count) + 1):
         product = product * factor % prime

@@ -179,8 +179,11 @@ def _equal_at_points(prediction: Node, truth: Node, log_base: int, rounded: bool
 
 
 def _uncertain(node: Node) -> bool:
-    """Whether a part was given a value only by its looks, so that being different means little."""
-    return any(part.head == "call" and part.value in ("sum", "prod") for part in walk(node))
+    """Whether a sum is over terms by name, F_k, which have no value: so that being different means little."""
+    return any(
+        part.head == "call" and part.value in ("sum", "prod") and any("_" in name for name in symbols(part.args[3]))
+        for part in walk(node)
+    )
 
 
 def _about_integers(node: Node) -> bool:

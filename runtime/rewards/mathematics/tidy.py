@@ -65,6 +65,8 @@ _SAME = (
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\*\*"), "^"),
 )
+_UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?\}"
+_UNIT_FRACTION = re.compile(rf"\\frac ?{_UNIT} ?{_UNIT}")
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
 _DELIMITER = re.compile(r"\$|\\[()\[\]]")
 _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
@@ -89,7 +91,7 @@ def tidy(text: str) -> str:
         text = _CURRENCY.sub("", text)
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
-    text = text.strip(_END)
+    text = _UNIT_FRACTION.sub(" ", text).strip(_END)
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
     return text

@@ -27,6 +27,10 @@ class Unreadable(ValueError):
     """The text is not in the notation that the parser knows."""
 
 
+class Unknown(Unreadable):
+    """The notation may be meaningful, but the parser does not know it."""
+
+
 class TooCostly(ValueError):
     """Deciding would take more time or memory than an answer is worth."""
 
