@@ -163,6 +163,18 @@ def test_long_texts_wait_outside_the_queue(rule: str, tmp_path: Path, monkeypatc
     with_pool(rule, use, workers=1, limits=Limits(20.0, 10.0, 256 * MIB))
 
 
+def test_throughput_grows_with_the_workers(rule: str, tmp_path: Path) -> None:
+    """Of tasks that wait 0.4 s, a worker does one after the other; eight workers do eight at a time."""
+
+    async def use(pool: KillablePool) -> float:
+        await pool.run([task(rule, tmp_path, "ok", tokens) for tokens in range(64)])  # every worker is there
+        start = time.monotonic()
+        await pool.run([task(rule, tmp_path, "sleep", tokens) for tokens in range(16)])
+        return time.monotonic() - start
+
+    assert with_pool(rule, use, workers=8, limits=LIMITS) < 16 * 0.4 / 4
+
+
 def test_verdicts_come_as_they_are_known(rule: str, tmp_path: Path) -> None:
     """A long task holds up nothing that another worker can do."""
 
