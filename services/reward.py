@@ -14,7 +14,7 @@ from services import process
 
 
 class RewardService(process.Service):
-    """Letters are scored in batches as they come; a slow rule holds up nothing but its own batch."""
+    """Each letter, a group, is scored by itself and answered when it is: a slow rule holds up its own group alone."""
 
     role = "reward"
     service = "Reward"
@@ -40,21 +40,20 @@ class RewardService(process.Service):
         await self._scorer.close()
 
     async def receive(self, letters: Sequence[Letter]) -> None:
-        task = asyncio.create_task(self._score(letters))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for letter in letters:
+            task = asyncio.create_task(self._score(letter))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _score(self, letters: Sequence[Letter]) -> None:
+    async def _score(self, letter: Letter) -> None:
         before = time.monotonic()
         try:
-            scores = await self._scorer.score([letter.message for letter in letters])
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letters
-            for letter in letters:
-                letter.fail(error)
+            (scores,) = await self._scorer.score([letter.message])
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            letter.fail(error)
             return
-        for letter, score in zip(letters, scores, strict=True):
-            letter.reply(score)
-        self._groups += len(letters)
+        letter.reply(scores)
+        self._groups += 1
         self._busy_seconds += time.monotonic() - before
 
     def gauges(self) -> dict[str, float]:

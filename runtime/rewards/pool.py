@@ -156,10 +156,9 @@ class KillablePool:
     async def _employ(self) -> ServiceFault | None:
         """Run one worker until it is lost; returns the fault when it did not even start."""
         try:
-            worker = await WorkerProcess.start(self._rules, self._limits, self)
+            worker = await self._hire()
         except OSError as error:
             return ServiceFault("reward", "start a worker", str(error))
-        self._alive.add(worker)
         try:
             await worker.ready()
             while await self._feed(worker):
@@ -170,6 +169,14 @@ class KillablePool:
             await worker.kill()
             self._alive.discard(worker)
         return None
+
+    async def _hire(self) -> WorkerProcess:
+        """Start a process. Cancelled half-way it would be left behind: it is among `_alive` however this ends."""
+        starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self))
+        try:
+            return await asyncio.shield(starting)
+        finally:
+            self._alive.add(await starting)
 
     async def _feed(self, worker: WorkerProcess) -> bool:
         """Run one batch. False when the worker is lost: the job that it was at is settled, the rest is queued again."""

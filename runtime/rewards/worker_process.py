@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -146,8 +146,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._offered = self._shared = False
         self._begin()
         self._look()
-        requests = self._transport.get_pipe_transport(0)
-        assert isinstance(requests, asyncio.WriteTransport)
+        requests = cast("asyncio.WriteTransport", self._transport.get_pipe_transport(0))
         requests.write(frame(msgspec.msgpack.encode([msgspec.Raw(job.task) for job in jobs])))
         await self._done
         if not self._ended.done():
@@ -167,8 +166,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         await asyncio.wait_for(asyncio.shield(self._ended), REAP_TIMEOUT)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.SubprocessTransport", transport)  # uvloop's is no subclass of it
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self._received += data

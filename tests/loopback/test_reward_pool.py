@@ -9,13 +9,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import psutil
 import pytest
+import uvloop
 
 from runtime import config
 from runtime.errors import Cancelled, ServiceFault
@@ -69,6 +70,14 @@ def hostile(text, label, context):
         return True
     return text == label
 """
+
+
+@pytest.fixture(autouse=True, params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The reward service runs on uvloop, `sluice score` on asyncio's own loop."""
+    asyncio.set_event_loop_policy(request.param())
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from runtime.rewards import pool as pool_module
 from runtime.rewards.outcome_cache import OutcomeCache
@@ -45,6 +47,14 @@ async def limited(text, label, context):
         sys.exit(0)
     return len(text)
 """
+
+
+@pytest.fixture(autouse=True)
+def loops() -> Iterator[None]:
+    """The loop of the reward service."""
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 @pytest.fixture
