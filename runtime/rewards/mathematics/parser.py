@@ -53,7 +53,9 @@ _OPENING = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",), "\\lflo
 _BARS = {"|": "|", "\\vert": "\\vert", "\\lvert": "\\rvert", "\\|": "\\|", "\\lVert": "\\rVert"}
 _INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}
 _FUNCTION_LETTERS = frozenset("fg")
-DEGREE = Node("divide", (Node("symbol", (), "\\pi"), number(180)))
+_PI = Node("symbol", (), "\\pi")
+_DEGREE = Node("divide", (_PI, number(180)))
+_ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
 
 
 def parse(text: str, thousands: bool = True) -> Node:
@@ -272,6 +274,8 @@ class _Parser:
                 base = Node("power", (base, exponent))
             elif follows == "!":
                 self._at += 1
+                if self._next == "!":
+                    raise Unknown("a double factorial")
                 base = Node("call", (base,), "factorial")
             elif follows == "%":
                 self._at += 1
@@ -280,7 +284,7 @@ class _Parser:
                 self._at += 1
                 if self._next == "letter" and self._tokens[self._at].text in "CF":
                     self._at += 1
-                base = Node("multiply", (base, DEGREE)) if self._angle else base
+                base = Node("multiply", (base, _DEGREE)) if self._angle else base
             elif follows == "'" and base.head in ("number", "decimal", "symbol"):
                 base = self._primes(base)
             else:
@@ -549,24 +553,11 @@ class _Parser:
             return self._factor() if self._next not in ("(", "[") else self._primary()
         sign = self._sign() if self._next in ("+", "-") else "+"
         factors = [self._factor()]
-        while self._next in (
-            "letter",
-            "\\pi",
-            "\\frac",
-            "\\sqrt",
-            "\\theta",
-            "\\alpha",
-            "\\beta",
-            "\\phi",
-            "\\omega",
-            "\\cdot",
-        ):
-            if self._next == "\\cdot":
-                self._at += 1
+        while self._next in _ARGUMENT_STARTS:
             factors.append(self._factor())
-            if self._next == "/" and self._tokens[self._at + 1].kind == "number":
-                self._at += 1
-                factors = [Node("divide", (_product(factors), self._factor()))]
+        if self._next == "/" and _PI in factors and self._tokens[self._at + 1].kind == "number":
+            self._at += 1
+            factors = [Node("divide", (_product(factors), self._factor()))]
         return _signed(sign, _product(factors))
 
     def _series(self, name: str) -> Node:

@@ -187,6 +187,8 @@ def _is_name(node: Node) -> bool:
         return node.value not in CONSTANTS
     if node.head in ("tuple", "ratio", "multiply", "list", "call", "divide"):
         return (node.head != "call" or node.value == "abs") and all(_is_name(argument) for argument in node.args)
+    if node.head == "power":
+        return _is_name(node.args[0])  # f^{-1}(x)
     return node.head in ("opaque", "word")
 
 
