@@ -120,8 +120,9 @@ def _is_prose(text: str) -> bool:
         return False
     leads = words[0].start() == 0
     if "$" in outside:
-        return leads or len(words) > 1
-    return any(map(str.isdigit, outside)) and ((leads and len(words) > 2) or _SAYS.search(outside) is not None)
+        return leads or len(words) > 1 or _SAYS.search(outside) is not None
+    named = "\\" in text or any(map(str.isdigit, outside))
+    return named and ((leads and len(words) > 2) or _SAYS.search(outside) is not None)
 
 
 def _said(text: str) -> str | None:
