@@ -284,6 +284,8 @@ def _holds_sets(node: Node) -> bool:
 
 
 def _same_real_sets(prediction: Node, truth: Node) -> Verdict:
+    if _members(prediction).head == _members(truth).head == "symbol":
+        return _members(prediction) == _members(truth)  # R and Z
     try:
         return real_sets.same_set(real_sets.intervals(_members(prediction)), real_sets.intervals(_members(truth)))
     except Unreadable:
