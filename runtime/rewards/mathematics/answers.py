@@ -66,8 +66,7 @@ def screen(prediction: str, truth: str) -> bool | None:
             return False
     if len(prediction) > MAX_LENGTH:
         return False
-    label = _readable_label(truth)
-    return True if label is not None and folded(_readable(prediction) or "") == folded(label) else None
+    return True if _folded(prediction) == _folded_label(truth) else None
 
 
 def canonical(answer: str) -> str:
@@ -106,6 +105,15 @@ def _readable(text: str) -> str | None:
 @lru_cache(maxsize=4096)  # a group's samples share one label
 def _readable_label(label: str) -> str | None:
     return _readable(label_answer(label))
+
+
+@lru_cache(maxsize=4096)
+def _folded_label(label: str) -> str:
+    return _folded(label_answer(label)) or "\0"
+
+
+def _folded(text: str) -> str:
+    return folded(tidy(text[:MAX_LENGTH]))
 
 
 def folded(text: str) -> str:

@@ -29,7 +29,7 @@ _TOKEN = re.compile(
     r"|\\end ?\{(?P<end>[A-Za-z]{1,12})\*?\}"
     r"|(?P<command>\\[A-Za-z]+|\\\\|\\[{}|])"
     r"|(?P<repeating>(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\(?:overline|bar|dot) ?\{(?P<period>[0-9]{1,40})\})"
-    r"|(?P<scientific>(?:[0-9]+\.[0-9]*[eE][-+]?[0-9]{1,3}|[0-9]+[eE](?:[0-9]{1,3}|[-+][0-9]{2,3}))(?![0-9A-Za-z]))"
+    r"|(?P<scientific>(?:[0-9]+\.[0-9]*[eE][-+]?[0-9]{1,3}|[0-9]+[eE][-+]?[0-9]{1,3})(?![0-9A-Za-z]))"
     r"|(?P<thousands>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9]|,[0-9]))"
     r"|(?P<decimal>[0-9]*\.[0-9]+|[0-9]+\.(?![0-9]))"
     r"|(?P<number>[0-9]+)"
@@ -117,12 +117,17 @@ def _letters(run: str, tight: bool) -> list[Token]:
 def _text(content: str) -> list[Token]:
     """What a text command holds: words, numbers, connectives and marks."""
     found = []
-    for part in _TEXT_TOKEN.findall(content):
+    parts = _TEXT_TOKEN.findall(content)
+    if any(len(part) > 1 and part[0].isalpha() for part in parts):
+        parts = [part for part in parts if part not in "()"]  # a remark in parentheses
+    for part in parts:
         if part[0].isdigit():
             found.append(Token("decimal" if "." in part else "number", part, Fraction(part.replace(",", ""))))
         elif part[0].isalpha():
             if part.lower() in CONNECTIVES:
                 found.append(Token(";", part))
+            elif len(part) > 2 and part in SPELLED_SYMBOLS:
+                found.append(Token("command", SPELLED_SYMBOLS[part]))
             elif part in SPELLED_FUNCTIONS:
                 found.append(Token("command", f"\\{part}"))
             else:

@@ -171,7 +171,10 @@ def _equal_at_points(prediction: Node, truth: Node, log_base: int, rounded: bool
     names = sorted(symbols(prediction) | symbols(truth))
     verdict: Verdict = None
     for values, real_only in _points(names, _about_integers(prediction) or _about_integers(truth)):
-        found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
+        try:
+            found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
+        except Irrational:
+            return None  # what cannot be evaluated
         if found is False:
             return None if _uncertain(prediction) or _uncertain(truth) else False
         verdict = verdict or found
@@ -265,12 +268,8 @@ def _equal_digits(prediction: Node, truth: Node, values: Values, log_base: int, 
 def _difference(a: Node, b: Node, values: Values, log_base: int, digits: int) -> tuple[Value, Value, int, bool]:
     """Absolute difference, the larger absolute value, the binary exponent of the largest number, whether all was real."""
     evaluation = Evaluation(values, digits, log_base)
-    try:
-        left, right = evaluation.value(a), evaluation.value(b)
-    except Irrational as error:
-        raise Undefined(str(error)) from error
-    real = evaluation.real
-    return abs(left - right), max(abs(left), abs(right)), evaluation.peak, real
+    left, right = evaluation.value(a), evaluation.value(b)
+    return abs(left - right), max(abs(left), abs(right)), evaluation.peak, evaluation.real
 
 
 def proportional(a: Node, b: Node) -> int | None:

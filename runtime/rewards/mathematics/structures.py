@@ -23,16 +23,25 @@ def same(prediction: Node, truth: Node) -> Verdict:
         return True
     if _holds_sets(prediction) or _holds_sets(truth):
         return _same_real_sets(prediction, truth)
+    if {prediction.head, truth.head} == {"set", "word"}:
+        return _same_words(prediction, truth)
     if prediction.head == "list" and truth.head == "tuple":
-        prediction = Node("tuple", prediction.args, truth.value)  # the brackets were left out
+        prediction = _bracketed(prediction, truth)
     elif truth.head == "list" and prediction.head == "tuple":
-        truth = Node("tuple", truth.args, prediction.value)
+        truth = _bracketed(truth, prediction)
     predicted, expected = _items(prediction), _items(truth)
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
     if "set" in (prediction.head, truth.head) or _has_sign(prediction) or _has_sign(truth):
         predicted, expected = _distinct(predicted), _distinct(expected)
     return _same_in_any_order(predicted, expected)
+
+
+def _bracketed(items: Node, like: Node) -> Node:
+    """A list as a tuple whose brackets were left out, if it is as long and its members are not tuples themselves."""
+    if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
+        return items
+    return Node("tuple", items.args, like.value)
 
 
 def _items(node: Node) -> list[Node]:
@@ -187,6 +196,8 @@ def _is_name(node: Node) -> bool:
         return node.value not in CONSTANTS
     if node.head in ("tuple", "ratio", "multiply", "list", "call", "divide"):
         return (node.head != "call" or node.value == "abs") and all(_is_name(argument) for argument in node.args)
+    if node.head == "power":
+        return _is_name(node.args[0])  # f^{-1}(x)
     return node.head in ("opaque", "word")
 
 
@@ -224,8 +235,8 @@ def _same_relation(prediction: Node, truth: Node) -> Verdict:
     if set(marks[0] + marks[1]) <= {"=", "<", ">", "\\le", "\\ge", "\\ne"}:
         sets = _same_real_sets(prediction, truth) if "=" not in marks[0] else None
         return sets if sets is not None else _same_conditions(_conditions(prediction), _conditions(truth))
-    if marks[0] == marks[1] == ["\\in"]:
-        return _all(same(left, right) for left, right in zip(prediction.args, truth.args, strict=True))
+    if "\\in" in marks[0] + marks[1] and marks[0] != marks[1]:
+        return _same_real_sets(prediction, truth)
     return False if marks[0] == marks[1] else None
 
 
@@ -273,6 +284,8 @@ def _holds_sets(node: Node) -> bool:
 
 
 def _same_real_sets(prediction: Node, truth: Node) -> Verdict:
+    if _members(prediction).head == _members(truth).head == "symbol":
+        return _members(prediction) == _members(truth)  # R and Z
     try:
         return real_sets.same_set(real_sets.intervals(_members(prediction)), real_sets.intervals(_members(truth)))
     except Unreadable:

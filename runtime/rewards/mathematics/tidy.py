@@ -72,7 +72,9 @@ _DELIMITER = re.compile(r"\$|\\[()\[\]]")
 _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
 _COMMAND = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
-_SAYS = re.compile(r"\b(?:is|are|was|equals|be|answer)\b:?|:(?= )")
+_SAYS = re.compile(
+    r"\b(?:is|are|was|equals|be|answer|approximately|about|roughly|exactly)\b:?|[A-Za-z]{2}:(?= )", re.IGNORECASE
+)
 _LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")
 _END = " .,;:*_`"
 
@@ -111,23 +113,26 @@ def last_mathematics(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """More than one word outside of formulas, or one before a formula. Words behind a number are its units."""
-    outside = _COMMAND.sub(" ", _SEGMENT.sub(" $ ", text))
+    """Whether words lead to the answer. Those behind a number are its units, and some are answers themselves."""
+    outside = _COMMAND.sub(" ", _SEGMENT.sub(" $ ", text)).strip()
     words = [found for found in _PROSE_WORD.finditer(outside) if found.group().lower() not in NOT_PROSE]
     if not words:
         return False
-    rest = outside.strip()
-    return bool(_SEGMENT.search(text) or _LAST_NUMBER.search(rest)) and (words[0].start() == 0 or len(words) > 1)
+    leads = words[0].start() == 0
+    if "$" in outside:
+        return leads or len(words) > 1 or _SAYS.search(outside) is not None
+    named = "\\" in text or any(map(str.isdigit, outside))
+    return named and ((leads and len(words) > 2) or _SAYS.search(outside) is not None)
 
 
 def _said(text: str) -> str | None:
-    """The part of a sentence that holds the answer: behind "is", else the last formula, else the last number."""
+    """The part of a sentence that holds the answer: behind "is", else the last formula or number."""
     ends = [found.end() for found in _SAYS.finditer(text)]
     for end in reversed(ends):
         tail = text[end:].strip(_END)
         if any(map(str.isdigit, tail)) or "$" in tail or "\\" in tail:
             return tail
-    return last_value(text) if "\\" not in text or _SEGMENT.search(text) else None
+    return last_value(text)
 
 
 def last_value(text: str) -> str | None:

@@ -17,14 +17,14 @@ SPELLED_FUNCTIONS = PREFIXED | LISTED | _words("asin acos atan lg sqrt")
 SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log10"}
 
 SPELLED_SYMBOLS = {
-    **{name: f"\\{name}" for name in _words("pi alpha beta gamma delta epsilon theta lambda phi omega infty cup in cbrt")},
+    **{name: f"\\{name}" for name in _words("pi alpha beta gamma delta epsilon theta lambda phi omega infty cup cbrt")},
     "inf": "\\infty",
     "infinity": "\\infty",
 }
 CONNECTIVES = _words("and or")
 UNITS = _words(
     "mm cm dm km ft yd mi nm kg mg lb lbs oz ml mL cL dL kL hr hrs min mins sec secs ms Hz kHz MHz GHz Pa kPa eV keV MeV GeV",
-    "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq",
+    "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq in",
 )
 """Short ones; longer words need no list."""
 PERCENT = _words("percent pct")
@@ -35,7 +35,7 @@ ACCENTS = _words(
     r"\mathbb \mathcal \mathfrak \mathscr \stackrel \overset",
 )
 """Commands that make another symbol of what they are put on."""
-UNREAD = _words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \mod \pmod \bmod \det")
+UNREAD = _words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \mod \pmod \bmod \det \choose \atop")
 """Commands whose meaning is left to algebra."""
 MATRICES = _words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 
