@@ -44,7 +44,7 @@ class Side(Struct):
 
     cases_per_second: float
     agreement: float
-    slowest_case: float  # seconds, the mean of the slowest chunk
+    slowest_chunk: float  # seconds a case
 
 
 class Scored(Struct):
@@ -108,7 +108,7 @@ def _side(parts: Sequence[Judged], total: int) -> Side:
     return Side(
         cases_per_second=total / sum(part.seconds for part in parts),
         agreement=sum(part.agreed for part in parts) / total,
-        slowest_case=max(part.seconds for part in parts) / CHUNK,
+        slowest_chunk=max(part.seconds / part.cases for part in parts),
     )
 
 
@@ -193,7 +193,7 @@ def _render_cases(report: Report) -> Table:
     for name in ("", "cases/s", "agreement", "slowest hundred"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for way, side in report.sides.items():
-        slowest = f"{side.slowest_case * 1000:.1f} ms a case"
+        slowest = f"{side.slowest_chunk * 1000:.1f} ms a case"
         table.add_row(way, f"{side.cases_per_second:,.0f}", f"{side.agreement:.2%}", slowest)
     table.caption = f"× {report.ratio:.1f}; a hundred cases in turn each, imports excluded"
     table.caption_justify = "left"

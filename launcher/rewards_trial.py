@@ -34,6 +34,7 @@ class Case(Struct):
 
 
 class Judged(Struct):
+    cases: int
     agreed: int
     seconds: float
 
@@ -83,8 +84,9 @@ def main() -> None:
     for line in sys.stdin:
         first, last = map(int, line.split())
         start = time.perf_counter()
-        agreed = sum(judge(case) is case.expected for case in cases[first:last])
-        print(msgspec.json.encode(Judged(agreed, time.perf_counter() - start)).decode(), flush=True)
+        right = [judge(case) is case.expected for case in cases[first:last]]
+        judged = Judged(len(right), sum(right), time.perf_counter() - start)
+        print(msgspec.json.encode(judged).decode(), flush=True)
 
 
 if __name__ == "__main__":

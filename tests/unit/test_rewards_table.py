@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime import config_loading
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.closing_line import normal_form
 from runtime.rewards.rules import RULES, Outcome, RuleContext, attempt
+from tests.unit.test_rewards_scorer import request, score
 
+ROOT = Path(__file__).parents[2]
 CONTEXT = RuleContext()
 RIGHT = "<think>2 + 3</think> <answer>So \\boxed{5}.</answer>"
 
@@ -235,6 +238,15 @@ def test_a_megabyte_takes_no_rule_a_second(text: str) -> None:
         value(name, text)
         slow[name] = time.process_time() - before
     assert {name: seconds for name, seconds in slow.items() if seconds > 1.0} == {}
+
+
+def test_r1_zeros_reward_is_half_form_and_half_answer() -> None:
+    settings = config_loading.load(ROOT / "configs" / "r1_zero.yaml", ()).rewards
+    replies = (RIGHT, "\\boxed{5}", RIGHT.replace("{5}", "{6}"), "5")
+    (scores,) = score(settings, request(1, "5", *replies))
+    assert scores.rewards.tolist() == [1.0, 0.5, 0.0, -0.5]
+    assert scores.rules["r1_zero_acc"].tolist() == [1.0, 1.0, -1.0, -1.0]
+    assert scores.rules["r1_zero_format"].tolist() == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_every_verifier_is_known_by_its_name() -> None:
