@@ -105,11 +105,17 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
 
 
 def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
-    """`grpo/score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the others."""
+    """`grpo/score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the others.
+
+    `reward_errors/REASON` counts the failures of rules, of which a sample may have several.
+    """
     if not scores:
         return {}
     masks = [group.valid.astype(bool) for group in scores]
     figures = {"grpo/masked": float(sum((~mask).sum() for mask in masks))}
+    for group in scores:
+        for reason, failures in group.errors.items():
+            figures[f"reward_errors/{reason}"] = figures.get(f"reward_errors/{reason}", 0.0) + failures
     valid = np.concatenate([group.rewards[mask] for group, mask in zip(scores, masks, strict=True)])
     if valid.size:
         figures |= _distribution("grpo/score", valid)

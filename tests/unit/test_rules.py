@@ -24,6 +24,7 @@ TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
 
 PURE = (
     "runtime/algorithms/",
+    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "closing_line", "extraction", "format", "numeric", "rules")),
     "runtime/weights/plan.py",
     "runtime/pipeline/states.py",
     "runtime/pipeline/staleness.py",
@@ -194,7 +195,8 @@ def loaded(code: str) -> list[str]:
             "import services.reward, runtime.rewards.worker\n"
             "from runtime.rewards.catalogue import find_rule\n"
             "from runtime.config import Rewards, Rule\n"
-            "find_rule('gsm8k'), find_rule('format_answer')",
+            "from runtime.rewards.rules import RULES, RuleContext\n"
+            "for name in RULES: find_rule(name).evaluate('\\\\boxed{5}', '5', RuleContext())",
             id="reward",
         ),
         pytest.param("import services.rollout, services.trainer, services.critic, services.reference", id="before-load"),
@@ -203,7 +205,7 @@ def loaded(code: str) -> list[str]:
             "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",
             id="sluice-help",
         ),
-        pytest.param("import launcher.train, launcher.status, launcher.samples, launcher.known", id="launcher"),
+        pytest.param("import launcher.train, launcher.status, launcher.samples, launcher.score, launcher.known", id="launcher"),
     ],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
