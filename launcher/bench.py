@@ -30,17 +30,21 @@ class Machine(Struct):
     python: str
 
 
-def run(name: str, json_path: Path | None, quick: bool = False) -> None:
+def run(name: str, json_path: Path | None, quick: bool = False, data: Path | None = None) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import bench_engine, bench_packing, bench_staleness, bench_train
+    from launcher import bench_engine, bench_packing, bench_rewards, bench_staleness, bench_train
 
     if quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
+    if (data is not None) != (name == "rewards"):
+        raise UserError(
+            f"--data: {'bench rewards needs' if name == 'rewards' else 'only bench rewards takes'} a folder of cases"
+        )
     if json_path is not None and not json_path.parent.is_dir():
         raise UserError(f"--json: there is no folder {json_path.parent}")
     console = Console()
     tables: list[Table]
-    report: bench_engine.Report | bench_packing.Report | bench_train.Report | bench_staleness.Report
+    report: bench_engine.Report | bench_packing.Report | bench_rewards.Report | bench_train.Report | bench_staleness.Report
     with console.status("starting") as status:
         if name == "engine":
             report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings(), status.update))
@@ -49,6 +53,9 @@ def run(name: str, json_path: Path | None, quick: bool = False) -> None:
             settings = bench_staleness.QUICK if quick else bench_staleness.Settings()
             report = asyncio.run(bench_staleness.measure(FOLDER / name, settings, status.update, console.print))
             tables = bench_staleness.render(report)
+        elif data is not None:
+            report = asyncio.run(bench_rewards.measure(data, bench_rewards.Settings(), status.update))
+            tables = bench_rewards.render(report)
         elif name == "packing":
             report = asyncio.run(bench_packing.measure(FOLDER / name, bench_packing.Settings(), status.update))
             tables = bench_packing.render(report)

@@ -44,9 +44,21 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
     prepare.add_argument("overrides", nargs="*", metavar="key=value")
 
-    bench = commands.add_parser("bench", help="measure this machine (engine, packing, train), or the cost of staleness")
-    bench.add_argument("name", choices=("engine", "packing", "train", "staleness"))
+    score = commands.add_parser("score", help="what a verifier says of each reply in a file")
+    score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
+    score.add_argument(
+        "--verifier", metavar="NAME", help="a reward rule, or FILE.py:NAME; the kind that each line names when left out"
+    )
+    score.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)")
+    score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
+    score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
+
+    bench = commands.add_parser(
+        "bench", help="measure this machine (engine, packing, rewards, train), or the cost of staleness"
+    )
+    bench.add_argument("name", choices=("engine", "packing", "rewards", "train", "staleness"))
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
+    bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser
 
@@ -159,10 +171,17 @@ def _data(options: argparse.Namespace) -> int:
     return 0
 
 
+def _score(options: argparse.Namespace) -> int:
+    from launcher import score
+
+    score.score(options.file, options.verifier, options.workers, options.timeout, options.output)
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
-    bench.run(options.name, options.json, options.quick)
+    bench.run(options.name, options.json, options.quick, options.data)
     return 0
 
 
@@ -174,6 +193,7 @@ _COMMANDS = {
     "status": _status,
     "samples": _samples,
     "data": _data,
+    "score": _score,
     "bench": _bench,
 }
 

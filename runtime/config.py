@@ -198,14 +198,18 @@ class RewardModel(Section, frozen=True):
 
 
 class Rewards(Section, frozen=True):
-    """The reward is the weighted sum of all. `on_error`: a sample that one of them failed on is masked out of the loss, or the
-    run stops."""
+    """The reward is the weighted sum of all. Rules run in `workers` processes with limits. `on_error`: a sample that a rule, a
+    remote reward or the model failed on is masked out of the loss, or the run stops.
+    """
 
     rules: list[Rule] = []
     remote: list[RemoteReward] = []
     model: RewardModel | None = None
     workers: Positive = 1
-    timeout: Seconds = 10.0
+    timeout: Seconds = 10.0  # of one task, by the clock
+    cpu_seconds: Seconds = 5.0  # of one task
+    memory_bytes: Annotated[int, Meta(ge=128 << 20)] = 384 << 20  # that a worker may allocate in all
+    cache_entries: NonNegative = 65_536  # outcomes that are kept, about 200 bytes each; 0 = none
     on_error: Literal["mask", "fail"] = "mask"
 
 

@@ -17,7 +17,7 @@ from services.remote_reward import RemoteRewardClient
 
 
 class RewardService(process.Service):
-    """Letters are scored in batches as they come; a slow rule holds up nothing but its own batch."""
+    """Each letter, a group, is scored by itself and answered when it is: a slow rule holds up its own group alone."""
 
     role = "reward"
     service = "Reward"
@@ -60,23 +60,21 @@ class RewardService(process.Service):
             await client.close()
 
     async def receive(self, letters: Sequence[Letter]) -> None:
-        task = asyncio.create_task(self._score(letters))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for letter in letters:
+            task = asyncio.create_task(self._score(letter))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _score(self, letters: Sequence[Letter]) -> None:
+    async def _score(self, letter: Letter) -> None:
         before = time.monotonic()
         try:
-            requests = [letter.message for letter in letters]
-            columns = await asyncio.gather(*(scorer.score(requests) for scorer in self._scorers))
-            scores = [combine(parts) for parts in zip(*columns, strict=True)]
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letters
-            for letter in letters:
-                letter.fail(error)
+            columns = await asyncio.gather(*(scorer.score([letter.message]) for scorer in self._scorers))
+            scores = combine([column[0] for column in columns])
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            letter.fail(error)
             return
-        for letter, score in zip(letters, scores, strict=True):
-            letter.reply(score)
-        self._groups += len(letters)
+        letter.reply(scores)
+        self._groups += 1
         self._busy_seconds += time.monotonic() - before
 
     def gauges(self) -> dict[str, float]:

@@ -37,3 +37,11 @@ def number_answer(text: str) -> str | None:
 
 
 gsm8k = rule("gsm8k", screen=up_to(INLINE_CHARACTERS, _gsm8k), answer=number_answer)(_gsm8k)
+
+
+def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
+    """1 where `gsm8k` is true, else -1."""
+    return 1.0 if _gsm8k(text, label, context) else -1.0
+
+
+gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer), answer=number_answer)(_gsm8k_answer)

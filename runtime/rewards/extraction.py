@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\s{0,8}\{|\\[\\{}]|[{}]")
+_BOX = re.compile(r"\\boxed\s{0,8}\{")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
 _CLOSING = re.compile(r"\banswer\b[*_` \t]{0,8}(?:is\b|was\b|[:=])[*_:=\s]{0,16}", re.IGNORECASE)
 _STATEMENT_END = re.compile(r"\n|[.!?;](?=\s|$)")
@@ -34,6 +35,15 @@ def last_boxed(text: str) -> str | None:
         elif mark.startswith("\\boxed"):
             opened.append((token.end(), True))
     return None if start < 0 else text[start:end]
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`; empty where that box is never closed, None without any box."""
+    start = len(text)
+    while (start := text.rfind("\\boxed", 0, start)) >= 0:
+        if _BOX.match(text, start):
+            return last_boxed(text[start:] if last_boxed(text[start:]) is None else text) or ""
+    return None
 
 
 def last_hashes(text: str) -> str | None:

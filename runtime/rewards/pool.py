@@ -1,121 +1,51 @@
 """A pool of worker processes that can be killed: a task that hangs or crashes costs its own sample and nothing else.
 
-Each slot of the pool is one asyncio task that owns one worker: it takes a few jobs, sends them as one frame, and waits for
-one outcome after the other, each within the time limit. A worker that overruns it, or dies, is killed with its process group
-and replaced; the job at its head gets the error, the jobs behind it go back to the front of the queue.
+Each slot of the pool is one asyncio task that owns one worker: it takes a few jobs, sends them as one frame, and each is
+settled as its verdict arrives. A worker that overruns a limit, or dies, is killed with its process group and replaced; the job
+at its head gets the error, the jobs behind it go back to the front of the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 
-import msgspec
-
-from runtime.errors import Cancelled, ServiceFault, SluiceError
+from runtime.errors import Cancelled, ServiceFault
+from runtime.rewards.outcome_cache import OutcomeCache, digest
 from runtime.rewards.rules import Outcome
-from runtime.rewards.worker import LENGTH, Task, frame
+from runtime.rewards.worker import Task, Verdict
+from runtime.rewards.worker_process import Job, Limits, WorkerProcess, encoded, withdraw
 
-BATCH = 16  # jobs in one frame: enough to hide the pipe's latency
-CAPACITY = 1024  # jobs that wait; beyond it `run` itself waits
-START_TIMEOUT = 60.0  # from the start of a worker until its rules are imported
-REAP_TIMEOUT = 10.0  # from SIGKILL until the process is gone
-
-_decode = msgspec.msgpack.Decoder(Outcome).decode
-
-
-class _Job:
-    """An encoded task and the future of its outcome."""
-
-    __slots__ = ("done", "task")
-
-    def __init__(self, task: Task):
-        self.task = msgspec.Raw(msgspec.msgpack.encode(task))  # here, so that a task that cannot be sent fails its caller
-        self.done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-
-    def settle(self, outcome: Outcome) -> None:
-        if not self.done.done():
-            self.done.set_result(outcome)
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def withdraw(self) -> None:
-        """Nobody waits any more: slots skip the job, and an error that it has is taken as seen."""
-        if not self.done.cancel() and not self.done.cancelled():
-            self.done.exception()
-
-
-class _Worker:
-    """One process and its two pipes."""
-
-    def __init__(self, process: asyncio.subprocess.Process):
-        assert process.stdin is not None and process.stdout is not None
-        self._process, self._requests, self._replies = process, process.stdin, process.stdout
-
-    @classmethod
-    async def spawn(cls, rules: Sequence[str]) -> _Worker:
-        """Start a process that finds modules where this one does. Raises OSError when the system gives none."""
-        command = (sys.executable, "-m", "runtime.rewards.worker", str(os.getpid()), *rules)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            start_new_session=True,  # a group of its own: killed whole, and Ctrl-C on the terminal passes it by
-        )
-        return cls(process)
-
-    async def ready(self) -> None:
-        """Wait until the rules are imported. Raises ServiceFault when they are not within START_TIMEOUT."""
-        try:
-            await asyncio.wait_for(self._frame(), START_TIMEOUT)
-        except asyncio.TimeoutError as error:
-            raise ServiceFault("reward", "start a worker", "its rules are still not imported", START_TIMEOUT) from error
-        except asyncio.IncompleteReadError as error:
-            raise ServiceFault("reward", "start a worker", "it ended early; its standard error says why") from error
-
-    async def send(self, tasks: list[msgspec.Raw]) -> None:
-        self._requests.write(frame(msgspec.msgpack.encode(tasks)))
-        await self._requests.drain()
-
-    async def receive(self) -> Outcome:
-        return _decode(await self._frame())
-
-    async def _frame(self) -> bytes:
-        header = await self._replies.readexactly(LENGTH.size)
-        return await self._replies.readexactly(LENGTH.unpack(header)[0])
-
-    async def kill(self) -> None:
-        """End the process and what it started; returns when it is reaped."""
-        self._requests.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT)
+CAPACITY = 1024  # jobs that wait; beyond it `submit` itself waits
+CAPACITY_BYTES = 64 << 20  # and of their texts, unless one alone has more
+BATCH = 64  # jobs in one frame at most
+BATCH_BYTES = 4 << 20  # and of their texts, unless one alone has more
+BATCH_SECONDS = 0.02  # what a batch should take: long beside the pipe's latency, short for those behind it
+FIRST_PACE = 0.001  # seconds that a task is expected to take before one was run
 
 
 class KillablePool:
-    """`workers` processes for the rules named `rules`, started at `start` or at the first `run`.
+    """`workers` processes for the rules named `rules`, started at `start` or at the first task.
 
-    `timeout` is the time limit of one task in seconds. All methods belong to one event loop.
+    The last `cache_entries` values are kept, and equal tasks that wait at the same time are evaluated once. All methods belong
+    to one event loop.
     """
 
-    def __init__(self, rules: Sequence[str], workers: int, timeout: float):
-        self.timeout = timeout
-        self.lost = 0  # workers killed at the time limit or found dead
+    def __init__(self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0):
+        self.lost = 0  # workers killed at a limit or found dead
         self._rules = tuple(rules)
         self._workers = workers
-        self._waiting: deque[_Job] = deque()
+        self._limits = limits
+        self._cache = OutcomeCache(cache_entries)
+        self._pace = FIRST_PACE  # seconds that a task takes, lately
+        self._jobs: dict[bytes, Job] = {}  # by key: those that wait, and those that are being worked on
+        self._waiting: deque[Job] = deque()
+        self._waiting_bytes = 0
         self._work = asyncio.Event()  # jobs wait
-        self._room = asyncio.Event()  # fewer than CAPACITY do, or the pool has ended
+        self._room = asyncio.Event()  # the queue is not full, or the pool has ended
         self._slots: list[asyncio.Task[None]] = []
-        self._alive: set[_Worker] = set()  # processes that are not reaped yet
+        self._alive: set[WorkerProcess] = set()  # processes that are not reaped yet
         self._ended: Exception | None = None  # why the pool takes no more tasks
 
     def start(self) -> None:
@@ -125,35 +55,75 @@ class KillablePool:
             for slot in self._slots:
                 slot.add_done_callback(self._slot_ended)
 
-    async def run(self, tasks: Sequence[Task]) -> list[Outcome]:
-        """The outcomes of `tasks`, in their order. Waits for room while CAPACITY jobs wait.
+    async def submit(self, task: Task) -> asyncio.Future[Verdict]:
+        """The future of the task's verdict; cancel it when it is no longer wanted. Waits for room while the queue is full.
 
-        Raises ServiceFault when no worker can be started, Cancelled when the pool is closed.
+        Here and from the future: ServiceFault when no worker can be started, Cancelled when the pool is closed.
         """
         self._check()
         self.start()
-        jobs = [_Job(task) for task in tasks]
+        message = encoded(task)
+        key = digest(message)
+        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        value = self._cache.get(key)
+        if value is not None:
+            future.set_result(Verdict(Outcome(value)))
+            return future
+        while self._full():
+            self._room.clear()
+            await self._room.wait()
+            self._check()
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = Job(message, key)
+            self._enqueue(job)
+        job.waiters.append(future)
+        return future
+
+    async def run(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """The outcomes of `tasks`, in their order. Raises as `submit` does."""
+        futures: list[asyncio.Future[Verdict]] = []
         try:
-            for job in jobs:
-                while len(self._waiting) >= CAPACITY:
-                    self._room.clear()
-                    await self._room.wait()
-                    self._check()
-                self._waiting.append(job)
-                self._work.set()
-            return await asyncio.gather(*(job.done for job in jobs))
+            for task in tasks:
+                futures.append(await self.submit(task))  # noqa: PERF401 - those before one that fails must be withdrawn
+            return [verdict.outcome for verdict in await asyncio.gather(*futures)]
         finally:
-            for job in jobs:
-                job.withdraw()
+            withdraw(futures)
 
     async def close(self) -> None:
-        """Kill the workers; `run` calls under way raise Cancelled."""
+        """Kill the workers; `submit` and `run` calls under way raise Cancelled."""
         self._end(Cancelled("the reward pool is closed"))
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         # A slot that was cancelled while it reaped its worker has left that to this method.
         await asyncio.gather(*(worker.kill() for worker in self._alive))
+
+    def settle(self, job: Job, verdict: Verdict) -> None:
+        """As `Employer` says."""
+        self._pace += (verdict.seconds - self._pace) / BATCH
+        if verdict.outcome.value is not None:
+            self._cache.put(job.key, verdict.outcome.value)
+        self._forget(job)
+        job.settle(verdict)
+
+    def take_back(self, jobs: Sequence[Job]) -> bool:
+        """As `Employer` says."""
+        if self._workers > 1:
+            self._first(jobs)
+        return self._workers > 1
+
+    def _forget(self, job: Job) -> None:
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
+
+    def _full(self) -> bool:
+        return len(self._waiting) >= CAPACITY or self._waiting_bytes >= CAPACITY_BYTES
+
+    def _enqueue(self, job: Job, *, first: bool = False) -> None:
+        (self._waiting.appendleft if first else self._waiting.append)(job)
+        self._waiting_bytes += len(job.task)
+        self._work.set()
 
     def _slot_ended(self, slot: asyncio.Task[None]) -> None:
         """A slot ends by `close` alone. Should one fail (a worker that cannot even be killed), nobody may wait for it."""
@@ -164,8 +134,11 @@ class KillablePool:
     def _end(self, why: Exception) -> None:
         self._ended = self._ended or why
         self._room.set()
-        while self._waiting:
-            self._waiting.popleft().fail(self._ended)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        for job in self._jobs.values():
+            job.fail(self._ended)
+        self._jobs.clear()
 
     def _check(self) -> None:
         if self._ended is not None:
@@ -177,15 +150,15 @@ class KillablePool:
             fault = await self._employ()
             if fault is not None:  # reported to whoever needs a worker next; then tried again
                 for job in await self._take():
+                    self._forget(job)
                     job.fail(fault)
 
     async def _employ(self) -> ServiceFault | None:
         """Run one worker until it is lost; returns the fault when it did not even start."""
         try:
-            worker = await _Worker.spawn(self._rules)
+            worker = await self._hire()
         except OSError as error:
             return ServiceFault("reward", "start a worker", str(error))
-        self._alive.add(worker)
         try:
             await worker.ready()
             while await self._feed(worker):
@@ -197,41 +170,44 @@ class KillablePool:
             self._alive.discard(worker)
         return None
 
-    async def _feed(self, worker: _Worker) -> bool:
-        """Run one batch. False when the worker is lost: the job that it was at is settled, the rest is queued again."""
-        jobs = await self._take()
-        done = 0
+    async def _hire(self) -> WorkerProcess:
+        """Start a process. Cancelled half-way it would be left behind: it is among `_alive` however this ends."""
+        starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self))
         try:
-            await asyncio.wait_for(worker.send([job.task for job in jobs]), self.timeout)
-            for job in jobs:
-                self._check()  # before Python 3.12 `wait_for` may swallow the cancellation of a closing pool
-                job.settle(await asyncio.wait_for(worker.receive(), self.timeout))
-                done += 1
+            return await asyncio.shield(starting)
+        finally:
+            self._alive.add(await starting)
+
+    async def _feed(self, worker: WorkerProcess) -> bool:
+        """Run one batch. False when the worker is lost: the job that it was at is settled, the rest is queued again."""
+        if await worker.work(await self._take()):
             return True
-        except asyncio.TimeoutError:
-            reason = "timeout"
-        except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError):
-            reason = "crash"
-        except (asyncio.CancelledError, SluiceError):
-            for job in jobs[done:]:
-                job.fail(self._ended or Cancelled("the reward pool is closed"))
-            raise
         self.lost += 1
-        jobs[done].settle(Outcome(error=reason))
-        self._waiting.extendleft(reversed(jobs[done + 1 :]))
-        self._work.set()
+        self._first(worker.jobs)
         return False
 
-    async def _take(self) -> list[_Job]:
-        """Wait for jobs and take this worker's share of them, BATCH at most."""
+    def _first(self, jobs: Sequence[Job]) -> None:
+        for job in reversed(jobs):
+            self._enqueue(job, first=True)
+
+    async def _take(self) -> list[Job]:
+        """Wait for jobs and take one worker's share of them."""
         while True:
             self._check()
             while not self._waiting:
                 self._work.clear()
                 await self._work.wait()
-            share = min(BATCH, -(-len(self._waiting) // self._workers))
-            taken = [self._waiting.popleft() for _ in range(share)]
+            share = min(BATCH, int(BATCH_SECONDS / self._pace), -(-len(self._waiting) // self._workers))
+            taken: list[Job] = []
+            size = 0
+            while self._waiting and len(taken) < max(share, 1) and size < BATCH_BYTES:
+                job = self._waiting.popleft()
+                size += len(job.task)
+                if job.unwanted:
+                    self._forget(job)
+                else:
+                    taken.append(job)
+            self._waiting_bytes -= size
             self._room.set()
-            jobs = [job for job in taken if not job.done.done()]
-            if jobs:
-                return jobs
+            if taken:
+                return taken

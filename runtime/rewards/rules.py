@@ -6,15 +6,16 @@
     def polite(text: str, label: str, context: RuleContext) -> bool:
         return "please" in text
 
-A rule is a pure function of the reply's text (special tokens left out), the problem's label and the context. A bool earns
-the configuration's `correct` or `wrong`; a float is the value itself. It runs in a worker process that is killed at its
-time limit, unless its `screen` settles the case in the service: only for what is short and certain to end.
+A rule is a pure function of the reply's text (special tokens left out), the problem's label and the context; it may be
+`async`. A bool earns the configuration's `correct` or `wrong`; a float is the value itself. It runs in a worker process that is
+killed at its limits, unless its `screen` settles the case in the service: only for what is short and certain to end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -32,8 +33,10 @@ class RuleContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 Evaluate = Callable[[str, str, RuleContext], Value]
+EvaluateLater = Callable[[str, str, RuleContext], Awaitable[Value]]
 Screen = Callable[[str, str, RuleContext], "Value | None"]
 Answer = Callable[[str], "str | None"]
+Function = TypeVar("Function", bound="Evaluate | EvaluateLater")
 
 
 class RewardRule(msgspec.Struct, frozen=True):
@@ -44,13 +47,13 @@ class RewardRule(msgspec.Struct, frozen=True):
     """
 
     name: str
-    evaluate: Evaluate
+    evaluate: Evaluate | EvaluateLater
     screen: Screen | None = None
     answer: Answer | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """One evaluation: a value, or the reason why there is none ("timeout", "crash", "exception:ValueError")."""
+    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, or exception:NAME."""
 
     value: bool | float | None = None
     error: str = ""
@@ -64,10 +67,10 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 RULES: Registry[RewardRule] = Registry("rewards.rules.name")
 
 
-def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Evaluate], Evaluate]:
+def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Function], Function]:
     """Register the decorated function as the reward rule `name`."""
 
-    def register(function: Evaluate) -> Evaluate:
+    def register(function: Function) -> Function:
         RULES.register(name)(RewardRule(name, function, screen, answer))
         return function
 
@@ -84,13 +87,22 @@ def up_to(characters: int, function: Evaluate) -> Screen:
 
 
 def attempt(function: Evaluate | Screen, text: str, label: str, context: RuleContext) -> Outcome:
-    """Call a rule or a screen. Whatever it raises becomes the outcome's error, and so does a value that is no number."""
+    """Call a rule or a screen. Whatever it raises becomes the outcome's error.
+
+    So does a value that is no number (exception:TypeError) or not finite (exception:ValueError).
+    """
     try:
         value = function(text, label, context)
+        return Outcome(value if value is None or isinstance(value, bool) else _finite(value))
+    except MemoryError:
+        return Outcome(error="memory")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
         return Outcome(error=f"exception:{type(error).__name__}")
-    if value is None or isinstance(value, bool):
-        return Outcome(value)
+
+
+def _finite(value: object) -> float:
     if not isinstance(value, (int, float)):
-        return Outcome(error=f"not a number:{type(value).__name__}")
-    return Outcome(float(value)) if math.isfinite(value) else Outcome(error="not finite")
+        raise TypeError(f"{type(value).__name__} is no number")
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    return float(value)

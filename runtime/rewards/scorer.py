@@ -15,6 +15,7 @@ from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import Outcome, RewardRule, RuleContext, attempt
 from runtime.rewards.worker import Task
+from runtime.rewards.worker_process import Limits
 from runtime.types import GroupPayload, Sample, ScoreRequest, Scores
 
 
@@ -52,7 +53,8 @@ class RewardScorer:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")
         self._tokenizer = tokenizer
         self._fail = settings.on_error == "fail"
-        self.pool = KillablePool([entry.name for entry in settings.rules], settings.workers, settings.timeout)
+        limits = Limits(settings.timeout, settings.cpu_seconds, settings.memory_bytes)
+        self.pool = KillablePool([entry.name for entry in settings.rules], settings.workers, limits, settings.cache_entries)
 
     def start(self) -> None:
         """Start the pool in the background when a rule always needs it; otherwise its first use starts it."""

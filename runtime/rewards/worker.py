@@ -1,20 +1,28 @@
-"""A worker of the pool: `python -m runtime.rewards.worker PARENT_PID RULE...`. It loads neither numpy nor torch.
+"""A worker of the pool: `python -m runtime.rewards.worker PARENT_PID CPU_SECONDS MEMORY_BYTES RULE...`.
 
-Frames on its standard input and output are a little-endian uint32 length and msgpack: a batch of tasks in, one outcome
-per task out, each as soon as it is known. An empty frame says that the worker is ready.
+It loads neither numpy nor torch. Frames on its standard input and output are a little-endian uint32 length and msgpack: a batch
+of tasks in, one verdict per task out, each as soon as it is known. An empty frame says that the worker is ready.
+
+Its limits are the kernel's, so that no code can sit them out: SIGPROF ends the process when one task has used its CPU time, and
+memory beyond the limit is refused, which raises MemoryError here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
+import resource
+import signal
 import struct
 import sys
+import time
 from typing import BinaryIO
 
 import msgspec
 
 from runtime.os_process import die_with_parent
-from runtime.rewards.rules import Outcome, RuleContext, attempt
+from runtime.rewards.rules import Evaluate, Outcome, RewardRule, RuleContext, Value, attempt
 
 LENGTH = struct.Struct("<I")
 
@@ -28,27 +36,60 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     context: RuleContext
 
 
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a task, and the seconds that it took by the clock, waiting for its turn excluded."""
+
+    outcome: Outcome
+    seconds: float = 0.0
+
+
 def frame(message: bytes) -> bytes:
     return LENGTH.pack(len(message)) + message
 
 
-def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str]) -> None:
+def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: float) -> None:
     """Answer batches until the parent closes the pipe."""
     from runtime.rewards.catalogue import find_rule  # the rules' own modules may be anything: load them behind the pipes
 
-    evaluate = {name: find_rule(name).evaluate for name in rules}
+    loop = asyncio.new_event_loop()
+    evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
     replies.write(frame(b""))
     while header := requests.read(LENGTH.size):
         for task in decode(requests.read(LENGTH.unpack(header)[0])):
+            start = time.perf_counter()
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             outcome = attempt(evaluate[task.rule], task.text, task.label, task.context)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:
-                outcome = Outcome(error="not a number:NoneType")
-            replies.write(frame(msgspec.msgpack.encode(outcome)))
+                outcome = Outcome(error="exception:TypeError")  # only a screen may leave a case open
+            replies.write(frame(msgspec.msgpack.encode(Verdict(outcome, time.perf_counter() - start))))
+
+
+def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate:
+    """The rule's function; one that is `async` runs on the worker's loop, which keeps its connections between tasks."""
+    function = entry.evaluate
+    if not inspect.iscoroutinefunction(function):
+        return function  # type: ignore[return-value]  # what is not a coroutine function returns a value
+
+    def call(text: str, label: str, context: RuleContext) -> Value:
+        value: Value = loop.run_until_complete(function(text, label, context))
+        return value
+
+    return call
+
+
+def _limit(memory_bytes: int) -> None:
+    """Bound the memory that this process may allocate, in all; what kills it leaves no core file behind."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[1]))  # where there is no such thing, the closed pipe ends an idle worker
+    parent, cpu_seconds, memory_bytes, *rules = sys.argv[1:]
+    die_with_parent(int(parent))  # where there is no such thing, the closed pipe ends an idle worker
+    _limit(int(memory_bytes))
     # Keep the pipes for the protocol: a rule that prints or reads gets standard error and nothing.
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -56,7 +97,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    serve(requests, replies, sys.argv[2:])
+    serve(requests, replies, rules, float(cpu_seconds))
 
 
 if __name__ == "__main__":

@@ -123,13 +123,13 @@ async def started(config: Path, coordinator: str) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def registered(folder: Path) -> AsyncIterator[tuple[Service, Registration, Session]]:
+async def registered(folder: Path, **sections: Any) -> AsyncIterator[tuple[Service, Registration, Session]]:
     """A process that has registered, and a session to it."""
-    async with Coordinator() as coordinator, started(write_config(folder), coordinator.address) as service:
+    async with Coordinator() as coordinator, started(write_config(folder, **sections), coordinator.address) as service:
         registration = await asyncio.wait_for(coordinator.registrations.get(), START)
         session = Session(registration.address, "reward-0", "Reward")
         try:
-            await session.open(5.0)
+            await session.open(END)
             yield service, registration, session
         finally:
             await session.close()
@@ -206,6 +206,35 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
             with pytest.raises(Unreachable, match="reward-0"):
                 await session.call("Score", request, 5.0)
             assert "Traceback" not in service.log
+
+    run(test())
+
+
+PATIENT = """
+import os, time
+from runtime.rewards.rules import rule
+
+@rule("patient")
+def patient(text, label, context):
+    while text == "slow" and not os.path.exists("FOLDER/go"):
+        time.sleep(0.01)
+    return True
+"""
+
+
+def test_a_group_is_answered_when_it_is_scored_whatever_came_with_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(PATIENT.replace("FOLDER", str(tmp_path)))
+    rewards = Rewards(rules=[Rule(name=f"{tmp_path}/own.py:patient")], workers=2, timeout=60.0)
+
+    async def test() -> None:
+        async with registered(tmp_path, rewards=rewards) as (_, _, session):
+            slow, quick = (
+                asyncio.ensure_future(session.call("Score", score_request(text), 60.0)) for text in ("slow", "quick")
+            )
+            assert (await quick).rewards.tolist() == [1.0]
+            assert not slow.done()
+            (tmp_path / "go").touch()
+            assert (await slow).rewards.tolist() == [1.0]
 
     run(test())
 

@@ -9,13 +9,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import psutil
 import pytest
+import uvloop
 
 from runtime import config
 from runtime.errors import Cancelled, ServiceFault
@@ -23,11 +24,13 @@ from runtime.rewards.pool import CAPACITY, KillablePool
 from runtime.rewards.rules import Outcome, RuleContext
 from runtime.rewards.scorer import RewardScorer
 from runtime.rewards.worker import Task
+from runtime.rewards.worker_process import Limits
 from tests.unit.test_rewards_scorer import Bytes, request
 
 T = TypeVar("T")
 
 COUNTER = itertools.count()
+MEMORY = 384 << 20
 RULES = """
 import os, subprocess, sys
 from runtime.rewards.rules import rule
@@ -69,6 +72,14 @@ def hostile(text, label, context):
 """
 
 
+@pytest.fixture(autouse=True, params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The reward service runs on uvloop, `sluice score` on asyncio's own loop."""
+    asyncio.set_event_loop_policy(request.param())
+    yield
+    asyncio.set_event_loop_policy(None)
+
+
 @pytest.fixture
 def rule(tmp_path: Path) -> str:
     """The hostile rule under a name of its own: a process registers a name once."""
@@ -77,9 +88,15 @@ def rule(tmp_path: Path) -> str:
     return f"{tmp_path}/hostile.py:{name}"
 
 
-def with_pool(rule: str, use: Callable[[KillablePool], Awaitable[T]], workers: int = 2, timeout: float = 0.5) -> T:
+def with_pool(
+    rule: str,
+    use: Callable[[KillablePool], Awaitable[T]],
+    workers: int = 2,
+    timeout: float = 0.5,
+    limits: Limits | None = None,
+) -> T:
     async def run() -> T:
-        pool = KillablePool([rule], workers, timeout)
+        pool = KillablePool([rule], workers, limits or Limits(timeout, 30.0, MEMORY))
         try:
             return await asyncio.wait_for(use(pool), 60)
         finally:
@@ -108,7 +125,8 @@ def ended(pid: int) -> bool:
 
 
 def tasks(rule: str, *texts: str, label: str = "ok") -> list[Task]:
-    return [Task(rule, text, label, RuleContext()) for text in texts]
+    """No two of them are equal."""
+    return [Task(rule, text, label, RuleContext(tokens=index)) for index, text in enumerate(texts)]
 
 
 def test_each_failure_costs_its_own_sample(rule: str) -> None:
@@ -122,7 +140,7 @@ def test_each_failure_costs_its_own_sample(rule: str) -> None:
         "abort": Outcome(error="crash"),
         "raise": Outcome(error="exception:KeyError"),
         "hog": Outcome(error="timeout"),
-        "none": Outcome(error="not a number:NoneType"),
+        "none": Outcome(error="exception:TypeError"),
         "print": Outcome(True),
         "\x00\U0001f642": Outcome(False),
     }
@@ -202,8 +220,9 @@ import asyncio, psutil
 from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import RuleContext
 from runtime.rewards.worker import Task
+from runtime.rewards.worker_process import Limits
 async def main():
-    pool = KillablePool([{rule!r}], 2, 600.0)
+    pool = KillablePool([{rule!r}], 2, Limits(600.0, 600.0, 384 << 20))
     task = lambda text: Task({rule!r}, text, "ok", RuleContext())
     await pool.run([task("ok")] * 40)
     hanging = asyncio.ensure_future(pool.run([task("hang")] * 2))

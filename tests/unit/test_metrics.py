@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from runtime import metrics
 from runtime.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
@@ -132,6 +133,14 @@ def test_masked_samples_never_count_as_zero() -> None:
     # A rule whose samples were all masked has no mean, even where another group's samples are valid.
     found = metrics.score_metrics([scored([1.0], [1], a=[1]), scored([1.0], [0], b=[1])])
     assert "b_rewards/mean" not in found and found["a_rewards/mean"] == 1.0
+
+
+def test_failures_of_rules_are_counted_by_reason() -> None:
+    one, other = scored([1.0, 0.0], [1, 0], a=[1, 0]), scored([0.0, 0.0], [0, 0], a=[0, 0])
+    one = structs.replace(one, errors={"timeout": 1})
+    other = structs.replace(other, errors={"timeout": 2, "exception:ValueError": 1})
+    found = metrics.score_metrics([one, other])
+    assert (found["grpo/errors/timeout"], found["grpo/errors/exception:ValueError"]) == (3.0, 1.0)
 
 
 def test_what_was_not_measured_is_left_out() -> None:

@@ -150,9 +150,10 @@ def test_a_rule_of_a_file_is_found_by_file_and_name(tmp_path: Path) -> None:
         (True, Outcome(True)),
         (3, Outcome(3.0)),
         (None, Outcome()),
-        (float("nan"), Outcome(error="not finite")),
-        ("1", Outcome(error="not a number:str")),
-        (np.float32(0.5), Outcome(error="not a number:float32")),
+        (float("nan"), Outcome(error="exception:ValueError")),
+        (10**400, Outcome(error="exception:OverflowError")),
+        ("1", Outcome(error="exception:TypeError")),
+        (np.float32(0.5), Outcome(error="exception:TypeError")),
     ],
 )
 def test_outcome_of_a_returned_value(value: object, outcome: Outcome) -> None:

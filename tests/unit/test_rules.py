@@ -25,6 +25,7 @@ TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
 PURE = (
     "runtime/algorithms/",
     "runtime/data/order.py",
+    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "closing_line", "extraction", "format", "numeric", "rules")),
     "runtime/weights/plan.py",
     "runtime/pipeline/states.py",
     "runtime/pipeline/staleness.py",
@@ -195,7 +196,8 @@ def loaded(code: str) -> list[str]:
             "import services.reward, runtime.rewards.worker\n"
             "from runtime.rewards.catalogue import find_rule\n"
             "from runtime.config import Rewards, Rule\n"
-            "find_rule('gsm8k'), find_rule('format_answer')",
+            "from runtime.rewards.rules import RULES, RuleContext\n"
+            "for name in RULES: find_rule(name).evaluate('\\\\boxed{5}', '5', RuleContext())",
             id="reward",
         ),
         pytest.param(
@@ -208,7 +210,8 @@ def loaded(code: str) -> list[str]:
             id="sluice-help",
         ),
         pytest.param(
-            "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.known, launcher.prepare",
+            "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.score, launcher.known\n"
+            "import launcher.prepare",
             id="launcher",
         ),
     ],

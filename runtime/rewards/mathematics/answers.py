@@ -1,0 +1,151 @@
+r"""Whether an answer is right: `equal(prediction, truth)`. And one text for obviously equal answers: `canonical(answer)`.
+
+The contract:
+
+- Numbers compare by exact value, whatever their size. Two decimals compare by value; a decimal equals an exact form where it
+  agrees with it to six significant digits or more.
+- Units, degree and currency signs are left out. A percent sign may be left out.
+- Lists without brackets and sets are unordered; tuples are ordered; open and closed ends of intervals differ.
+- `x = 5` is 5. Equations are the same when they are multiples of each other.
+- Functions are the same when they are at several points; a plus-minus sign stands for two values.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+
+from runtime.rewards.mathematics import algebra
+from runtime.rewards.mathematics.parser import parse
+from runtime.rewards.mathematics.scalars import Verdict
+from runtime.rewards.mathematics.structures import same
+from runtime.rewards.mathematics.tidy import label_answer, last_mathematics, tidy
+from runtime.rewards.mathematics.tree import Node, TooCostly, Unknown, Unreadable, key
+from runtime.rewards.mathematics.work import limited
+from runtime.rewards.numeric import label_number, number
+
+MAX_LENGTH = 4000  # characters; what is longer is compared as text alone
+
+_EXACT = re.compile(r"[^.%eE=]*")  # what cannot be a decimal, a percentage or an equation
+_WRAPPED = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|mathbf) ?\{([^{}]*)\}")
+_SPACE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])")
+_LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
+_COMMA_GROUP = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
+
+
+def equal(prediction: str, truth: str) -> bool:
+    """Whether an answer is mathematically the label `truth`. Raises TooCostly where that would take too long to tell."""
+    verdict = screen(prediction, truth)
+    if verdict is not None:
+        return verdict
+    answer, label = _readable(prediction), _readable_label(truth)
+    if answer is None or label is None:
+        return False
+    with limited():
+        verdict = _same_text(answer, label)
+        if not verdict and (_COMMA_GROUP.search(answer) or _COMMA_GROUP.search(label)):
+            verdict = _same_text(answer, label, thousands=False) or verdict
+    return algebra.equal(answer, label) if verdict is None else verdict
+
+
+def screen(prediction: str, truth: str) -> bool | None:
+    """What takes no parsing: equal texts, equal numbers, different whole numbers or fractions. None for the rest.
+
+    Takes linear time.
+    """
+    if prediction == truth:
+        return bool(truth.strip())
+    if not prediction or prediction.isspace():
+        return False
+    value, expected = number(prediction), label_number(truth)
+    if value is not None and expected is not None and not ("=" in prediction and "=" in truth):
+        if value == expected:
+            return True
+        if _EXACT.fullmatch(prediction) and _EXACT.fullmatch(truth):
+            return False
+    if len(prediction) > MAX_LENGTH:
+        return False
+    return True if _folded(prediction) == _folded_label(truth) else None
+
+
+def canonical(answer: str) -> str:
+    """A text that obviously equal answers have in common: for votes. Takes linear time."""
+    text = _readable(answer)
+    if text is None:
+        return answer
+    value = number(text)
+    if value is not None:
+        return f"{value.numerator:x}/{value.denominator:x}"
+    try:
+        return key(_plain(parse(text)))
+    except Unreadable:
+        return folded(text)
+
+
+def _plain(node: Node) -> Node:
+    """Decimals and quotients of numbers as numbers."""
+    if node.head == "decimal":
+        return Node("number", (), node.value)
+    arguments = tuple(_plain(argument) for argument in node.args)
+    if node.head == "negate" and arguments[0].head == "number":
+        return Node("number", (), -arguments[0].value)  # type: ignore[operator]
+    if node.head == "divide" and all(side.head == "number" and side.value for side in arguments):
+        return Node("number", (), Fraction(arguments[0].value) / Fraction(arguments[1].value))
+    return Node(node.head, arguments, node.value)
+
+
+def _readable(text: str) -> str | None:
+    """The tidied mathematics in an answer; None where there is none, or too much of it."""
+    if len(text) > MAX_LENGTH:
+        return None
+    return tidy(last_mathematics(text)) or None
+
+
+@lru_cache(maxsize=4096)  # a group's samples share one label
+def _readable_label(label: str) -> str | None:
+    return _readable(label_answer(label))
+
+
+@lru_cache(maxsize=4096)
+def _folded_label(label: str) -> str:
+    return _folded(label_answer(label)) or "\0"
+
+
+def _folded(text: str) -> str:
+    return folded(tidy(text[:MAX_LENGTH]))
+
+
+def folded(text: str) -> str:
+    """A tidied answer as plain text: text commands and spaces left out, words in lower case, a choice without parentheses."""
+    text = _WRAPPED.sub(r"\1", text).strip(" .,")
+    choice = _LETTER_CHOICE.fullmatch(text)
+    if choice:
+        return choice.group(1)
+    text = _SPACE.sub("", text)
+    return text.casefold() if len(text) > 1 and text.replace(" ", "").isalpha() else text
+
+
+@lru_cache(maxsize=4096)
+def _tree(text: str, thousands: bool) -> Node | None:
+    """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
+    try:
+        return parse(text, thousands)
+    except Unknown:
+        return None
+    except Unreadable:
+        if "\\" in text and algebra.affordable(text):
+            return None
+        raise
+
+
+def _same_text(answer: str, label: str, thousands: bool = True) -> Verdict:
+    """The verdict on two tidied answers; None where that is left to algebra."""
+    try:
+        predicted, expected = _tree(answer, thousands), _tree(label, thousands)
+    except Unreadable:
+        return False
+    return None if predicted is None or expected is None else same(predicted, expected)
+
+
+__all__ = ["MAX_LENGTH", "TooCostly", "canonical", "equal", "screen"]

@@ -1,0 +1,211 @@
+"""Exact rational arithmetic, within bounds on the size of the numbers."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+from runtime.rewards.mathematics.tree import Node, TooCostly, key
+from runtime.rewards.mathematics.work import spend
+
+MAX_BITS = 200_000  # of a numerator or denominator: about 60,000 digits, whose greatest common divisor takes 0.1 s
+MAX_TERMS = 1000  # of a sum or product with an index
+
+Values = Mapping[str, Fraction]  # of symbols, by name
+
+
+class Irrational(Exception):
+    """The value is not a rational number, or not known to be one."""
+
+
+def exact(node: Node, values: Values) -> Fraction:
+    """The value of `node`. Raises Irrational, TooCostly, or ZeroDivisionError."""
+    evaluate = _HEADS.get(node.head)
+    if evaluate is None:
+        raise Irrational(node.head)
+    return evaluate(node, values)
+
+
+def opaque_value(node: Node) -> Fraction:
+    """A value for what cannot be evaluated: the same for equal texts, and different for others."""
+    return Fraction(zlib.crc32(key(node).encode()) + 2, 1_000_003)
+
+
+def _literal(node: Node, values: Values) -> Fraction:
+    return node.value  # type: ignore[return-value]
+
+
+def _symbol(node: Node, values: Values) -> Fraction:
+    value = values.get(node.value)  # type: ignore[arg-type]
+    if value is None:
+        raise Irrational(node.value)
+    return value
+
+
+def _add(node: Node, values: Values) -> Fraction:
+    total = Fraction(0)
+    for term in node.args:
+        total += exact(term, values)
+    return _bounded(total)
+
+
+def _multiply(node: Node, values: Values) -> Fraction:
+    product = Fraction(1)
+    for factor in node.args:
+        product = _bounded(product * exact(factor, values))
+    return product
+
+
+def _divide(node: Node, values: Values) -> Fraction:
+    top, bottom = node.args
+    return _bounded(exact(top, values) / exact(bottom, values))
+
+
+def _negate(node: Node, values: Values) -> Fraction:
+    return -exact(node.args[0], values)
+
+
+def _percent(node: Node, values: Values) -> Fraction:
+    return exact(node.args[0], values)  # see scalars: a percent sign is a unit
+
+
+def _power(node: Node, values: Values) -> Fraction:
+    return power(exact(node.args[0], values), exact(node.args[1], values))
+
+
+def power(base: Fraction, exponent: Fraction) -> Fraction:
+    """`base ** exponent` where it is rational; the odd root of a negative number is the real one."""
+    if exponent.denominator != 1:
+        if exponent.denominator > 64:
+            raise Irrational("root")
+        base = root(base, exponent.denominator)
+    count = exponent.numerator
+    if base in (0, 1, -1):
+        if base == 0 and count < 0:
+            raise ZeroDivisionError
+        return Fraction(1) if count % 2 == 0 and (base or not count) else base
+    if _bits(base) * abs(count) > MAX_BITS:
+        raise TooCostly("a power of too many digits")
+    return _bounded(base**count)
+
+
+def root(base: Fraction, degree: int) -> Fraction:
+    """The real root; of an even degree the one that is not negative. Raises Irrational where there is no rational one."""
+    if base < 0 and degree % 2:
+        return -root(-base, degree)
+    if base < 0:
+        raise Irrational("root")
+    return Fraction(_integer_root(base.numerator, degree), _integer_root(base.denominator, degree))
+
+
+def _integer_root(value: int, degree: int) -> int:
+    if degree == 2:
+        found = math.isqrt(value)
+    else:
+        if value.bit_length() > 20_000:
+            raise TooCostly("a root of too many digits")
+        found = 1 << -(-value.bit_length() // degree)
+        while True:  # Newton's method from above
+            better = ((degree - 1) * found + value // found ** (degree - 1)) // degree
+            if better >= found:
+                break
+            found = better
+    if found**degree != value:
+        raise Irrational("root")
+    return found
+
+
+def _call(node: Node, values: Values) -> Fraction:
+    if node.value in ("sum", "prod"):
+        return _series(node, values)
+    function = _FUNCTIONS.get(node.value)  # type: ignore[arg-type]
+    if function is None:
+        raise Irrational(node.value)
+    return function(*(exact(argument, values) for argument in node.args))
+
+
+def _series(node: Node, values: Values) -> Fraction:
+    index, first, last, term = node.args
+    start, end = exact(first, values), exact(last, values)
+    if start.denominator != 1 or end.denominator != 1:
+        raise Irrational(node.value)
+    if end - start > MAX_TERMS:
+        raise TooCostly("a sum of too many terms")
+    total = Fraction(node.value == "prod")
+    for count in range(int(start), int(end) + 1):
+        value = exact(term, {**values, str(index.value): Fraction(count)})
+        total = _bounded(total + value if node.value == "sum" else total * value)
+    return total
+
+
+def _root(radicand: Fraction, degree: Fraction) -> Fraction:
+    if degree.denominator != 1 or not 0 < degree <= 64:
+        raise Irrational("root")
+    return root(radicand, int(degree))
+
+
+def _factorial(value: Fraction) -> Fraction:
+    if value.denominator != 1 or value < 0:
+        raise Irrational("factorial")
+    if value * max(1, value.numerator.bit_length()) > MAX_BITS:
+        raise TooCostly("a factorial of too many digits")
+    return _bounded(Fraction(math.factorial(value.numerator)))
+
+
+def _binomial(top: Fraction, bottom: Fraction) -> Fraction:
+    if top.denominator != 1 or bottom.denominator != 1 or top < 0 or bottom < 0:
+        raise Irrational("binomial")
+    smaller = min(bottom, top - bottom)
+    if smaller > 0 and smaller * top.numerator.bit_length() > MAX_BITS:
+        raise TooCostly("a binomial coefficient of too many digits")
+    return _bounded(Fraction(math.comb(top.numerator, bottom.numerator)))
+
+
+def _integers(function: Callable[..., int]) -> Callable[..., Fraction]:
+    def apply(*values: Fraction) -> Fraction:
+        if any(value.denominator != 1 for value in values):
+            raise Irrational(function.__name__)
+        return Fraction(function(*map(int, values)))
+
+    return apply
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    bits = _bits(value)
+    spend(1 + bits * bits / 1e6)  # reducing a fraction takes quadratic time
+    if bits > MAX_BITS:
+        raise TooCostly("a number of too many digits")
+    return value
+
+
+_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
+    "root": _root,
+    "abs": abs,
+    "floor": lambda value: Fraction(math.floor(value)),
+    "ceil": lambda value: Fraction(math.ceil(value)),
+    "factorial": _factorial,
+    "binomial": _binomial,
+    "max": max,
+    "min": min,
+    "gcd": _integers(math.gcd),
+    "lcm": _integers(math.lcm),
+}
+_HEADS: dict[str, Callable[[Node, Values], Fraction]] = {
+    "number": _literal,
+    "decimal": _literal,
+    "symbol": _symbol,
+    "add": _add,
+    "multiply": _multiply,
+    "divide": _divide,
+    "negate": _negate,
+    "percent": _percent,
+    "power": _power,
+    "call": _call,
+    "opaque": lambda node, values: opaque_value(node),
+}

@@ -1,0 +1,137 @@
+"""The tokens of a tidied answer. Words are told from variables here: `\\text{ cm}` and `Wednesday` from `RC` and `xy`."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import msgspec
+
+from runtime.rewards.mathematics.tree import Unreadable
+from runtime.rewards.mathematics.vocabulary import CONNECTIVES, SPELLED_FUNCTIONS, SPELLED_SYMBOLS, UNITS
+
+MAX_TOKENS = 1200
+
+
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """`kind`: number, decimal, letter, command, word (plain), text (within `\\text`), begin, end, or the mark itself."""
+
+    kind: str
+    text: str
+    value: Fraction | None = None
+    tight: bool = False  # nothing stands between it and the token before
+
+
+_TOKEN = re.compile(
+    r"(?P<space> +)"
+    r"|\\(?:text[a-z]{0,6}|mbox|mathrm|mathbf|mathit|mathsf) ?\{(?P<text>[^{}]*)\}"
+    r"|\\begin ?\{(?P<begin>[A-Za-z]{1,12})\*?\}(?: ?\{[|lcr ]*\})?"
+    r"|\\end ?\{(?P<end>[A-Za-z]{1,12})\*?\}"
+    r"|(?P<command>\\[A-Za-z]+|\\\\|\\[{}|])"
+    r"|(?P<repeating>(?P<whole>[0-9]*)\.(?P<fixed>[0-9]*)\\(?:overline|bar|dot) ?\{(?P<period>[0-9]{1,40})\})"
+    r"|(?P<scientific>(?:[0-9]+\.[0-9]*[eE][-+]?[0-9]{1,3}|[0-9]+[eE][-+]?[0-9]{1,3})(?![0-9A-Za-z]))"
+    r"|(?P<thousands>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9]|,[0-9]))"
+    r"|(?P<decimal>[0-9]*\.[0-9]+|[0-9]+\.(?![0-9]))"
+    r"|(?P<number>[0-9]+)"
+    r"|(?P<letters>[A-Za-z]+)"
+    r"|(?P<mark>[-+*/^_!'%=<>,;:&|()\[\]{}])"
+)
+_TEXT_TOKEN = re.compile(r"[ap]\.m\.|[A-Za-z][A-Za-z'’.-]*|[0-9][0-9,]*(?:\.[0-9]+)?|[-+*/^=,;:()%]")
+_VOWEL = re.compile(r"[aeiouyAEIOUY]")
+MAX_DIGITS = 4000
+
+
+def tokens(text: str, thousands: bool = True) -> list[Token]:
+    """The tokens of `text`, up to a last one of kind "". Raises Unreadable for a character that answers do not hold.
+
+    `thousands`: whether "1,440" outside of all brackets is one number, not two.
+    """
+    found: list[Token] = []
+    depth = 0  # of brackets: within them a comma separates
+    position = space = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None or len(found) > MAX_TOKENS:
+            raise Unreadable(f"{text[position]!r} at {position}")
+        kind = str(match.lastgroup)
+        if kind in ("whole", "fixed", "period"):
+            kind = "repeating"
+        content = match.group(kind)
+        tight = position != space
+        position = match.end()
+        if kind == "space":
+            space = position
+            continue
+        if kind == "thousands" and (depth or not thousands):
+            content = content.partition(",")[0]
+            position = match.start() + len(content)
+            kind = "number"
+        if content in ("(", "[", "{", "\\{"):
+            depth += 1
+        elif content in (")", "]", "}", "\\}"):
+            depth -= 1
+        found.extend(_read(kind, content, match, tight))
+    found.append(Token("", ""))
+    return found
+
+
+def _read(kind: str, content: str, match: re.Match[str], tight: bool) -> list[Token]:
+    if kind in ("number", "decimal", "thousands", "scientific"):
+        if len(content) > MAX_DIGITS:
+            raise Unreadable("a number of too many digits")
+        plain = content.replace(",", "")
+        return [Token("number" if plain.isdigit() else "decimal", plain, Fraction(plain.rstrip(".")), tight)]
+    if kind == "repeating":
+        return [Token("number", content, _repeating(match["whole"], match["fixed"], match["period"]), tight)]
+    if kind == "text":
+        return _text(content)
+    if kind == "letters":
+        return _letters(content, tight)
+    if kind in ("begin", "end"):
+        return [Token(kind, content)]
+    return [Token(kind if kind == "command" else content, content, None, tight)]
+
+
+def _repeating(whole: str, fixed: str, period: str) -> Fraction:
+    """The value of `whole.fixed` followed by `period` for ever."""
+    if len(whole) + len(fixed) > MAX_DIGITS:
+        raise Unreadable("a number of too many digits")
+    tail = Fraction(int(period), 10 ** len(period) - 1)
+    return (int((whole + fixed) or "0") + tail) / 10 ** len(fixed)
+
+
+def _letters(run: str, tight: bool) -> list[Token]:
+    """A function's name, a word, or one variable after the other."""
+    if len(run) > 1:
+        if run in SPELLED_FUNCTIONS:
+            return [Token("command", f"\\{run}")]
+        if run in SPELLED_SYMBOLS:
+            return [Token("command", SPELLED_SYMBOLS[run])]
+        if run.lower() in CONNECTIVES:
+            return [Token(";", run)]
+        if run in UNITS or (len(run) >= 4 and _VOWEL.search(run) and not run.isupper()):
+            return [Token("word", run)]
+    return [Token("letter", letter, None, tight or index > 0) for index, letter in enumerate(run)]
+
+
+def _text(content: str) -> list[Token]:
+    """What a text command holds: words, numbers, connectives and marks."""
+    found = []
+    parts = _TEXT_TOKEN.findall(content)
+    if any(len(part) > 1 and part[0].isalpha() for part in parts):
+        parts = [part for part in parts if part not in "()"]  # a remark in parentheses
+    for part in parts:
+        if part[0].isdigit():
+            found.append(Token("decimal" if "." in part else "number", part, Fraction(part.replace(",", ""))))
+        elif part[0].isalpha():
+            if part.lower() in CONNECTIVES:
+                found.append(Token(";", part))
+            elif len(part) > 2 and part in SPELLED_SYMBOLS:
+                found.append(Token("command", SPELLED_SYMBOLS[part]))
+            elif part in SPELLED_FUNCTIONS:
+                found.append(Token("command", f"\\{part}"))
+            else:
+                found.append(Token("text", part.rstrip(".'’-").replace(".", "")))
+        else:
+            found.append(Token(part, part))
+    return found

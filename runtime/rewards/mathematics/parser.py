@@ -1,0 +1,216 @@
+"""The expression tree of an answer, by recursive descent. Time is linear in the number of tokens, depth is bounded.
+
+From lists to factors; what a factor is made of is in primaries.
+"""
+
+from __future__ import annotations
+
+from runtime.rewards.mathematics.lexer import tokens
+from runtime.rewards.mathematics.primaries import Primaries
+from runtime.rewards.mathematics.reader import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, product, with_sign
+from runtime.rewards.mathematics.tree import Node, Unknown, Unreadable, number
+from runtime.rewards.mathematics.vocabulary import PERCENT, SCALES
+
+_TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
+_OVER = frozenset(("/", "\\div"))
+_DEGREE = Node("divide", (PI, number(180)))
+
+
+def parse(text: str, thousands: bool = True) -> Node:
+    """The tree of a tidied answer. `thousands`: see lexer.tokens. Raises Unreadable."""
+    return Parser(tokens(text, thousands)).answer()
+
+
+class Parser(Primaries):
+    def answer(self) -> Node:
+        items = self._items()
+        if self._next:
+            raise Unreadable(f"{self._next!r} is left over")
+        if not items:
+            raise Unreadable("nothing")
+        return items[0] if len(items) == 1 else Node("list", tuple(items))
+
+    def _items(self) -> list[Node]:
+        """Statements between commas, semicolons and "and", up to what closes them."""
+        items: list[Node] = []
+        while True:
+            while self._next in (",", ";"):
+                self._at += 1
+            if not self._next or self._next in CLOSING or self._next in self._bars[-1:]:
+                return items
+            items.append(self._statement())
+            if self._next not in (",", ";"):
+                return items
+
+    def _statement(self) -> Node:
+        if self._next in ("=", "\\approx", "\\in"):
+            self._at += 1
+        parts = [self._sets()]
+        marks = []
+        while self._next in RELATIONS:
+            marks.append(RELATIONS[self._take().text])
+            parts.append(self._sets())
+        return Node("relation", tuple(parts), " ".join(marks)) if marks else parts[0]
+
+    def _sets(self) -> Node:
+        left = self._ratio()
+        while self._next in SET_OPERATIONS:
+            operation = SET_OPERATIONS[self._take().text]
+            right = self._ratio()
+            same = left.head == operation != "difference"
+            left = Node(operation, (*left.args, right) if same else (left, right))
+        return left
+
+    def _ratio(self) -> Node:
+        parts = [self._sum()]
+        while self._next in (":", "\\colon") and not self._builder:
+            self._at += 1
+            parts.append(self._sum())
+        return Node("ratio", tuple(parts)) if len(parts) > 1 else parts[0]
+
+    def _sum(self) -> Node:
+        terms = []
+        sign = self._sign() if self._next in ("+", "-", "\\pm", "\\mp") else None
+        while True:
+            term = self._term()
+            terms.append(term if sign is None else with_sign(sign, term))
+            if self._next not in ("+", "-", "\\pm", "\\mp"):
+                break
+            sign = self._sign()
+        return Node("add", tuple(terms)) if len(terms) > 1 else terms[0]
+
+    def _sign(self) -> str:
+        """One sign for a run of them."""
+        sign = "+"
+        while self._next in ("+", "-", "\\pm", "\\mp"):
+            mark = self._take().text
+            if mark in ("\\pm", "\\mp"):
+                sign = mark
+            elif mark == "-":
+                sign = {"+": "-", "-": "+", "\\pm": "\\mp", "\\mp": "\\pm"}[sign]
+        return sign
+
+    def _term(self) -> Node:
+        start = self._at
+        factors = [self._factor()]
+        literal = self._at == start + 1 and self._tokens[start].kind == "number"  # may start a mixed number
+        while True:
+            follows = self._next
+            if follows in _TIMES:
+                self._at += 1
+                factors.append(self._signed_factor())
+            elif follows in _OVER:
+                self._at += 1
+                if self._next in ("word", "text"):
+                    self._unit(factors)
+                    continue
+                top = product(factors)
+                factors = [Node("divide", (top, self._signed_factor()))]
+            elif follows in ("word", "text"):
+                self._unit(factors)
+            elif literal and follows == "\\frac":
+                factors = _mixed(factors[0], self._factor())
+            elif follows == "number" and literal:
+                factors[-1] = self._spaced_mixed(factors[-1])
+            elif self._starts_factor(follows):
+                factors.append(self._factor())
+            else:
+                return product(factors)
+            literal = False
+
+    def _signed_factor(self) -> Node:
+        if self._next in ("+", "-", "\\pm", "\\mp"):
+            return with_sign(self._sign(), self._factor())
+        return self._factor()
+
+    def _starts_factor(self, follows: str) -> bool:
+        if follows in ("letter", "(", "[", "{", "\\{", "begin") or (follows in BARS and not self._builder):
+            return follows not in self._bars[-1:]
+        if follows == "number":
+            return self._tokens[self._at - 1].kind in (")", "}", "]")
+        return (
+            follows.startswith("\\")
+            and follows not in CLOSING
+            and follows not in RELATIONS
+            and follows not in SET_OPERATIONS
+            and follows not in self._bars
+            and follows not in ("\\pm", "\\mp", "\\colon")
+        )
+
+    def _spaced_mixed(self, whole: Node) -> Node:
+        """`2 3/4` as 2 + 3/4. Other numbers that stand side by side are not an answer."""
+        top = self._take()
+        self._expect("/")
+        bottom = self._take()
+        if bottom.kind != "number" or not 0 < top.value < bottom.value:  # type: ignore[operator]
+            raise Unreadable("numbers side by side")
+        return Node("add", (whole, number(top.value / bottom.value)))  # type: ignore[operator]
+
+    def _unit(self, factors: list[Node]) -> None:
+        """Skip words behind a value, with their exponents; words that scale it or say percent count."""
+        only_words = all(factor.head == "word" for factor in factors)
+        while self._next in ("word", "text"):
+            word = self._take().text
+            folded = word.lower()
+            if folded in PERCENT:
+                factors[:] = [Node("percent", (product(factors),))]
+            elif folded in SCALES and factors[-1].head in ("number", "decimal"):
+                factors.append(number(SCALES[folded]))
+            elif only_words:
+                factors[:] = [Node("word", (), f"{factors[0].value} {folded}")]
+            while self._next in ("^", "/") and not only_words:
+                if self._next == "^":
+                    self._at += 1
+                    self._argument()
+                elif self._tokens[self._at + 1].kind in ("word", "text"):
+                    self._at += 1
+                else:
+                    break
+
+    def _factor(self) -> Node:
+        """A primary with what follows it: exponent, factorial, percent, degrees."""
+        base = self._primary()
+        while True:
+            follows = self._next
+            if follows == "^":
+                self._at += 1
+                if self._next == "\\prime" or (self._next == "{" and self._tokens[self._at + 1].text == "\\prime"):
+                    base = self._primes(base)
+                    continue
+                base = Node("power", (base, self._exponent()))
+            elif follows == "!":
+                self._at += 1
+                if self._next == "!":
+                    raise Unknown("a double factorial")
+                base = Node("call", (base,), "factorial")
+            elif follows == "%":
+                self._at += 1
+                base = Node("percent", (base,))
+            elif follows == "\\degree":
+                self._at += 1
+                if self._next == "letter" and self._tokens[self._at].text in "CF":
+                    self._at += 1
+                base = Node("multiply", (base, _DEGREE)) if self._angle else base
+            elif follows == "'" and base.head in ("number", "decimal", "symbol"):
+                base = self._primes(base)
+            else:
+                return base
+
+    def _exponent(self) -> Node:
+        """What stands behind a caret; of several the last binds first: 2^3^2 is 2^9."""
+        self._enter()
+        exponent = self._argument(signed=True)
+        if self._next == "^":
+            self._at += 1
+            exponent = Node("power", (exponent, self._exponent()))
+        self._depth -= 1
+        return exponent
+
+
+def _mixed(whole: Node, part: Node) -> list[Node]:
+    r"""`2\frac{3}{4}` as 2 + 3/4; with anything but a proper fraction of two literals it is a product."""
+    if part.head == "divide" and all(side.head == "number" for side in part.args):
+        top, bottom = (side.value for side in part.args)
+        if 0 < top < bottom:  # type: ignore[operator]
+            return [Node("add", (whole, part))]
+    return [whole, part]

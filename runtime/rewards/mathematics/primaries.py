@@ -1,0 +1,317 @@
+"""Primaries: numbers, symbols, brackets, matrices and commands."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from runtime.rewards.mathematics.lexer import Token
+from runtime.rewards.mathematics.reader import BARS, CLOSING, OPENING, PI, RELATIONS, SET_OPERATIONS, Reader, product, with_sign
+from runtime.rewards.mathematics.tree import Node, Unknown, Unreadable, number
+from runtime.rewards.mathematics.vocabulary import ACCENTS, LISTED, MATRICES, PREFIXED, SAME_FUNCTION, TRIGONOMETRIC, UNREAD
+
+_INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}
+_FUNCTION_LETTERS = frozenset("fg")
+_ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
+
+
+class Primaries(Reader):
+    """The lower half of the grammar; the upper half, which it refers to, is the parser's."""
+
+    def _items(self) -> list[Node]:
+        raise NotImplementedError
+
+    def _statement(self) -> Node:
+        raise NotImplementedError
+
+    def _sum(self) -> Node:
+        raise NotImplementedError
+
+    def _sign(self) -> str:
+        raise NotImplementedError
+
+    def _term(self) -> Node:
+        raise NotImplementedError
+
+    def _factor(self) -> Node:
+        raise NotImplementedError
+
+    def _primary(self) -> Node:
+        token = self._take()
+        kind = token.text if token.kind == "command" else token.kind
+        if kind in ("number", "decimal"):
+            return self._numeral(token)
+        if kind == "letter":
+            return self._symbol(token.text)
+        if kind in ("word", "text"):
+            return self._word(token)
+        if kind in BARS:
+            return self._absolute(kind)
+        if kind in OPENING:
+            return self._brackets(kind)
+        if kind == "{":
+            self._at -= 1
+            return self._braces()
+        if kind == "\\{":
+            return self._set()
+        if kind == "begin":
+            return self._matrix(token.text)
+        if token.kind == "command":
+            return self._command(kind)
+        raise Unreadable(f"{kind!r} is no value")
+
+    def _numeral(self, token: Token) -> Node:
+        if self._next != "_":
+            return Node(token.kind, (), token.value if token.value is not None else Fraction(0))
+        self._at += 1
+        base = self._subscript()
+        if base.isdigit() and 2 <= int(base[:3]) <= 36 and all(int(digit) < int(base) for digit in token.text if digit != "."):
+            whole, _, part = token.text.partition(".")
+            digits = int(whole + part, int(base)) if whole + part else 0
+            return number(Fraction(digits, int(base) ** len(part)))
+        return Node("symbol", (), f"{token.text}_{base}")
+
+    def _symbol(self, name: str) -> Node:
+        if self._next == "_":
+            self._at += 1
+            name = f"{name}_{self._subscript()}"
+        while self._next == "'":
+            self._at += 1
+            name += "'"
+        if self._next == "(" and (name[0] in _FUNCTION_LETTERS or self._calls_number()):
+            self._at += 1
+            return Node("opaque", self._closed("("), name)
+        return Node("symbol", (), name)
+
+    def _calls_number(self) -> bool:
+        """A letter before a number in parentheses, as in I(0), is a function, and no product."""
+        return self._tokens[self._at + 1].kind == "number" and self._tokens[self._at + 2].kind == ")"
+
+    def _subscript(self) -> str:
+        """The text of a subscript, without spaces."""
+        if self._next != "{":
+            return self._take().text
+        self._at += 1
+        text: list[str] = []
+        depth = 1
+        while True:
+            token = self._take()
+            depth += {"{": 1, "}": -1}.get(token.kind, 0)
+            if depth == 0:
+                return "".join(text)
+            text.append(token.text)
+
+    def _word(self, token: Token) -> Node:
+        """Text that is the answer itself; short words that no text command marks are products of variables."""
+        if len(token.text) == 1:
+            return self._symbol(token.text)
+        if token.kind == "word" and len(token.text) < 4:
+            return product([Node("symbol", (), letter) for letter in token.text])
+        words = [token.text]
+        while self._next in ("word", "text", "letter"):
+            words.append(self._take().text)
+        return Node("word", (), " ".join(words).casefold())
+
+    def _absolute(self, opening: str) -> Node:
+        self._enter()
+        self._bars.append(BARS[opening])
+        inside = self._sum()
+        self._expect(self._bars.pop())
+        self._depth -= 1
+        return Node("call", (inside,), "abs")
+
+    def _closed(self, opening: str) -> tuple[Node, ...]:
+        """The items up to the bracket that closes `opening`, which has been taken."""
+        self._enter()
+        bars, self._bars = self._bars, []
+        builder, self._builder = self._builder, False
+        items = self._items()
+        self._close = self._expect(*OPENING[opening])
+        self._bars, self._builder = bars, builder
+        self._depth -= 1
+        return tuple(items)
+
+    def _brackets(self, opening: str) -> Node:
+        items = self._closed(opening)
+        if opening in ("\\lfloor", "\\lceil") and len(items) == 1:
+            return Node("call", items, "floor" if opening == "\\lfloor" else "ceil")
+        if opening == "\\langle":
+            return Node("tuple", items, "()")
+        if len(items) == 1 and (opening, self._close) in (("(", ")"), ("[", "]")):
+            return items[0]
+        return Node("tuple", items, opening + self._close)
+
+    def _braces(self) -> Node:
+        """A group; one that holds several items is a set."""
+        self._expect("{")
+        self._enter()
+        bars, self._bars = self._bars, []
+        items = self._items()
+        self._expect("}")
+        self._bars = bars
+        self._depth -= 1
+        if not items:
+            raise Unreadable("an empty group")
+        return items[0] if len(items) == 1 else Node("set", tuple(items))
+
+    def _set(self) -> Node:
+        self._enter()
+        bars, self._bars = self._bars, []
+        builder, self._builder = self._builder, True
+        items = self._items()
+        if self._next in ("|", "\\mid", ":", "\\colon"):
+            self._at += 1
+            self._builder = False
+            items = self._items()
+            self._expect("\\}")
+            node = items[0] if len(items) == 1 else Node("list", tuple(items))
+        else:
+            self._expect("\\}")
+            node = Node("set", tuple(items))
+        self._bars, self._builder = bars, builder
+        self._depth -= 1
+        return node
+
+    def _matrix(self, environment: str) -> Node:
+        if environment not in MATRICES:
+            raise Unknown(f"environment {environment!r}")
+        self._enter()
+        rows: list[list[Node]] = [[]]
+        while self._next != "end":
+            if self._next == "\\\\":
+                self._at += 1
+                rows.append([])
+            elif self._next == "&":
+                self._at += 1
+            else:
+                rows[-1].append(self._statement())
+        self._at += 1
+        self._depth -= 1
+        if not rows[-1]:
+            rows.pop()
+        if not rows or len({len(row) for row in rows}) != 1:
+            raise Unreadable("rows of different lengths")
+        return Node("matrix", tuple(Node("row", tuple(row)) for row in rows))
+
+    def _primes(self, base: Node) -> Node:
+        """Primes make another symbol of a symbol; behind a number they are minutes, feet or inches."""
+        count = 0
+        braced = self._next == "{"
+        if braced:
+            self._at += 1
+        while self._next in ("\\prime", "'"):
+            self._at += 1
+            count += 1
+        if braced:
+            self._expect("}")
+        return Node("symbol", (), f"{base.value}" + "'" * count) if base.head == "symbol" else base
+
+    def _argument(self, signed: bool = False, digit: bool = False) -> Node:
+        """What a command or exponent applies to: a braced group, else one token. `digit`: of a number only the first."""
+        if self._next == "{":
+            return self._braces()
+        if signed and self._next in ("-", "+"):
+            return with_sign(self._sign(), self._argument())
+        token = self._tokens[self._at]
+        if digit and token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+            self._tokens[self._at] = Token("number", token.text[1:], Fraction(token.text[1:]))
+            return number(int(token.text[0]))
+        if self._next in ("word", "text") and len(token.text) > 1:
+            raise Unreadable("a word as an argument")
+        self._enter()
+        node = self._primary()
+        self._depth -= 1
+        return node
+
+    # ------------------------------------------------------------------------------------------------ commands
+
+    def _command(self, command: str) -> Node:
+        name = command[1:]
+        name = SAME_FUNCTION.get(name, name)
+        if command in ("\\frac", "\\binom"):
+            self._enter()
+            top, bottom = self._argument(digit=True), self._argument(digit=True)
+            self._depth -= 1
+            return Node("divide", (top, bottom)) if command == "\\frac" else Node("call", (top, bottom), "binomial")
+        if command in ("\\sqrt", "\\cbrt"):
+            return self._root(3 if command == "\\cbrt" else 2)
+        if name in PREFIXED:
+            return self._function(name)
+        if name in LISTED and self._next in ("(", "{", "\\{"):
+            opening = self._take().text
+            if opening == "(":
+                return Node("call", self._closed("("), name)
+            self._at -= 1
+            group = self._braces() if opening == "{" else self._primary()
+            return Node("call", group.args if group.head == "set" else (group,), name)
+        if command in ("\\sum", "\\prod"):
+            return self._series(name)
+        if command in ACCENTS:
+            return self._symbol(f"{name} {self._raw()}")
+        if command in ("\\emptyset", "\\varnothing"):
+            return Node("set")
+        if command in ("\\ldots", "\\dots", "\\cdots"):
+            return Node("symbol", (), "\\ldots")
+        if command in UNREAD:
+            raise Unknown(command)
+        if command in CLOSING or command in RELATIONS or command in SET_OPERATIONS:
+            raise Unreadable(f"{command} is no value")
+        if not name.isalpha():
+            raise Unreadable(f"{command} is no value")
+        return self._symbol({"\\varepsilon": "\\epsilon", "\\varphi": "\\phi"}.get(command, command))
+
+    def _raw(self) -> str:
+        return self._subscript() if self._next == "{" else self._take().text
+
+    def _root(self, degree: int) -> Node:
+        index: Node = number(degree)
+        if self._next == "[":
+            self._at += 1
+            index = self._closed("[")[0]
+        self._enter()
+        radicand = self._argument() if self._next != "(" else self._primary()
+        self._depth -= 1
+        return Node("call", (radicand, index), "root")
+
+    def _function(self, name: str) -> Node:
+        base = exponent = None
+        if self._next == "_":
+            self._at += 1
+            base = self._argument()
+        if self._next == "^":
+            self._at += 1
+            exponent = self._argument(signed=True)
+        if exponent == number(-1) and name in _INVERSE:
+            name, exponent = _INVERSE[name], None
+        outer, self._angle = self._angle, self._angle or name in TRIGONOMETRIC
+        self._enter()
+        argument = self._function_argument()
+        self._depth -= 1
+        self._angle = outer
+        call = Node("call", (argument,) if base is None else (argument, base), name)
+        return call if exponent is None else Node("power", (call, exponent))
+
+    def _function_argument(self) -> Node:
+        """One group in brackets, or the product up to the next sign, function or bracket."""
+        if self._next in ("(", "[", "{", *BARS):
+            return self._factor() if self._next not in ("(", "[") else self._primary()
+        sign = self._sign() if self._next in ("+", "-") else "+"
+        factors = [self._factor()]
+        while self._next in _ARGUMENT_STARTS:
+            factors.append(self._factor())
+        if self._next == "/" and PI in factors and self._tokens[self._at + 1].kind == "number":
+            self._at += 1
+            factors = [Node("divide", (product(factors), self._factor()))]
+        return with_sign(sign, product(factors))
+
+    def _series(self, name: str) -> Node:
+        """A sum or product over an index: the first argument is the index, then its first and last value, and the term."""
+        self._expect("_")
+        start = self._argument()
+        self._expect("^")
+        end = self._argument()
+        if start.head != "relation" or start.value != "=" or start.args[0].head != "symbol":
+            raise Unknown("a sum without an index")
+        self._enter()
+        body = self._term()
+        self._depth -= 1
+        return Node("call", (start.args[0], start.args[1], end, body), name)

@@ -1,0 +1,305 @@
+"""Whether two expressions have the same value: for constants exactly, for functions at several points.
+
+Points are derived from the variables' names, so that a verdict is the same at all times. Rational functions are evaluated
+exactly there; others to so many digits that what remains of the difference of equal values shrinks as digits are added.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from fractions import Fraction
+
+from runtime.rewards.mathematics.approximate import DIGITS, Evaluation, Undefined, Value
+from runtime.rewards.mathematics.exact import Irrational, Values, exact
+from runtime.rewards.mathematics.residues import PRIMES, residue
+from runtime.rewards.mathematics.tree import INFINITY, Node, TooCostly, heads, key, number, replace, symbols, walk
+
+POINTS = 4
+AGREEING = 6  # significant digits to which a decimal has to agree with an exact form
+_NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
+_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "sum", "prod"))  # functions that are about integers
+
+Verdict = bool | None  # None: cannot be told
+
+
+def equal_values(prediction: Node, truth: Node) -> Verdict:
+    """Whether two expressions are equal. Raises TooCostly."""
+    if prediction == truth or key(prediction) == key(truth):
+        return True
+    if _is_infinite(prediction) or _is_infinite(truth):
+        return False
+    kinds = heads(prediction), heads(truth)
+    if not all(kind <= _SCALAR for kind in kinds):
+        return None if all(kind <= _SCALAR | {"sign"} for kind in kinds) else False
+    if ("percent" in kinds[0]) != ("percent" in kinds[1]):
+        return _equal_with_percent(prediction, truth, "percent" in kinds[0])
+    return _equal(prediction, truth)
+
+
+_SCALAR = frozenset(
+    ("number", "decimal", "symbol", "add", "multiply", "divide", "negate", "power", "percent", "call", "opaque")
+)
+
+
+def _is_infinite(node: Node) -> bool:
+    return node == INFINITY or (node.head == "negate" and node.args[0] == INFINITY)
+
+
+def _equal_with_percent(prediction: Node, truth: Node, predicted: bool) -> Verdict:
+    """A percent sign on one side may be a unit (25 for 25%) or a hundredth (0.25)."""
+    hundredth = Node("multiply", (truth if predicted else prediction, number(100)))
+    return _equal(prediction, truth) or (_equal(prediction, hundredth) if predicted else _equal(hundredth, truth))
+
+
+def _equal(prediction: Node, truth: Node) -> Verdict:
+    decimals = bare_decimal(prediction), bare_decimal(truth)
+    if decimals[0] is not None and decimals[1] is not None:
+        return decimals[0] == decimals[1]
+    if decimals[0] is not None:
+        return _decimal_equal(decimals[0], truth)
+    if decimals[1] is not None:
+        return _decimal_equal(decimals[1], prediction)
+    rounded = ("decimal" in heads(prediction)) != ("decimal" in heads(truth))
+    bases = (0, 10) if _bare_logarithm(prediction) or _bare_logarithm(truth) else (0,)
+    verdicts = [_equal_at_points(prediction, truth, base, rounded) for base in bases]
+    return True if True in verdicts else verdicts[0]
+
+
+def _bare_logarithm(node: Node) -> bool:
+    return any(part.head == "call" and part.value == "log" and len(part.args) == 1 for part in walk(node))
+
+
+# ---------------------------------------------------------------------------------------------------- decimals
+
+
+def bare_decimal(node: Node) -> Fraction | None:
+    r"""The value of a decimal numeral, signed or times a power of ten; None for anything else."""
+    if node.head == "decimal":
+        return node.value  # type: ignore[return-value]
+    if node.head in ("negate", "percent"):
+        value = bare_decimal(node.args[0])
+        return value if value is None or node.head == "percent" else -value
+    if node.head == "multiply" and node.args[0].head == "decimal" and len(node.args) == 2:
+        scale = node.args[1]
+        if scale.head == "number" or (scale.head == "power" and scale.args[0] == number(10)):
+            try:
+                return exact(node, {})
+            except (Irrational, ZeroDivisionError):
+                return None
+    return None
+
+
+def _decimal_equal(decimal: Fraction, form: Node) -> Verdict:
+    """Whether an exact form is what the decimal is a value of, to six digits or more."""
+    if symbols(form):
+        return _equal_at_points(number(decimal), form, 0, False)
+    try:
+        return agrees(decimal, exact(form, {}))
+    except ZeroDivisionError:
+        return False
+    except Irrational:
+        pass
+    for base in (0, 10) if _bare_logarithm(form) else (0,):
+        evaluation = Evaluation({}, DIGITS, base)
+        try:
+            value = evaluation.value(form)
+        except Undefined:
+            return False
+        except Irrational:
+            return None
+        if evaluation.context.im(value) == 0 and agrees(decimal, _fraction(evaluation.context.re(value))):
+            return True
+    return False
+
+
+def _fraction(value: Value) -> Fraction:
+    """The exact value of an mpf."""
+    sign, mantissa, exponent, _ = value._mpf_
+    return (-1) ** sign * Fraction(int(mantissa)) * Fraction(2) ** exponent
+
+
+def agrees(decimal: Fraction, value: Fraction) -> bool:
+    """Whether the decimal is the value, or agrees with it to six significant digits or more, rounded or cut off.
+
+    Where the value itself is a decimal of no more digits (an integer, a half), its digits are all meant: 220.01 is not 220.
+    """
+    if decimal == value:
+        return True
+    if decimal * value <= 0:
+        return False
+    decimal, value = abs(decimal), abs(value)
+    difference = abs(decimal - value)
+    digits = _significant_digits(value)
+    if digits is not None and digits <= (_significant_digits(decimal) or 0):
+        return difference <= _NOISE * value
+    unit = Fraction(10) ** (_exponent(min(decimal, value)) - AGREEING + 1)  # of the sixth digit
+    return difference <= unit / 2 or (difference < unit and decimal // unit == value // unit)
+
+
+def _exponent(value: Fraction) -> int:
+    """That of ten in scientific notation."""
+    exponent = int((value.numerator.bit_length() - value.denominator.bit_length()) * 0.30103)
+    while Fraction(10) ** exponent > value:
+        exponent -= 1
+    while Fraction(10) ** (exponent + 1) <= value:
+        exponent += 1
+    return exponent
+
+
+def _significant_digits(value: Fraction) -> int | None:
+    """The length of the value's decimal expansion, leading and trailing zeros left out; None where it has no end."""
+    rest = value.denominator
+    twos = (rest & -rest).bit_length() - 1
+    rest >>= twos
+    fives = 0
+    while rest % 5 == 0:
+        rest //= 5
+        fives += 1
+    if rest != 1:
+        return None
+    digits = value.numerator * 10 ** max(twos, fives) // value.denominator
+    if digits.bit_length() > 10_000:
+        return digits.bit_length()
+    return len(str(digits).rstrip("0"))
+
+
+# ---------------------------------------------------------------------------------------------------- points
+
+
+def _equal_at_points(prediction: Node, truth: Node, log_base: int, rounded: bool) -> Verdict:
+    names = sorted(symbols(prediction) | symbols(truth))
+    verdict: Verdict = None
+    for values, real_only in _points(names, _about_integers(prediction) or _about_integers(truth)):
+        try:
+            found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
+        except Irrational:
+            return None  # what cannot be evaluated
+        if found is False:
+            return None if _uncertain(prediction) or _uncertain(truth) else False
+        verdict = verdict or found
+    return verdict if names else bool(verdict)
+
+
+def _uncertain(node: Node) -> bool:
+    """Whether a sum is over terms by name, F_k, which have no value: so that being different means little."""
+    return any(
+        part.head == "call" and part.value in ("sum", "prod") and any("_" in name for name in symbols(part.args[3]))
+        for part in walk(node)
+    )
+
+
+def _about_integers(node: Node) -> bool:
+    """Whether the expression has a meaning for integers alone, as n! and (-1)^n do."""
+    for part in walk(node):
+        if part.head == "call" and part.value in _WHOLE and symbols(part):
+            return True
+        if part.head == "power" and symbols(part.args[1]) and part.args[0].head == "negate":
+            return True
+        if part.head == "power" and symbols(part.args[1]) and part.args[0].head == "number" and part.args[0].value < 0:  # type: ignore[operator]
+            return True
+    return False
+
+
+def _points(names: list[str], integral: bool) -> Iterator[tuple[Values, bool]]:
+    """Where to compare, and whether a point only counts when all roots and logarithms there are real."""
+    if not names:
+        yield {}, False
+        return
+    for index in range(POINTS):
+        values = {}
+        for name in names:
+            chance = zlib.crc32(f"{index} {name}".encode())
+            values[name] = Fraction(chance % 37 + 2) if integral else Fraction(chance % 1999 + 211, 1000)
+        yield values, False
+    if not integral:
+        for index in range(2):
+            signs = {name: (-1) ** (zlib.crc32(f"{name} {index}".encode()) // 7 + index) for name in names}
+            yield {name: value * signs[name] for name, value in values.items()}, True
+
+
+def _equal_at(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
+    """The verdict of one point; None where the values are not defined there."""
+    try:
+        found = exact(prediction, values), exact(truth, values)
+    except ZeroDivisionError:
+        return None
+    except TooCostly:
+        return _equal_residues(prediction, truth, values)
+    except Irrational:
+        pass
+    else:
+        return found[0] == found[1] or (rounded and _close(*found))
+    try:
+        return _equal_digits(prediction, truth, values, log_base, rounded, real_only)
+    except Undefined:
+        return None
+
+
+def _close(prediction: Fraction, truth: Fraction) -> bool:
+    return abs(prediction - truth) * 2 * 10**AGREEING <= max(abs(prediction), abs(truth))
+
+
+def _equal_residues(prediction: Node, truth: Node, values: Values) -> Verdict:
+    try:
+        return all(residue(prediction, values, prime) == residue(truth, values, prime) for prime in PRIMES)
+    except Irrational:
+        raise TooCostly("a value of too many digits") from None
+    except ZeroDivisionError:
+        raise TooCostly("a quotient of values of too many digits") from None
+
+
+def _equal_digits(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
+    """By the difference to a number of digits, and to more: that of equal values shrinks."""
+    difference, scale, peak, real = _difference(prediction, truth, values, log_base, DIGITS)
+    if not real and real_only:
+        return None
+    if rounded:
+        return bool(difference * 2 * 10**AGREEING <= scale)
+    if difference * 10**10 > scale and peak < 60:
+        return False
+    digits = DIGITS + 20 + int(2 * peak / 3.3)
+    coarse, scale, _, _ = _difference(prediction, truth, values, log_base, digits)
+    fine, _, _, _ = _difference(prediction, truth, values, log_base, digits + 40)
+    noise = max(coarse, scale * type(scale)(10) ** -(digits - 20)) if scale else coarse
+    return bool(fine == 0 or fine * 10**20 <= noise)
+
+
+def _difference(a: Node, b: Node, values: Values, log_base: int, digits: int) -> tuple[Value, Value, int, bool]:
+    """Absolute difference, the larger absolute value, the binary exponent of the largest number, whether all was real."""
+    evaluation = Evaluation(values, digits, log_base)
+    left, right = evaluation.value(a), evaluation.value(b)
+    return abs(left - right), max(abs(left), abs(right)), evaluation.peak, evaluation.real
+
+
+def proportional(a: Node, b: Node) -> int | None:
+    """The sign of the constant c ≠ 0 with a = c·b; None where there is none, 0 where that cannot be told."""
+    names = sorted(symbols(a) | symbols(b))
+    if not names:
+        return None
+    first = next(_points(names, False))[0]
+    try:
+        top, bottom = exact(a, first), exact(b, first)
+        if not top or not bottom:
+            return None if top != bottom else 0
+        factor: Node = number(top / bottom)
+        sign = 1 if top * bottom > 0 else -1
+    except ZeroDivisionError:
+        return 0
+    except Irrational:
+        evaluation = Evaluation(first, DIGITS)
+        try:
+            left, right = evaluation.value(a), evaluation.value(b)
+        except (Undefined, Irrational):
+            return 0
+        if not left or not right or not evaluation.real:
+            return None if evaluation.real else 0
+        sign = 1 if left * right > 0 else -1
+        change = {name: number(value) for name, value in first.items()}
+        factor = Node("divide", (_at(a, change), _at(b, change)))
+    verdict = equal_values(a, Node("multiply", (factor, b)))
+    return sign if verdict else (None if verdict is False else 0)
+
+
+def _at(node: Node, change: dict[str, Node]) -> Node:
+    return replace(node, lambda part: change.get(str(part.value)) if part.head == "symbol" else None)

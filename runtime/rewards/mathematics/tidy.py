@@ -1,0 +1,154 @@
+r"""LaTeX as people and models write it, made uniform: `\left( \dfrac12 , \, 3\right)` and `(\frac12,3)` read the same.
+
+Also which part of a text is the mathematics, where an answer comes with prose: "The largest $n$ is 34."
+Every function takes linear time.
+"""
+
+from __future__ import annotations
+
+import re
+
+from runtime.rewards.extraction import last_boxed
+from runtime.rewards.mathematics.vocabulary import NOT_PROSE
+
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000\n\t\r", " "),
+        **dict.fromkeys("\u2018\u2019\u2032", "'"),
+        "\u00d7": "\\times ",
+        "\u22c5": "\\cdot ",
+        "\u00b7": "\\cdot ",
+        "\u00f7": "\\div ",
+        "\u03c0": "\\pi ",
+        "\u03b8": "\\theta ",
+        "\u221a": "\\sqrt ",
+        "\u221e": "\\infty ",
+        "\u00b0": "^\\circ ",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+        "\u2260": "\\ne ",
+        "\u00b1": "\\pm ",
+        "\u222a": "\\cup ",
+        "\u2229": "\\cap ",
+        "\u2208": "\\in ",
+        "\u2248": "\\approx ",
+        "\u00b2": "^2 ",
+        "\u00b3": "^3 ",
+        "\u00bd": "\\frac{1}{2}",
+        "\u00bc": "\\frac{1}{4}",
+        "\u00be": "\\frac{3}{4}",
+        "\u211d": "\\mathbb{R}",
+        "\u2205": "\\emptyset ",
+        "\uff0c": ",",
+        "\uff08": "(",
+        "\uff09": ")",
+    }
+)
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|,? ?\\!(?: ?,)?|,\\,) ?(?=[0-9]{3}(?![0-9]))")
+_SPACED_THOUSANDS = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_INVISIBLE = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|middle)(?![A-Za-z])"
+    r"|\\(?:color|textcolor) ?\{[A-Za-z0-9!]{0,40}\}|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace) ?\{[^{}]*\}"
+)
+_SPACING = re.compile(r"(?<!\\)\\[,;:! >]|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|~")
+_SAME = (
+    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
+    (re.compile(r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}"), r"\\\1 "),
+    (re.compile(r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|bf|it)(?: ?\{ ?([A-Za-z]) ?\})"), r" \1 "),
+    (re.compile(r"\^ ?\{? ?\\(?:circ|degree)(?![A-Za-z]) ?\}?|\\(?:degrees?|textdegree)(?![A-Za-z])"), r"\\degree "),
+    (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
+    (re.compile(r"\\neq(?![A-Za-z])|\\not ?="), r"\\ne "),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"\*\*"), "^"),
+)
+_UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?\}"
+_UNIT_FRACTION = re.compile(rf"\\frac ?{_UNIT} ?{_UNIT}")
+_CURRENCY = re.compile(r"\\\$|[€£¥₹]")
+_DELIMITER = re.compile(r"\$|\\[()\[\]]")
+_SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
+_COMMAND = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
+_PROSE_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
+_SAYS = re.compile(
+    r"\b(?:is|are|was|equals|be|answer|approximately|about|roughly|exactly)\b:?|[A-Za-z]{2}:(?= )", re.IGNORECASE
+)
+_LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")
+_END = " .,;:*_`"
+
+
+def tidy(text: str) -> str:
+    """`text` without what only affects its looks; commands with several names under one."""
+    text = text.translate(_CHARACTERS)
+    if "\\" in text or "$" in text or "{,}" in text:
+        text = _THOUSANDS.sub("", text)
+        text = _CURRENCY.sub("", text)
+        if "\\boxed" in text or "\\fbox" in text:
+            text = text.replace("\\boxed", "").replace("\\fbox", "")
+        text = _SPACING.sub(" ", _INVISIBLE.sub(" ", text))
+        text = text.replace("$", " ").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
+    else:
+        text = _CURRENCY.sub("", text)
+    for pattern, same in _SAME:
+        text = pattern.sub(same, text)
+    text = _UNIT_FRACTION.sub(" ", text).strip(_END)
+    if _SPACED_THOUSANDS.fullmatch(text):
+        text = text.replace(" ", "")
+    return text
+
+
+def last_mathematics(text: str) -> str:
+    """The mathematics in a text: itself where it holds no prose, else what its prose says the answer is."""
+    for _ in range(4):
+        text = text.strip(_END)
+        if not _is_prose(text):
+            return text
+        shorter = _said(text)
+        if shorter is None or len(shorter) >= len(text):
+            return text
+        text = shorter
+    return text
+
+
+def _is_prose(text: str) -> bool:
+    """Whether words lead to the answer. Those behind a number are its units, and some are answers themselves."""
+    outside = _COMMAND.sub(" ", _SEGMENT.sub(" $ ", text)).strip()
+    words = [found for found in _PROSE_WORD.finditer(outside) if found.group().lower() not in NOT_PROSE]
+    if not words:
+        return False
+    leads = words[0].start() == 0
+    if "$" in outside:
+        return leads or len(words) > 1 or _SAYS.search(outside) is not None
+    named = "\\" in text or any(map(str.isdigit, outside))
+    return named and ((leads and len(words) > 2) or _SAYS.search(outside) is not None)
+
+
+def _said(text: str) -> str | None:
+    """The part of a sentence that holds the answer: behind "is", else the last formula or number."""
+    ends = [found.end() for found in _SAYS.finditer(text)]
+    for end in reversed(ends):
+        tail = text[end:].strip(_END)
+        if any(map(str.isdigit, tail)) or "$" in tail or "\\" in tail:
+            return tail
+    return last_value(text)
+
+
+def last_value(text: str) -> str | None:
+    """The last formula or number of a text, whichever ends later; None without one. A formula is what stands in `$...$`,
+    `\\(...\\)` or `\\[...\\]`. Time may grow with the square of the length: give it no more than a few thousand characters."""
+    formula = number = None
+    for formula in _SEGMENT.finditer(text):  # noqa: B007 - the last match is wanted
+        pass
+    for number in _LAST_NUMBER.finditer(text):  # noqa: B007
+        pass
+    if formula is not None and (number is None or formula.end() >= number.end()):
+        return next(group for group in formula.groups() if group is not None)
+    return None if number is None else number.group()
+
+
+def label_answer(label: str) -> str:
+    r"""What a label says: the content of its last box, else itself."""
+    boxed = last_boxed(label) if "\\boxed" in label else None
+    return label if boxed is None else boxed

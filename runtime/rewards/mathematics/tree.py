@@ -1,0 +1,104 @@
+"""Expression trees of answers.
+
+A node is a head, its arguments and a value. The heads:
+
+    number      value: Fraction, exact                     decimal     value: Fraction, written with a decimal point
+    symbol      value: its name; pi, e, i and infinity are such names
+    add, multiply, divide, negate, power, percent          arithmetic; multiply and add take any number of arguments
+    sign        the sign of a plus-minus, the same one throughout an answer
+    call        value: a function's name (see approximate.FUNCTIONS)
+    opaque      value: a function's name that cannot be evaluated
+    word        value: text, folded
+    tuple       value: its two brackets      set, list, matrix (of rows), row, ratio
+    relation    value: the relations' signs, one fewer than the arguments
+    union, intersection, difference         of sets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+import msgspec
+
+
+class Unreadable(ValueError):
+    """The text is not in the notation that the parser knows."""
+
+
+class Unknown(Unreadable):
+    """The notation may be meaningful, but the parser does not know it."""
+
+
+class TooCostly(ValueError):
+    """Deciding would take more time or memory than an answer is worth."""
+
+
+class Node(msgspec.Struct, frozen=True, gc=False):
+    head: str
+    args: tuple[Node, ...] = ()
+    value: Fraction | str = ""
+
+
+CONSTANTS = frozenset(("\\pi", "e", "i", "\\infty"))
+INFINITY = Node("symbol", (), "\\infty")
+_COMMUTATIVE = frozenset(("add", "multiply", "set", "list", "union", "intersection"))
+
+
+def number(value: int | Fraction) -> Node:
+    return Node("number", (), Fraction(value))
+
+
+def negate(node: Node) -> Node:
+    return Node("number", (), -node.value) if node.head == "number" else Node("negate", (node,))  # type: ignore[operator]
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """`node` and everything below it."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(node.args)
+
+
+def heads(node: Node) -> set[str]:
+    return {part.head for part in walk(node)}
+
+
+def symbols(node: Node) -> set[str]:
+    """Names of the free symbols; of constants none."""
+    return {str(part.value) for part in walk(node) if part.head == "symbol" and part.value not in CONSTANTS}
+
+
+def replace(node: Node, change: Callable[[Node], Node | None]) -> Node:
+    """`node` with each outermost part for which `change` gives one replaced."""
+    changed = change(node)
+    if changed is not None:
+        return changed
+    if not node.args:
+        return node
+    return Node(node.head, tuple(replace(argument, change) for argument in node.args), node.value)
+
+
+def signs(node: Node) -> list[Node]:
+    """What an answer with plus-minus signs stands for: itself where it has none, else both values."""
+    if not any(part.head == "sign" for part in walk(node)):
+        return [node]
+    return [replace(node, lambda part: number(sign) if part.head == "sign" else None) for sign in (1, -1)]  # noqa: B023
+
+
+@lru_cache(maxsize=4096)
+def key(node: Node) -> str:
+    """A text that is the same for nodes which differ only in the order of commutative arguments."""
+    if isinstance(node.value, Fraction):
+        return f"{node.value.numerator:x}/{node.value.denominator:x}"  # decimal digits would take quadratic time
+    if not node.args:
+        return node.value if node.head == "symbol" else f"{node.head} {node.value}"
+    if node.head == "negate":
+        return key(Node("multiply", (number(-1), *node.args)))
+    parts = [key(argument) for argument in node.args]
+    if node.head in _COMMUTATIVE:
+        parts.sort()
+    return f"{node.head} {node.value}({';'.join(parts)})"

@@ -1,0 +1,67 @@
+"""`sluice bench rewards` on a handful of cases: both ways judge them, and what is not there is left out or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher import bench
+from launcher.bench_rewards import CASES, GSM8K, MODEL, Settings, measure, render
+from launcher.rewards_trial import OURS, PLAIN
+from runtime.errors import UserError
+
+
+def write_cases(folder: Path) -> None:
+    (folder / CASES).parent.mkdir(parents=True)
+    cases = [
+        ("gsm8k", "#### 5", "5", True),
+        ("boxed", "\\boxed{4}, no: \\boxed{\\frac{10}{2}}", "5", True),  # of which plain math-verify makes a set
+        ("expr", "\\sqrt{8}", "2\\sqrt{2}", True),
+        ("expr", "7", "8", False),
+        ("format", "<think>a</think>", "think_prefix", True),  # not compared
+    ]
+    names = ("kind", "prediction", "truth", "expected")
+    lines = [json.dumps({"id": str(index), **dict(zip(names, case, strict=True))}) for index, case in enumerate(cases)]
+    (folder / CASES).write_text("\n".join(lines) + "\n")
+
+
+def write_replies(folder: Path) -> None:
+    (folder / GSM8K).parent.mkdir(parents=True)
+    rows = [
+        {"ground_truth": "2 + 3 = 5\nA: 5", MODEL: {"is_correct": right, "solution": f"It is {answer}.\nA: {answer}"}}
+        for answer, right in (("5", True), ("1,005", False), ("$5.00", True))
+    ]
+    (folder / GSM8K).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_both_ways_judge_the_same_cases_and_the_pool_the_replies(tmp_path: Path) -> None:
+    write_cases(tmp_path)
+    write_replies(tmp_path)
+    report = asyncio.run(measure(tmp_path, Settings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
+    assert report.cases == 4
+    assert report.sides[OURS].agreement == 1.0
+    assert report.sides[PLAIN].agreement == 0.75
+    assert report.ratio == report.sides[OURS].cases_per_second / report.sides[PLAIN].cases_per_second
+    assert report.replies == 3
+    assert [(scored.verifier, scored.workers, scored.agreement) for scored in report.scored] == [("gsm8k", 1, 1.0)]
+    assert 0 < report.scored[0].screened_seconds < report.scored[0].pooled_seconds < 10
+    assert len(render(report)) == 2
+
+
+def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
+    write_replies(tmp_path)
+    report = asyncio.run(measure(tmp_path, Settings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
+    assert (report.cases, report.replies) == (0, 3)
+    assert len(render(report)) == 1
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data: neither .*verifier_open.jsonl nor .*solutions.jsonl is there"):
+        bench.run("rewards", None, data=tmp_path)
+    with pytest.raises(UserError, match="--data: bench rewards needs a folder"):
+        bench.run("rewards", None)
+    with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
+        bench.run("train", None, data=tmp_path)

@@ -1,0 +1,39 @@
+"""Replies made to hang or exhaust their judge, or to have it run their code: every one is answered, and nothing happens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from runtime.rewards.rules import RULES
+from tests.system.hostile_replies import LIMITS, Report, hostile_replies
+
+ROOT = Path(__file__).parents[2]
+MEMORY = 512_000_000  # bytes that no worker may come to have resident
+
+
+@pytest.mark.timeout(600)
+def test_every_hostile_reply_is_answered_in_time_and_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.system.hostile_replies"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert {ending.name for ending in report.endings} == {hostile.name for hostile in hostile_replies()}
+    assert len(report.endings) == len(hostile_replies()) * len(list(RULES))
+    late = [ending for ending in report.endings if ending.seconds > LIMITS.seconds + 1.0 or ending.screen_seconds > 1.0]
+    assert late == []
+    odd = {ending.error for ending in report.endings if not ending.error.startswith("exception:")} - {"", "timeout", "memory"}
+    assert odd == set()
+    assert report.peak_bytes < MEMORY
+    assert list(tmp_path.iterdir()) == []  # nobody carried out what a reply says
