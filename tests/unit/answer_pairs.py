@@ -313,7 +313,6 @@ a_n = 2n+1 | 2n+1
 12\,\mathrm{cm^2} | 12
 100\ \mathrm{km/h} | 100
 \mathrm{~cm} | cm
-10 m | 10
 10 m/s | 10
 6\pi\text{ units}^2 | 6\pi
 \frac{1}{2}\text{ hour} | 0.5
@@ -414,6 +413,31 @@ e^{2\ln 3} | 9
 -0.5 | -\frac{1}{2}
 0.5x+1 | \frac{x}{2}+1
 1.5x | \frac{3x}{2}
+""",
+    "notations": r"""
+\\dfrac{1}{2} + \frac{1}{72} | \tfrac{1}{2} + \frac1{72}
+\\frac{3}{4} | 3/4
+]0,1[ | (0,1)
+[0,1[ | [0,1)
+]-\infty, 3] | (-\infty,3]
+5\frac{\text{m}}{\text{s}^2} | 5
+5 \mathrm{~m} | 5
+5\,\mathrm{m} | 5
+5 \mathrm{~N} | 5
+3+4\mathrm{i} | 3+4i
+\mathrm{e}^{2} | e^2
+\text{e} | e
+2\text{i} | 2i
+\begin{cases} x=1 \\ y=2 \end{cases} | x=1, y=2
+(a,b,c)=(1,2,3) | a=1,b=2,c=3
+a=1,b=2,c=3 | (1,2,3)
+6m | 6 m
+1\text{, }2 | 2,1
+\frac{1}{2},\ \frac{3}{2} | 3/2, 1/2
+2\mathbf{v} | 2v
+\mathbf{v}\cdot\mathbf{w} | \mathbf{w}\cdot\mathbf{v}
+\boxed{\text{None}} | none
+1 + 2 + 3 | 6
 """,
 }
 
@@ -583,4 +607,24 @@ x\in\{1,2\} | (1,2)
 10^{-1000} | 0
 10^{-1000} | 10^{-1001}
 0.0 | 0.1
+\text{(B)} 12 | \text{(A)}
+]0,1[ | [0,1]
+2\text{i} | 2
+a=1,b=2 | (2,1)
+(C) 7 | D
+\begin{cases} x=1 \\ y=2 \end{cases} | x=2, y=1
+ABC | A
+"""
+
+# What is read out of a prediction alone: a label that says so means it.
+ONE_WAY = r"""
+\textbf{(A)}\ 5 | A
+\text{(B)} 12 | \text{(B)}
+(C) 7 cm | C
+D. none of these | D
+10 m | 10
+6m | 6
+a+b = 7 | 7
+f(2) + g(3) = 7 | 7
+The largest $n$ is 34. | $34$
 """

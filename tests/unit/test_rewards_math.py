@@ -21,7 +21,7 @@ from runtime.rewards.answers import math as math_rule
 from runtime.rewards.extraction import last_box
 from runtime.rewards.mathematics.answers import canonical, equal
 from runtime.rewards.rules import RULES, RuleContext
-from tests.unit.answer_pairs import DIFFERENT, EQUAL
+from tests.unit.answer_pairs import DIFFERENT, EQUAL, ONE_WAY
 from tests.unit.test_rewards_gsm8k import shared
 
 CONTEXT = RuleContext()
@@ -45,11 +45,51 @@ def test_different_answers() -> None:
     assert wrong == []
 
 
-def test_the_left_side_of_an_equation_is_left_out_of_a_prediction_only_where_it_is_no_name() -> None:
-    assert equal("a+b = 7", "7")
+def test_what_is_read_out_of_a_prediction_alone() -> None:
+    assert [pair for pair in pairs(ONE_WAY) if not equal(*pair)] == []
+    assert not equal("6", "6m")
     assert not equal("7", "a+b = 7")
-    assert equal("f(2) + g(3) = 7", "7")
+    assert not equal("0", "x^2 - 5x + 6 = 0")
     assert not equal("x^2 - 5x + 6 = 0", "0")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ("1/2", r"\frac{1}{2}", "0.5", r"\dfrac12", "$0.50$", r"\frac{2}{4}"),
+        ("1,234", "1234", r"1{,}234", r"x = 1234", r"1234\text{ cm}"),
+        ("(A)", r"\text{(A)}", "A", r"\textbf{A}"),
+        ("odd", r"\text{odd}", "Odd"),
+        ("(1, 2)", r"\left(1,2\right)", r"(1,\frac{4}{2})"),
+        ("1, 2", "2,1", r"2\text{ and }1"),
+        ("2x+y", "y + 2x", r"y+x\cdot 2"),
+    ],
+)
+def test_obviously_equal_answers_have_one_vote(answers: tuple[str, ...]) -> None:
+    assert len({canonical(answer) for answer in answers}) == 1
+
+
+def test_different_answers_have_different_votes() -> None:
+    answers = [
+        "1",
+        "2",
+        "1,2",
+        "(1,2)",
+        "(2,1)",
+        "[1,2]",
+        "[1,2)",
+        "x",
+        "2x",
+        "x^2",
+        "A",
+        "B",
+        "odd",
+        "even",
+        "1/2",
+        "-1/2",
+        "?",
+    ]
+    assert len({canonical(answer) for answer in answers}) == len(answers)
 
 
 @pytest.mark.parametrize(
