@@ -5,9 +5,9 @@ from __future__ import annotations
 from runtime.rewards.extraction import final_answer
 from runtime.rewards.numeric import label_number, number
 from runtime.rewards.rules import RuleContext, rule, up_to
+from runtime.rewards.votes import vote
 
 INLINE_CHARACTERS = 32_768  # extraction takes linear time: about 1 ms at this length
-ANSWER_CHARACTERS = 1024  # what is longer is no answer that two replies would share
 
 
 def numeric_equal(answer: str, label: str) -> bool:
@@ -26,17 +26,7 @@ def _gsm8k(text: str, label: str, context: RuleContext) -> bool:
     return numeric_equal("" if answer is None else answer, label)
 
 
-def number_answer(text: str) -> str | None:
-    """The final answer as a vote for maj@k: the exact value where it is a number, else its text with single spaces."""
-    answer = final_answer(text)
-    if answer is None:
-        return None
-    value = number(answer)
-    words = " ".join(answer.split()) if value is None else str(value)
-    return words if 0 < len(words) <= ANSWER_CHARACTERS else None
-
-
-gsm8k = rule("gsm8k", screen=up_to(INLINE_CHARACTERS, _gsm8k), answer=number_answer)(_gsm8k)
+gsm8k = rule("gsm8k", screen=up_to(INLINE_CHARACTERS, _gsm8k), answer=vote(final_answer))(_gsm8k)
 
 
 def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
@@ -44,4 +34,4 @@ def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
     return 1.0 if _gsm8k(text, label, context) else -1.0
 
 
-gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer), answer=number_answer)(_gsm8k_answer)
+gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer), answer=vote(final_answer))(_gsm8k_answer)

@@ -7,6 +7,7 @@ from runtime.rewards.mathematics.answers import equal
 from runtime.rewards.mathematics.answers import screen as screen_answer
 from runtime.rewards.mathematics.tidy import last_value
 from runtime.rewards.rules import Evaluate, RuleContext, Screen, rule
+from runtime.rewards.votes import vote
 
 INLINE_CHARACTERS = 32_768  # extraction takes linear time: about 1 ms at this length
 TAIL_CHARACTERS = 2000  # where an answer is looked for in a reply that marks none
@@ -48,6 +49,6 @@ def _screen(extract) -> Screen:  # type: ignore[no-untyped-def]
     return screen
 
 
-math = rule("math", screen=_screen(math_answer))(_right(math_answer))
-boxed = rule("boxed", screen=_screen(boxed_answer))(_right(boxed_answer))
-expr = rule("expr", screen=_screen(_whole))(_right(_whole))
+math = rule("math", screen=_screen(math_answer), answer=vote(math_answer))(_right(math_answer))
+boxed = rule("boxed", screen=_screen(boxed_answer), answer=vote(boxed_answer))(_right(boxed_answer))
+expr = rule("expr", screen=_screen(_whole), answer=vote(_whole))(_right(_whole))

@@ -11,6 +11,7 @@ from runtime.rewards.extraction import last_box
 from runtime.rewards.format import strictly_formatted
 from runtime.rewards.mathematics.answers import equal, screen
 from runtime.rewards.rules import Evaluate, RuleContext, Value, rule
+from runtime.rewards.votes import vote
 
 INLINE_CHARACTERS = 32_768  # extraction takes linear time: about 1 ms at this length
 
@@ -29,7 +30,7 @@ def _register(name: str, judge: Judge) -> Evaluate:
         assert value is not None, "the whole comparison leaves nothing open"
         return value
 
-    return rule(name, screen=screened)(evaluate)
+    return rule(name, screen=screened, answer=vote(last_box))(evaluate)
 
 
 def _right(text: str, label: str, compare: Compare) -> bool | None:

@@ -46,10 +46,15 @@ def normal_form(answer: str) -> str:
     return digits if digits.isdigit() else text
 
 
+def _answer(text: str) -> str | None:
+    found = _ANSWER.findall(text[-WINDOW:])
+    return normal_form(found[-1]) if found else None
+
+
 def _acc_for_dapo(text: str, label: str, context: RuleContext) -> float:
     """1 where the last `Answer: …` of the last 300 characters is the label, both in normal form; else -1."""
-    found = _ANSWER.findall(text[-WINDOW:])
-    return 1.0 if found and normal_form(found[-1]) == normal_form(label) else -1.0
+    answer = _answer(text)
+    return 1.0 if answer is not None and answer == normal_form(label) else -1.0
 
 
-acc_for_dapo = rule("acc_for_dapo", screen=up_to(INLINE_CHARACTERS, _acc_for_dapo))(_acc_for_dapo)
+acc_for_dapo = rule("acc_for_dapo", screen=up_to(INLINE_CHARACTERS, _acc_for_dapo), answer=_answer)(_acc_for_dapo)
