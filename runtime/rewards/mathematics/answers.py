@@ -30,7 +30,9 @@ MAX_LENGTH = 4000  # characters; what is longer is compared as text alone
 _EXACT = re.compile(r"[^.%eE=]*")  # what cannot be a decimal, a percentage or an equation
 _WRAPPED = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|mathbf) ?\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])")
+_VARIABLE = re.compile(r"[0-9}] ?[A-Za-z]\W*\Z")  # behind a label's number a single letter is no unit
 _LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
+_CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:](?=[^0-9])")  # with what is chosen behind it: "(B) 12"
 _COMMA_GROUP = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 
@@ -58,7 +60,7 @@ def screen(prediction: str, truth: str) -> bool | None:
         return bool(truth.strip())
     if not prediction or prediction.isspace():
         return False
-    value, expected = number(prediction), label_number(truth)
+    value, expected = number(prediction), None if _VARIABLE.search(truth) else label_number(truth)
     if value is not None and expected is not None and not ("=" in prediction and "=" in truth):
         if value == expected:
             return True
@@ -66,7 +68,11 @@ def screen(prediction: str, truth: str) -> bool | None:
             return False
     if len(prediction) > MAX_LENGTH:
         return False
-    return True if _folded(prediction) == _folded_label(truth) else None
+    label, answer = _folded_label(truth), _folded(prediction)
+    if answer == label:
+        return True
+    choice = _CHOICE.match(answer) if len(label) == 1 and label.isupper() else None
+    return True if choice and label == (choice.group(1) or choice.group(2)) else None
 
 
 def canonical(answer: str) -> str:
@@ -77,10 +83,13 @@ def canonical(answer: str) -> str:
     value = number(text)
     if value is not None:
         return f"{value.numerator:x}/{value.denominator:x}"
+    plain = folded(text)
+    if plain.isalpha():
+        return plain
     try:
         return key(_plain(parse(text)))
     except Unreadable:
-        return folded(text)
+        return plain
 
 
 def _plain(node: Node) -> Node:

@@ -47,7 +47,7 @@ class Evaluation:
         """Raises Undefined, TooCostly, Irrational for what is no number."""
         try:
             result = self._value(node)
-        except (ZeroDivisionError, ValueError, OverflowError) as error:
+        except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:  # complex numbers have no order
             if isinstance(error, TooCostly):
                 raise
             raise Undefined(str(error)) from error

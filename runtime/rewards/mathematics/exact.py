@@ -47,8 +47,8 @@ def _symbol(node: Node, values: Values) -> Fraction:
 def _add(node: Node, values: Values) -> Fraction:
     total = Fraction(0)
     for term in node.args:
-        total += exact(term, values)
-    return _bounded(total)
+        total = _bounded(total + exact(term, values))
+    return total
 
 
 def _multiply(node: Node, values: Values) -> Fraction:
@@ -178,7 +178,7 @@ def _bits(value: Fraction) -> int:
 
 def _bounded(value: Fraction) -> Fraction:
     bits = _bits(value)
-    spend(1 + bits * bits / 1e6)  # reducing a fraction takes quadratic time
+    spend(4 + bits * bits / 1e6)  # reducing a fraction takes quadratic time
     if bits > MAX_BITS:
         raise TooCostly("a number of too many digits")
     return value
@@ -191,8 +191,8 @@ _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "ceil": lambda value: Fraction(math.ceil(value)),
     "factorial": _factorial,
     "binomial": _binomial,
-    "max": max,
-    "min": min,
+    "max": lambda *values: max(values),
+    "min": lambda *values: min(values),
     "gcd": _integers(math.gcd),
     "lcm": _integers(math.lcm),
 }

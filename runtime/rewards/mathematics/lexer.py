@@ -120,6 +120,8 @@ def _text(content: str) -> list[Token]:
     parts = _TEXT_TOKEN.findall(content)
     if any(len(part) > 1 and part[0].isalpha() for part in parts):
         parts = [part for part in parts if part not in "()"]  # a remark in parentheses
+    if parts in (["i"], ["e"]):
+        return [Token("letter", parts[0])]
     for part in parts:
         if part[0].isdigit():
             found.append(Token("decimal" if "." in part else "number", part, Fraction(part.replace(",", ""))))

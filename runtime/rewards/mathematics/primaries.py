@@ -172,7 +172,7 @@ class Primaries(Reader):
         return node
 
     def _matrix(self, environment: str) -> Node:
-        if environment not in MATRICES:
+        if environment not in MATRICES and environment != "cases":
             raise Unknown(f"environment {environment!r}")
         self._enter()
         rows: list[list[Node]] = [[]]
@@ -190,6 +190,10 @@ class Primaries(Reader):
             rows.pop()
         if not rows or len({len(row) for row in rows}) != 1:
             raise Unreadable("rows of different lengths")
+        if environment == "cases":
+            if len(rows[0]) > 1:
+                raise Unknown("a function by cases")
+            return Node("list", tuple(row[0] for row in rows))
         return Node("matrix", tuple(Node("row", tuple(row)) for row in rows))
 
     def _primes(self, base: Node) -> Node:

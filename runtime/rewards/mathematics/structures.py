@@ -29,6 +29,10 @@ def same(prediction: Node, truth: Node) -> Verdict:
         prediction = _bracketed(prediction, truth)
     elif truth.head == "list" and prediction.head == "tuple":
         truth = _bracketed(truth, prediction)
+    if prediction.head == "list":
+        truth = _coordinates(truth)
+    elif truth.head == "list":
+        prediction = _coordinates(prediction)
     predicted, expected = _items(prediction), _items(truth)
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
@@ -42,6 +46,16 @@ def _bracketed(items: Node, like: Node) -> Node:
     if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
         return items
     return Node("tuple", items.args, like.value)
+
+
+def _coordinates(node: Node) -> Node:
+    """`(x, y) = (1, 2)` as `x = 1, y = 2`."""
+    if node.head != "relation" or node.value != "=" or any(side.head != "tuple" for side in node.args):
+        return node
+    names, values = (side.args for side in node.args)
+    if len(names) != len(values) or not all(map(_is_name, names)):
+        return node
+    return Node("list", tuple(Node("relation", pair, "=") for pair in zip(names, values, strict=True)))
 
 
 def _items(node: Node) -> list[Node]:

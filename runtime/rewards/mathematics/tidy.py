@@ -47,6 +47,7 @@ _CHARACTERS = str.maketrans(
 )
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|,? ?\\!(?: ?,)?|,\\,) ?(?=[0-9]{3}(?![0-9]))")
 _SPACED_THOUSANDS = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")
 _INVISIBLE = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|middle)(?![A-Za-z])"
     r"|\\(?:color|textcolor) ?\{[A-Za-z0-9!]{0,40}\}|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace) ?\{[^{}]*\}"
@@ -56,7 +57,7 @@ _SAME = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}"), r"\\\1 "),
-    (re.compile(r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|bf|it)(?: ?\{ ?([A-Za-z]) ?\})"), r" \1 "),
+    (re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}"), r" \1\2 "),
     (re.compile(r"\^ ?\{? ?\\(?:circ|degree)(?![A-Za-z]) ?\}?|\\(?:degrees?|textdegree)(?![A-Za-z])"), r"\\degree "),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
@@ -65,7 +66,7 @@ _SAME = (
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\*\*"), "^"),
 )
-_UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?\}"
+_UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?(?:\^ ?\{?[0-9]\}?)? ?\}"
 _UNIT_FRACTION = re.compile(rf"\\frac ?{_UNIT} ?{_UNIT}")
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
 _DELIMITER = re.compile(r"\$|\\[()\[\]]")
@@ -82,6 +83,8 @@ _END = " .,;:*_`"
 def tidy(text: str) -> str:
     """`text` without what only affects its looks; commands with several names under one."""
     text = text.translate(_CHARACTERS)
+    if "\\\\" in text and "\\begin" not in text:
+        text = _ESCAPED_TWICE.sub(r"\\", text)
     if "\\" in text or "$" in text or "{,}" in text:
         text = _THOUSANDS.sub("", text)
         text = _CURRENCY.sub("", text)
@@ -94,6 +97,10 @@ def tidy(text: str) -> str:
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
     text = _UNIT_FRACTION.sub(" ", text).strip(_END)
+    if text.startswith("]") and "," in text:
+        text = f"({text[1:]}"  # an open end, as ]0, 1] is written in some countries
+    if text.endswith("[") and "," in text:
+        text = f"{text[:-1]})"
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
     return text

@@ -1,0 +1,102 @@
+"""Answers made to hang, to eat memory or to be run as code: decided or refused in time, and nothing carried out."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from runtime.rewards.answers import boxed
+from runtime.rewards.answers import math as math_rule
+from runtime.rewards.mathematics import algebra
+from runtime.rewards.mathematics.answers import canonical, equal
+from runtime.rewards.mathematics.tree import TooCostly
+from runtime.rewards.rules import RULES, RuleContext
+
+CONTEXT = RuleContext()
+CODE = "__import__('pathlib').Path('touched').touch()"
+
+HOSTILE = [
+    *(r"9^{9^{9^{9^{9}}}}", "9^9^9^9^9", r"2^{2^{2^{2^{2^{2^{2}}}}}}", r"1/3^{10^9}", r"10^{-10^{10}}", r"(-1)^{10^{100}}"),
+    *("9" * 100_000 + "!", "10000000!", r"(10^{10})!", r"((100!)!)!", "3!!!!!!!!!!", r"\frac{1}{(10^9)!}"),
+    *(r"\binom{10^9}{5\cdot 10^8}", r"\binom{1000000}{500000}", r"\binom{n}{10^{12}}"),
+    *("{" * 100_000, "(" * 5000 + "5" + ")" * 5000, "(" * 100 + "5" + ")" * 100, r"\frac{" * 1000, r"\sqrt" * 3000 + "2"),
+    *(r"\frac{1}{" * 200 + "2" + "}" * 200, r"3\frac{" * 40 + "2" + "}{3}" * 40, r"\sqrt{" * 300 + "2" + "}" * 300),
+    *(r"\left(" * 500, r"\begin{pmatrix}" * 500, r"\begin{pmatrix}" + "1&" * 900 + r"1\end{pmatrix}", "|x" * 300, "|" * 1000),
+    *("x" * 2_000_000, "1" * 2_000_000, "1+" * 1_000_000 + "1", "-" * 1_000_000 + "5", "1," * 1_000_000, "1 " * 1_000_000),
+    *("(x+1)^{1000000}", "(x+y+z)^{100000}", r"x^{10^{10}}", r"x^{2^{2^{2^{100}}}}", r"x^{10^{-10}}"),
+    *(r"\sin(10^{10^{10}})", r"e^{e^{e^{e^{10}}}}", r"\exp(10^{100})", r"\log_{1.0000001}{10^{1000}}", r"\sqrt[10^9]{5}"),
+    *(r"2^{60000}\sqrt{2}", r"\sqrt[64]{2^{19999}+1}", r"\lfloor 10^{100000}/7 \rfloor", r"\gcd(2^{100000},3)"),
+    *(r"\sum_{k=1}^{10^{10}} k", r"\sum_{k=1}^{1000} k!", r"\prod_{k=1}^{1000} k^k", r"\sum_{k=1}^{1000}\frac{1}{k^{9999}}"),
+    r"\sum_{i=1}^{1000}\sum_{j=1}^{1000}\sum_{k=1}^{1000} i",
+    *("+".join(rf"\sqrt{{{n}}}" for n in range(2, 300)), "+".join(f"1/{n}^{{20000}}" for n in range(2, 150))),
+    *(",".join(map(str, range(590))), ",".join(f"x{n}" for n in range(590)), r"\pm " * 1000 + "3", "1" + r"\pm 1" * 300),
+    r"\cup".join(f"({2 * n},{2 * n + 1})" for n in range(250)),
+    *("\x00" * 1000, "5\x00", "\ud800", "\udcff5", "0." + "3" * 3000, r"0.\overline{" + "3" * 40 + "}", "1e999", "1.5e99999"),
+    *(r"\text{" * 1000, "$" * 100_000, r"\(" * 100_000, "a^" * 1000 + "a", "a_" * 1000 + "a", "x " * 1999, "the " * 900 + "5"),
+    *("answer is " * 390, "is 5 " * 790, "is $5$ " * 560, ", " * 100_000, r"\text{ }" * 500, r"\\" * 1900),
+    *(CODE, f"\\text{{{CODE}}}", f"${CODE}$", f"\\int {CODE}", f"\\operatorname{{{CODE}}}(1)", "lambda: 0", "().__class__"),
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: f"{answer[:24]!a}*{len(answer)}")
+@pytest.mark.parametrize("label", ["5", r"\sqrt{2}", "x^2+1", r"2^{2^{100}}", "1,2"])
+def test_decided_or_refused_in_time(answer: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(algebra, "equal", lambda prediction, truth: False)  # its own test is below
+    for attempt in (
+        lambda: equal(answer, label),
+        lambda: equal(label, answer),
+        lambda: math_rule(f"\\boxed{{{answer}}}", label, CONTEXT),
+        lambda: boxed(answer, label, CONTEXT),
+        lambda: bool(canonical(answer)),
+    ):
+        begun = time.process_time()
+        with suppress(TooCostly):
+            assert attempt() in (True, False)
+        assert time.process_time() - begun < 2.0  # 0.3 s of counted work, on a slow machine
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "x" * 401,
+            "{" * 13 + "}" * 13,
+            "9" * 30,
+            "2^{1000}",
+            "2^{2^{2}}",
+            "x^y^z",
+            "5!!",
+            "(n)!",
+            "9999!",
+            r"\binom{1000}{2}",
+        ),
+    ],
+)
+def test_algebra_is_not_given_what_it_could_hang_on(text: str) -> None:
+    assert not algebra.affordable(text)
+    with pytest.raises(TooCostly):
+        algebra.equal(text, "5")
+
+
+def test_algebra_evaluates_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in (CODE, f"\\text{{{CODE}}}", f"\\int {CODE}", f"{CODE} = 5", f"\\boxed{{{CODE}}}", f"x_{{{CODE}}}"):
+        assert algebra.equal(text, "5") is False
+    assert algebra.equal(r"\int_0^1 x dx", r"\frac{1}{2}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["math", "boxed", "expr"])
+def test_screens_take_linear_time(name: str) -> None:
+    screen = RULES.find(name).screen
+    assert screen is not None
+    begun = time.process_time()
+    for text in HOSTILE:
+        screen(text[:32_768], "5", CONTEXT)
+        screen(f"\\boxed{{{text[:32_000]}}}", "5", CONTEXT)
+    assert time.process_time() - begun < 2.0
