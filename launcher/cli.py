@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument(
         "--verifier", metavar="NAME", help="a reward rule, or FILE.py:NAME; the kind that each line names when left out"
     )
-    score.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: one a core)")
+    score.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
     score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
     score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
 

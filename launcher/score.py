@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from collections import Counter, deque
@@ -72,13 +73,14 @@ class Tally(Struct):
             self.errors[outcome.error] += 1
 
 
-def score(path: Path, verifier: str | None, workers: int, timeout: float | None, output: Path | None) -> None:
-    """Score the file and print a summary to standard error.
+def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:
+    """Score the file and print a summary to standard error. `workers`: one a core when None.
 
     Raises UserError for an unknown verifier, files that cannot be opened, and, when all the others are scored, for lines that
     cannot be judged. ServiceFault when no worker can be started.
     """
     rules = _rules(verifier)
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
         raise UserError(f"--workers: {workers} is too few; at least 1")
     if timeout is not None and timeout <= 0:

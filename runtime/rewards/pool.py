@@ -200,14 +200,17 @@ class KillablePool:
             share = min(BATCH, int(BATCH_SECONDS / self._pace), -(-len(self._waiting) // self._workers))
             taken: list[Job] = []
             size = 0
-            while self._waiting and len(taken) < max(share, 1) and size < BATCH_BYTES:
-                job = self._waiting.popleft()
-                size += len(job.task)
+            while self._waiting and len(taken) < max(share, 1):
+                job = self._waiting[0]
+                if taken and size + len(job.task) > BATCH_BYTES:
+                    break
+                self._waiting.popleft()
+                self._waiting_bytes -= len(job.task)
                 if job.unwanted:
                     self._forget(job)
                 else:
                     taken.append(job)
-            self._waiting_bytes -= size
+                    size += len(job.task)
             self._room.set()
             if taken:
                 return taken

@@ -56,7 +56,12 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
     decode = msgspec.msgpack.Decoder(list[Task]).decode
     replies.write(frame(b""))
     while header := requests.read(LENGTH.size):
-        for task in decode(requests.read(LENGTH.unpack(header)[0])):
+        try:
+            tasks = decode(requests.read(LENGTH.unpack(header)[0]))
+        except MemoryError:  # a text alone is too long
+            replies.write(frame(msgspec.msgpack.encode(Verdict(Outcome(error="memory")))))
+            return
+        for task in tasks:
             start = time.perf_counter()
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             outcome = attempt(evaluate[task.rule], task.text, task.label, task.context)

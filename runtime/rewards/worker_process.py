@@ -109,6 +109,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._suspect = False  # that task's time has run out, at the first look
         self._overdue = False  # it was killed for that
         self._spent = False  # it was killed between two tasks
+        self._unheard = False  # it was killed, and whatever it still says does not count
         self._offered = self._shared = False  # what is behind that task may be done by others
         self.jobs: deque[Job] = deque()
 
@@ -192,13 +193,18 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             if not self._imported.done():
                 self._imported.set_result(None)
             return
-        if self._spent:
+        if self._unheard or not self.jobs:
             return
-        verdict = _decode(message)
+        try:
+            verdict = _decode(message)
+        except msgspec.DecodeError:  # a rule has got hold of the pipe: nothing more that comes out of it is to be believed
+            self._unheard = True
+            self._kill_group()
+            return
         self._employer.settle(self.jobs.popleft(), verdict)
         self._begin()
-        if verdict.outcome.error == "memory":  # what is left of it is not to be trusted with another task
-            self._spent = True
+        if verdict.outcome.error == "memory":  # what is left of the process is not to be trusted with another task
+            self._spent = self._unheard = True
             self._kill_group()
         elif not self.jobs:
             self._rest()

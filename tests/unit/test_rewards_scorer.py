@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
+import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -158,3 +162,14 @@ def test_a_rule_of_a_file_is_found_by_file_and_name(tmp_path: Path) -> None:
 )
 def test_outcome_of_a_returned_value(value: object, outcome: Outcome) -> None:
     assert attempt(lambda text, label, context: value, "", "", RuleContext()) == outcome  # type: ignore[arg-type, return-value]
+
+
+def test_the_rules_of_the_guide_are_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of docs/guides/reward-rules.md, as a user would copy it."""
+    monkeypatch.setitem(sys.modules, "httpx", types.SimpleNamespace(AsyncClient=lambda: None))  # the user's own choice
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "reward-rules.md"
+    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
+        exec(compile(block, str(guide), "exec"), {})
+    assert attempt(find_rule("brief").evaluate, "", "", RuleContext(tokens=150)) == Outcome(0.5)  # type: ignore[arg-type]
+    assert find_rule("polite").screen is not None
+    assert inspect.iscoroutinefunction(find_rule("judged").evaluate)
