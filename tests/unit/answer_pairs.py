@@ -333,6 +333,8 @@ a<x<b | b>x>a
 20°C | 20
 5\text{ (in cm)} | 5
 \text{Yes} | yes
+No | no
+EVEN | even
 3, 4 | (3,4)
 \text{Evelyn} | Evelyn
 The answer is \text{Evelyn} | Evelyn
@@ -518,6 +520,11 @@ x^{12} | x^2
 \sqrt{x^2} | x
 n! | (n+1)!
 (-1)^n | 1
+(-1)^n | -1
+(-1)^{n+m} | (-1)^n
+(-1)^{n+m} | 1
+i^n | 1
+\lfloor n/3 \rfloor | \frac{n}{3}
 \sin x | \cos x
 \sin 2x | 2\sin x
 \sin^2 x | \sin x^2
@@ -614,6 +621,9 @@ a=1,b=2 | (2,1)
 (C) 7 | D
 \begin{cases} x=1 \\ y=2 \end{cases} | x=2, y=1
 ABC | A
+RC | rc
+AB | ab
+Ab | aB
 """
 
 # What is read out of a prediction alone: a label that says so means it.

@@ -132,10 +132,15 @@ def folded(text: str) -> str:
     if choice:
         return choice.group(1)
     text = _SPACE.sub("", text)
-    return text.casefold() if len(text) > 1 and text.replace(" ", "").isalpha() else text
+    return text.casefold() if _is_word(text) else text
 
 
-@lru_cache(maxsize=4096)
+def _is_word(text: str) -> bool:
+    """Whether upper and lower case mean the same: "No solution", "Odd" and "EVEN" are words, AB and ab are products."""
+    letters = text.replace(" ", "")
+    return letters.isalpha() and (len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no")
+
+
 def _tree(text: str, thousands: bool) -> Node | None:
     """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
     try:
@@ -148,10 +153,13 @@ def _tree(text: str, thousands: bool) -> Node | None:
         raise
 
 
+_label_tree = lru_cache(maxsize=1024)(_tree)
+
+
 def _same_text(answer: str, label: str, thousands: bool = True) -> Verdict:
     """The verdict on two tidied answers; None where that is left to algebra."""
     try:
-        predicted, expected = _tree(answer, thousands), _tree(label, thousands)
+        predicted, expected = _tree(answer, thousands), _label_tree(label, thousands)
     except Unreadable:
         return False
     return None if predicted is None or expected is None else same(predicted, expected)

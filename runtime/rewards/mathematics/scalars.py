@@ -206,16 +206,22 @@ def _points(names: list[str], integral: bool) -> Iterator[tuple[Values, bool]]:
     if not names:
         yield {}, False
         return
-    for index in range(POINTS):
-        values = {}
-        for name in names:
-            chance = zlib.crc32(f"{index} {name}".encode())
-            values[name] = Fraction(chance % 37 + 2) if integral else Fraction(chance % 1999 + 211, 1000)
-        yield values, False
+    for index in range(2 * POINTS if integral else POINTS):
+        yield {name: _integer(index, name) if integral else _positive(index, name) for name in names}, False
     if not integral:
         for index in range(2):
             signs = {name: (-1) ** (zlib.crc32(f"{name} {index}".encode()) // 7 + index) for name in names}
-            yield {name: value * signs[name] for name, value in values.items()}, True
+            yield {name: signs[name] * _positive(index, name) for name in names}, True
+
+
+def _positive(index: int, name: str) -> Fraction:
+    return Fraction(zlib.crc32(f"{index} {name}".encode()) % 1999 + 211, 1000)
+
+
+def _integer(index: int, name: str) -> Fraction:
+    """Even, then odd, then either: so that (-1)^n is neither 1 nor -1."""
+    chance = zlib.crc32(f"{index} {name}".encode())
+    return Fraction(chance % 19 * 2 + 2 + (index if index < 2 else chance // 19 % 2))
 
 
 def _equal_at(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
