@@ -20,7 +20,7 @@ from runtime.rewards.mathematics import algebra
 from runtime.rewards.mathematics.parser import parse
 from runtime.rewards.mathematics.scalars import Verdict
 from runtime.rewards.mathematics.structures import same
-from runtime.rewards.mathematics.tidy import label_answer, last_mathematics, tidy
+from runtime.rewards.mathematics.tidy import last_mathematics, tidy, unboxed
 from runtime.rewards.mathematics.tree import Node, TooCostly, Unknown, Unreadable, key
 from runtime.rewards.mathematics.work import limited
 from runtime.rewards.numeric import label_number, number
@@ -69,7 +69,7 @@ def screen(prediction: str, truth: str) -> bool | None:
     if len(prediction) > MAX_LENGTH:
         return False
     label, answer = _folded_label(truth), _folded(prediction)
-    if answer == label:
+    if answer and answer == label:
         return True
     choice = _CHOICE.match(answer) if len(label) == 1 and label.isupper() else None
     return True if choice and label == (choice.group(1) or choice.group(2)) else None
@@ -108,26 +108,20 @@ def _readable(text: str) -> str | None:
     """The tidied mathematics in an answer; None where there is none, or too much of it."""
     if len(text) > MAX_LENGTH:
         return None
-    return tidy(last_mathematics(text)) or None
-
-
-@lru_cache(maxsize=4096)  # a group's samples share one label
-def _readable_label(label: str) -> str | None:
-    return _readable(label_answer(label))
-
-
-@lru_cache(maxsize=4096)
-def _folded_label(label: str) -> str:
-    return _folded(label_answer(label)) or "\0"
+    return tidy(last_mathematics(unboxed(text))) or None
 
 
 def _folded(text: str) -> str:
-    return folded(tidy(text[:MAX_LENGTH]))
+    return folded(tidy(unboxed(text)[:MAX_LENGTH]))
+
+
+_readable_label = lru_cache(maxsize=4096)(_readable)  # a group's samples share one label
+_folded_label = lru_cache(maxsize=4096)(_folded)
 
 
 def folded(text: str) -> str:
     """A tidied answer as plain text: text commands and spaces left out, words in lower case, a choice without parentheses."""
-    text = _WRAPPED.sub(r"\1", text).strip(" .,")
+    text = _WRAPPED.sub(r"\1", text).lstrip(" ,").rstrip(" .,")
     choice = _LETTER_CHOICE.fullmatch(text)
     if choice:
         return choice.group(1)

@@ -16,6 +16,7 @@ from runtime.rewards.mathematics.residues import PRIMES, residue
 from runtime.rewards.mathematics.tree import INFINITY, Node, TooCostly, heads, key, number, replace, symbols, walk
 
 POINTS = 4
+INTEGER_POINTS = 24  # for functions of integers, which agree at more points: remainders, floors
 AGREEING = 6  # significant digits to which a decimal has to agree with an exact form
 _NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
 _WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "sum", "prod"))  # functions that are about integers
@@ -206,7 +207,7 @@ def _points(names: list[str], integral: bool) -> Iterator[tuple[Values, bool]]:
     if not names:
         yield {}, False
         return
-    for index in range(2 * POINTS if integral else POINTS):
+    for index in range(INTEGER_POINTS if integral else POINTS):
         yield {name: _integer(index, name) if integral else _positive(index, name) for name in names}, False
     if not integral:
         for index in range(2):
@@ -219,9 +220,9 @@ def _positive(index: int, name: str) -> Fraction:
 
 
 def _integer(index: int, name: str) -> Fraction:
-    """Even, then odd, then either: so that (-1)^n is neither 1 nor -1."""
-    chance = zlib.crc32(f"{index} {name}".encode())
-    return Fraction(chance % 19 * 2 + 2 + (index if index < 2 else chance // 19 % 2))
+    """Different for each index below 31, in steps that differ by name: so that parities and remainders are mixed."""
+    chance = zlib.crc32(name.encode())
+    return Fraction(1 + (chance + index * (1 + chance // 31 % 30)) % 31)
 
 
 def _equal_at(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
@@ -300,7 +301,7 @@ def proportional(a: Node, b: Node) -> int | None:
             return 0
         if not left or not right or not evaluation.real:
             return None if evaluation.real else 0
-        sign = 1 if left * right > 0 else -1
+        sign = 1 if evaluation.context.re(left / right) > 0 else -1
         change = {name: number(value) for name, value in first.items()}
         factor = Node("divide", (_at(a, change), _at(b, change)))
     verdict = equal_values(a, Node("multiply", (factor, b)))
