@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from runtime.rewards.extraction import closing_statement, final_answer, last_box
 from runtime.rewards.mathematics.answers import equal
 from runtime.rewards.mathematics.answers import screen as screen_answer
@@ -11,6 +13,8 @@ from runtime.rewards.votes import vote
 
 INLINE_CHARACTERS = 32_768  # extraction takes linear time: about 1 ms at this length
 TAIL_CHARACTERS = 2000  # where an answer is looked for in a reply that marks none
+
+Extract = Callable[[str], "str | None"]
 
 
 def math_answer(text: str) -> str | None:
@@ -31,7 +35,7 @@ def _whole(text: str) -> str:
     return text
 
 
-def _right(extract) -> Evaluate:  # type: ignore[no-untyped-def]
+def _right(extract: Extract) -> Evaluate:
     def evaluate(text: str, label: str, context: RuleContext) -> bool:
         answer = extract(text)
         return answer is not None and equal(answer, label)
@@ -39,7 +43,7 @@ def _right(extract) -> Evaluate:  # type: ignore[no-untyped-def]
     return evaluate
 
 
-def _screen(extract) -> Screen:  # type: ignore[no-untyped-def]
+def _screen(extract: Extract) -> Screen:
     def screen(text: str, label: str, context: RuleContext) -> bool | None:
         if len(text) > INLINE_CHARACTERS:
             return None

@@ -45,6 +45,9 @@ $1,234.50 | 1234.5
     "decimals": r"""
 3.50 | 3.5
 .5 | 0.5
+.5\pi | \frac{\pi}{2}
+\boxed{.38} | .38
+.\overline{3} | \frac13
 0.333333333 | 1/3
 0.3333333 | \frac{1}{3}
 0.333333 | 1/3
@@ -166,6 +169,7 @@ x<5 | 5>x
 -2x \ge 4 | x \le -2
 x=1,y=2 | y=2,x=1
 AB = 5 | 5
+iz + \sqrt2 = 0 | z = i\sqrt{2}
 m\angle A = 30^\circ | 30
 n=1, 2 | 1,2
 """,
@@ -181,6 +185,8 @@ e^{i\pi} | -1
 """,
     "trig, logs": r"""
 \sin 30^\circ | \frac12
+\sin{30^\circ} | \frac12
+\frac{60^\circ}{2} | 30
 \sin(30^\circ) | 1/2
 \cos\frac{\pi}{3} | 0.5
 \tan^{-1}(1) | \frac\pi4
@@ -277,6 +283,7 @@ $$5$$ | 5
 The answer is 5. | 5
 So the answer is $\frac{1}{2}$. | 0.5
 Answer: 5 | 5
+Answer: f(n)=n | $f(n)=n$
 approximately 5 | 5
 \approx 5 | 5
 x^{2} | x^2
@@ -333,6 +340,8 @@ a<x<b | b>x>a
 20°C | 20
 5\text{ (in cm)} | 5
 \text{Yes} | yes
+No | no
+EVEN | even
 3, 4 | (3,4)
 \text{Evelyn} | Evelyn
 The answer is \text{Evelyn} | Evelyn
@@ -518,6 +527,11 @@ x^{12} | x^2
 \sqrt{x^2} | x
 n! | (n+1)!
 (-1)^n | 1
+(-1)^n | -1
+(-1)^{n+m} | (-1)^n
+(-1)^{n+m} | 1
+i^n | 1
+\lfloor n/3 \rfloor | \frac{n}{3}
 \sin x | \cos x
 \sin 2x | 2\sin x
 \sin^2 x | \sin x^2
@@ -546,6 +560,11 @@ a_{37} = 19 | a_{38}=19
 f(x) | g(x)
 f(x) | f(y)
 f(2) | f(3)
+f(x)=1 | f(x)=2
+f(x) = x+1 | f(x)=2x+2
+f(2)=3 | f(2)=4
+2f(x) | f(x)
+\lfloor\frac{2n-1}{5}\rfloor | \lfloor\frac{2n-2}{5}\rfloor
 \emptyset | 0
 \{0\} | \emptyset
 \mathbb{R} | \mathbb{Z}
@@ -614,6 +633,9 @@ a=1,b=2 | (2,1)
 (C) 7 | D
 \begin{cases} x=1 \\ y=2 \end{cases} | x=2, y=1
 ABC | A
+RC | rc
+AB | ab
+Ab | aB
 """
 
 # What is read out of a prediction alone: a label that says so means it.

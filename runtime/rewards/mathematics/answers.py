@@ -20,7 +20,7 @@ from runtime.rewards.mathematics import algebra
 from runtime.rewards.mathematics.parser import parse
 from runtime.rewards.mathematics.scalars import Verdict
 from runtime.rewards.mathematics.structures import same
-from runtime.rewards.mathematics.tidy import label_answer, last_mathematics, tidy
+from runtime.rewards.mathematics.tidy import last_mathematics, tidy, unboxed
 from runtime.rewards.mathematics.tree import Node, TooCostly, Unknown, Unreadable, key
 from runtime.rewards.mathematics.work import limited
 from runtime.rewards.numeric import label_number, number
@@ -70,7 +70,7 @@ def screen(prediction: str, truth: str) -> bool | None:
     if len(prediction) > MAX_LENGTH:
         return False
     label, answer = _folded_label(truth), _folded(prediction)
-    if answer == label:
+    if answer and answer == label:
         return True
     choice = _CHOICE.match(answer) if len(label) == 1 and label.isupper() else None
     return True if choice and label == (choice.group(1) or choice.group(2)) else None
@@ -110,34 +110,33 @@ def _readable(text: str) -> str | None:
     """The tidied mathematics in an answer; None where there is none, or too much of it."""
     if len(text) > MAX_LENGTH:
         return None
-    return tidy(last_mathematics(text)) or None
-
-
-@lru_cache(maxsize=4096)  # a group's samples share one label
-def _readable_label(label: str) -> str | None:
-    return _readable(label_answer(label))
-
-
-@lru_cache(maxsize=4096)
-def _folded_label(label: str) -> str:
-    return _folded(label_answer(label)) or "\0"
+    return tidy(last_mathematics(unboxed(text))) or None
 
 
 def _folded(text: str) -> str:
-    return folded(tidy(text[:MAX_LENGTH]))
+    return folded(tidy(unboxed(text)[:MAX_LENGTH]))
+
+
+_readable_label = lru_cache(maxsize=4096)(_readable)  # a group's samples share one label
+_folded_label = lru_cache(maxsize=4096)(_folded)
 
 
 def folded(text: str) -> str:
     """A tidied answer as plain text: text commands and spaces left out, words in lower case, a choice without parentheses."""
-    text = _WRAPPED.sub(r"\1", text).strip(" .,")
+    text = _WRAPPED.sub(r"\1", text).lstrip(" ,").rstrip(" .,")
     choice = _LETTER_CHOICE.fullmatch(text)
     if choice:
         return choice.group(1)
     text = _SPACE.sub("", text)
-    return text.casefold() if len(text) > 1 and text.replace(" ", "").isalpha() else text
+    return text.casefold() if _is_word(text) else text
 
 
-@lru_cache(maxsize=4096)
+def _is_word(text: str) -> bool:
+    """Whether upper and lower case mean the same: "No solution", "Odd" and "EVEN" are words, AB and ab are products."""
+    letters = text.replace(" ", "")
+    return letters.isalpha() and (len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no")
+
+
 def _tree(text: str, thousands: bool) -> Node | None:
     """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
     try:
@@ -150,10 +149,13 @@ def _tree(text: str, thousands: bool) -> Node | None:
         raise
 
 
+_label_tree = lru_cache(maxsize=1024)(_tree)
+
+
 def _same_text(answer: str, label: str, thousands: bool = True) -> Verdict:
     """The verdict on two tidied answers; None where that is left to algebra."""
     try:
-        predicted, expected = _tree(answer, thousands), _tree(label, thousands)
+        predicted, expected = _tree(answer, thousands), _label_tree(label, thousands)
     except Unreadable:
         return False
     return None if predicted is None or expected is None else same(predicted, expected)

@@ -63,7 +63,7 @@ class Evaluation:
         elif head == "symbol":
             result = self._symbol(str(node.value))
         elif head == "opaque":
-            result = self._fraction(opaque_value(node))
+            result = self._fraction(opaque_value(node, self._values))
         elif head == "add":
             result = context.mpf(0)
             for term in node.args:

@@ -28,9 +28,10 @@ def exact(node: Node, values: Values) -> Fraction:
     return evaluate(node, values)
 
 
-def opaque_value(node: Node) -> Fraction:
-    """A value for what cannot be evaluated: the same for equal texts, and different for others."""
-    return Fraction(zlib.crc32(key(node).encode()) + 2, 1_000_003)
+def opaque_value(node: Node, values: Values) -> Fraction:
+    """A value for what cannot be evaluated: the same for equal texts at one point, and another for others or elsewhere."""
+    point = " ".join(f"{name}={value}" for name, value in sorted(values.items()))
+    return Fraction(zlib.crc32(f"{key(node)} {point}".encode()) + 2, 1_000_003)
 
 
 def _literal(node: Node, values: Values) -> Fraction:
@@ -207,5 +208,5 @@ _HEADS: dict[str, Callable[[Node, Values], Fraction]] = {
     "percent": _percent,
     "power": _power,
     "call": _call,
-    "opaque": lambda node, values: opaque_value(node),
+    "opaque": opaque_value,
 }

@@ -26,7 +26,7 @@ def residue(node: Node, values: Values, prime: int) -> int:
         value = exact(node, values)
         return _quotient(value.numerator, value.denominator, prime)
     if head == "opaque":
-        value = opaque_value(node)
+        value = opaque_value(node, values)
         return _quotient(value.numerator, value.denominator, prime)
     parts = [residue(argument, values, prime) for argument in node.args] if head in _PLAIN else []
     if head == "add":

@@ -16,6 +16,7 @@ from runtime.rewards.mathematics.residues import PRIMES, residue
 from runtime.rewards.mathematics.tree import INFINITY, Node, TooCostly, heads, key, number, replace, symbols, walk
 
 POINTS = 4
+INTEGER_POINTS = 24  # for functions of integers, which agree at more points: remainders, floors
 AGREEING = 6  # significant digits to which a decimal has to agree with an exact form
 _NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
 _WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "sum", "prod"))  # functions that are about integers
@@ -206,16 +207,22 @@ def _points(names: list[str], integral: bool) -> Iterator[tuple[Values, bool]]:
     if not names:
         yield {}, False
         return
-    for index in range(POINTS):
-        values = {}
-        for name in names:
-            chance = zlib.crc32(f"{index} {name}".encode())
-            values[name] = Fraction(chance % 37 + 2) if integral else Fraction(chance % 1999 + 211, 1000)
-        yield values, False
+    for index in range(INTEGER_POINTS if integral else POINTS):
+        yield {name: _integer(index, name) if integral else _positive(index, name) for name in names}, False
     if not integral:
         for index in range(2):
             signs = {name: (-1) ** (zlib.crc32(f"{name} {index}".encode()) // 7 + index) for name in names}
-            yield {name: value * signs[name] for name, value in values.items()}, True
+            yield {name: signs[name] * _positive(index, name) for name in names}, True
+
+
+def _positive(index: int, name: str) -> Fraction:
+    return Fraction(zlib.crc32(f"{index} {name}".encode()) % 1999 + 211, 1000)
+
+
+def _integer(index: int, name: str) -> Fraction:
+    """Different for each index below 31, in steps that differ by name: so that parities and remainders are mixed."""
+    chance = zlib.crc32(name.encode())
+    return Fraction(1 + (chance + index * (1 + chance // 31 % 30)) % 31)
 
 
 def _equal_at(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
@@ -294,7 +301,7 @@ def proportional(a: Node, b: Node) -> int | None:
             return 0
         if not left or not right or not evaluation.real:
             return None if evaluation.real else 0
-        sign = 1 if left * right > 0 else -1
+        sign = 1 if evaluation.context.re(left / right) > 0 else -1
         change = {name: number(value) for name, value in first.items()}
         factor = Node("divide", (_at(a, change), _at(b, change)))
     verdict = equal_values(a, Node("multiply", (factor, b)))

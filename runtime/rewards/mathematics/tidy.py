@@ -49,7 +49,8 @@ _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|,? ?\\!(?: ?,)?|,\\,) ?(?=[0-9]
 _SPACED_THOUSANDS = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
 _ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")
 _INVISIBLE = re.compile(
-    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|middle)(?![A-Za-z])"
+    r"\\(?:left|right) ?\.(?![0-9])"
+    r"|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|middle)(?![A-Za-z])"
     r"|\\(?:color|textcolor) ?\{[A-Za-z0-9!]{0,40}\}|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace) ?\{[^{}]*\}"
 )
 _SPACING = re.compile(r"(?<!\\)\\[,;:! >]|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|~")
@@ -58,7 +59,10 @@ _SAME = (
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}"), r"\\\1 "),
     (re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}"), r" \1\2 "),
-    (re.compile(r"\^ ?\{? ?\\(?:circ|degree)(?![A-Za-z]) ?\}?|\\(?:degrees?|textdegree)(?![A-Za-z])"), r"\\degree "),
+    (
+        re.compile(r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\(?:degrees?|textdegree)(?![A-Za-z])"),
+        r"\\degree ",
+    ),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])|\\not ?="), r"\\ne "),
@@ -76,8 +80,10 @@ _PROSE_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
 _SAYS = re.compile(
     r"\b(?:is|are|was|equals|be|answer|approximately|about|roughly|exactly)\b:?|[A-Za-z]{2}:(?= )", re.IGNORECASE
 )
+_HEADING = re.compile(r"\A[ *_#]{0,8}(?:(?:the )?final )?answer[*_ ]{0,4}[:=][*_ ]{0,4}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")
-_END = " .,;:*_`"
+_START = " ,;:*_`"  # a point may start a decimal
+_END = _START + "."
 
 
 def tidy(text: str) -> str:
@@ -96,7 +102,7 @@ def tidy(text: str) -> str:
         text = _CURRENCY.sub("", text)
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
-    text = _UNIT_FRACTION.sub(" ", text).strip(_END)
+    text = _UNIT_FRACTION.sub(" ", text).lstrip(_START).rstrip(_END)
     if text.startswith("]") and "," in text:
         text = f"({text[1:]}"  # an open end, as ]0, 1] is written in some countries
     if text.endswith("[") and "," in text:
@@ -108,8 +114,9 @@ def tidy(text: str) -> str:
 
 def last_mathematics(text: str) -> str:
     """The mathematics in a text: itself where it holds no prose, else what its prose says the answer is."""
+    text = _HEADING.sub("", text)
     for _ in range(4):
-        text = text.strip(_END)
+        text = text.lstrip(_START).rstrip(_END)
         if not _is_prose(text):
             return text
         shorter = _said(text)
@@ -136,7 +143,7 @@ def _said(text: str) -> str | None:
     """The part of a sentence that holds the answer: behind "is", else the last formula or number."""
     ends = [found.end() for found in _SAYS.finditer(text)]
     for end in reversed(ends):
-        tail = text[end:].strip(_END)
+        tail = text[end:].lstrip(_START).rstrip(_END)
         if any(map(str.isdigit, tail)) or "$" in tail or "\\" in tail:
             return tail
     return last_value(text)
@@ -155,7 +162,7 @@ def last_value(text: str) -> str | None:
     return None if number is None else number.group()
 
 
-def label_answer(label: str) -> str:
-    r"""What a label says: the content of its last box, else itself."""
-    boxed = last_boxed(label) if "\\boxed" in label else None
-    return label if boxed is None else boxed
+def unboxed(text: str) -> str:
+    """The content of a text's last box, else the text."""
+    boxed = last_boxed(text) if "\\boxed" in text else None
+    return text if boxed is None else boxed
