@@ -97,7 +97,7 @@ def test_answers_are_named_where_they_are_asked_for() -> None:
     )
     asked.answers = True
     first, second = score(config.Rewards(rules=rules), asked, request(2, "5", "#### 5"))
-    assert first.answers == ["1000", "1000", None, "1/2", "a b", None]
+    assert first.answers == ["1000", "1000", None, "1/2", "ab", None]
     assert second.answers == []
     (unnamed,) = score(config.Rewards(rules=list(reversed(rules))), asked)
     assert unnamed.answers == []

@@ -25,7 +25,8 @@ TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
 PURE = (
     "runtime/algorithms/",
     "runtime/data/order.py",
-    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "closing_line", "extraction", "format", "numeric", "rules")),
+    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "answers", "boxed_accuracy", "closing_line", "extraction")),
+    *(f"runtime/rewards/{name}.py" for name in ("format", "numeric", "rules", "votes")),
     "runtime/weights/plan.py",
     "runtime/pipeline/states.py",
     "runtime/pipeline/staleness.py",
@@ -116,6 +117,7 @@ def test_pure_modules_are_built_on_pure_modules() -> None:
         "runtime.errors",
         "runtime.registry",
         "runtime.types",
+        "runtime.rewards.mathematics",  # pure from outside; within, a budget of work and a library's log are kept in check
         *(file[:-3].replace("/", ".") for file in FILES if file.startswith(PURE)),
     }
     for file in FILES:
