@@ -137,6 +137,9 @@ def test_each_rank_holds_its_share_and_all_together_the_model(case: str, layout:
         share = parameters(family, layout, *rank)
         held[rank] = {parameter.name: parameter.from_hf(tensors.__getitem__) for parameter in share}
         assert_same(held[rank], expected(case, tensors, layout, *rank))
+        for parameter in share:
+            for source, index, block in parameter.blocks(held[rank][parameter.name]):
+                assert torch.equal(tensors[source.name][index], block)
         assert [parameter.shape for parameter in share] == [tuple(tensor.shape) for tensor in held[rank].values()]
     assert_same(gathered(family, layout, held), tensors)
 

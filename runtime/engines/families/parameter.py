@@ -90,31 +90,37 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         if len(pieces) != self.pieces or any(tuple(piece.shape) != self.shape for piece in pieces):
             found = ", ".join(str(list(piece.shape)) for piece in pieces)
             raise InvariantViolated(f"{self.name}: needs {self.pieces} pieces of {list(self.shape)}, found {found}")
-        of_ranks = [self._blocks(piece) for piece in pieces]
+        of_ranks = [self._parted(piece) for piece in pieces]
         for source, blocks in zip(self.sources, zip(*of_ranks, strict=True), strict=True):
             whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=self.split or 0)
             yield source.name, whole[: source.shape[0]] if self.padded else whole
 
+    def blocks(self, piece: torch.Tensor) -> Iterator[tuple[Source, tuple[slice, ...], torch.Tensor]]:
+        """What this rank's piece is of each source: `source[index] == block`, without the padding."""
+        for source, block in zip(self.sources, self._parted(piece), strict=True):
+            index = self._index(source)
+            yield source, index, block[: index[0].stop - index[0].start] if self.padded else block
+
     def _cut(self, source: Source, whole: Sliceable) -> torch.Tensor:
         """The rank's block of a source."""
-        if self.split is None:
-            block: torch.Tensor = whole[:]
-            return block
-        size = self._block_shape(source)[self.split]
-        start = self.tensor_rank * size
-        stop = min(start + size, source.shape[self.split])
-        if self.split == 1:
-            columns: torch.Tensor = whole[:, start:stop]
-            return columns
-        rows: torch.Tensor = whole[min(start, stop) : stop]
-        missing = size - rows.shape[0]
+        block: torch.Tensor = whole[self._index(source)]
+        missing = self._block_shape(source)[0] - block.shape[0]
         if missing == 0:
-            return rows
+            return block
         import torch
 
-        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+        return torch.cat([block, block.new_zeros(missing, *block.shape[1:])])
 
-    def _blocks(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _index(self, source: Source) -> tuple[slice, ...]:
+        """Where in a source the rank's block lies."""
+        if self.split is None:
+            return (slice(0, source.shape[0]),)
+        size, end = self._block_shape(source)[self.split], source.shape[self.split]
+        start = self.tensor_rank * size
+        held = slice(min(start, end), min(start + size, end))
+        return (held,) if self.split == 0 else (slice(0, source.shape[0]), held)
+
+    def _parted(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
         """The rank's block of each source, out of its piece."""
         if len(self.sources) == 1:
             yield piece
