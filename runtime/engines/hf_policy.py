@@ -91,11 +91,20 @@ def declared_dtype(path: str) -> torch.dtype:
     return dtype
 
 
-def write_description(source: str, folder: Path, dtype: torch.dtype) -> None:
-    """Everything of a model folder but its weights: configuration, tokenizer, chat template."""
+def write_description(source: str | Path, folder: Path, dtype: torch.dtype | None, but: Collection[str] = ()) -> None:
+    """Everything of a model folder but its weights: configuration, tokenizer, chat template. Not the files named in `but`.
+
+    `dtype` is what config.json then declares; None: what it declared.
+    """
     for path in sorted(Path(source).iterdir()):
-        if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+        if (
+            path.suffix in (".json", ".jinja", ".txt", ".model")
+            and not path.name.endswith(".index.json")
+            and path.name not in but
+        ):
             shutil.copyfile(path, folder / path.name)
+    if dtype is None:
+        return
     config = folder / "config.json"
     raw: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")

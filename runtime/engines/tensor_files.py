@@ -7,6 +7,7 @@ with dtype, shape and range of each tensor, then the tensors, without gaps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -44,6 +45,7 @@ class TensorReader:
 
     def __init__(self, path: Path):
         """Reads the header. Raises UserError when there is no such file, or when it is torn or of another format."""
+        self.path = path
         self.specs: dict[str, TensorSpec] = {}
         self._starts: dict[str, int] = {}
         try:
@@ -99,6 +101,34 @@ class TensorReader:
                 raise UserError(f"{self._file.name}: ended within {spec.name}")
             into = into[count:]
         return tensor
+
+
+class TensorFolder:
+    """The tensors of several files, by name. A context manager."""
+
+    def __init__(self, paths: Iterable[Path]):
+        """Reads the headers. Raises UserError as `TensorReader` does, and when two files have a tensor of one name."""
+        self.specs: dict[str, TensorSpec] = {}
+        self._readers: dict[str, TensorReader] = {}
+        self._open = contextlib.ExitStack()
+        with contextlib.ExitStack() as opened:
+            for path in paths:
+                reader = opened.enter_context(TensorReader(path))
+                if twice := self.specs.keys() & reader.specs.keys():
+                    raise UserError(f"{path}: has {min(twice)}, as another file of the folder does")
+                self.specs.update(reader.specs)
+                self._readers.update(dict.fromkeys(reader.specs, reader))
+            self._open = opened.pop_all()
+
+    def __enter__(self) -> TensorFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+
+    def get(self, name: str) -> StoredTensor:
+        """The tensor, of which nothing is read yet."""
+        return self._readers[name].get(name)
 
 
 class StoredTensor:

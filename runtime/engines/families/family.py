@@ -78,17 +78,10 @@ class Family:
         With a value head, the language model's is left out of account, and the value head may be missing: it begins at 0.
         A tied model may have its head written out.
         """
-        needed = self.tensors()
-        ignored = {LM_HEAD} if self.value_head or self.tied else set()
-        optional = {VALUE_HEAD} if self.value_head else set()
-        missing = [name for name in needed if name not in found and name not in optional]
-        extra = [name for name in found if name not in needed and name not in ignored]
-        reshaped = [
-            f"{name} {list(found[name])} instead of {list(shape)}"
-            for name, shape in needed.items()
-            if name in found and found[name] != shape
-        ]
-        require_none(where, {"missing": missing, "too many": extra, "of another shape": reshaped})
+        left_out = {LM_HEAD} if self.value_head or self.tied else set()
+        given = {VALUE_HEAD} if self.value_head else set()
+        needed = {name: shape for name, shape in self.tensors().items() if name in found or name not in given}
+        require_same(where, needed, {name: shape for name, shape in found.items() if name in needed or name not in left_out})
 
     def _layers(self, layout: Layout, tensor_rank: int, pipeline_rank: int, expert_rank: int) -> Iterator[Parameter]:
         count = self.shape.experts.count if self.shape.experts else 0
@@ -139,8 +132,17 @@ class Family:
                 yield vocabulary(HEAD, EMBEDDING, copy=True)
 
 
-def require_none(where: str, faults: Mapping[str, list[str]]) -> None:
-    """Raises UserError with a line for each kind of fault that has names: how many, and the first of them."""
+def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError unless both have the same names and shapes: a line a kind of fault, with the first names of each."""
+    faults = {
+        "missing": [name for name in needed if name not in found],
+        "too many": [name for name in found if name not in needed],
+        "of another shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in needed.items()
+            if found.get(name, shape) != shape
+        ],
+    }
     lines = [
         f"{where}: {len(names)} tensors are {kind}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
         for kind, names in faults.items()
