@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from runtime.engines.families import Family, family_for
 
@@ -40,3 +43,14 @@ def make_tensors(family: Family, seed: int = 0, dtype: torch.dtype = torch.float
     """Random values, all different from those of the other tensors."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in family.tensors().items()}
+
+
+def write_folder(folder: Path, case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, torch.Tensor]:
+    """A Hugging Face folder with a file of the tokenizer's; returns its tensors."""
+    folder.mkdir(parents=True)
+    config = {**CONFIGS[case], **changes, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    tensors = make_tensors(make_family(case, **changes), dtype=dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
