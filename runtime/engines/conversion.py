@@ -35,6 +35,7 @@ from runtime.errors import InvariantViolated, UserError
 from runtime.weights.plan import TensorSpec
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
+CHECK_BYTES = 16 << 20  # that are compared at once
 _BUFFER = "rotary_emb.inv_freq"  # which old checkpoints stored; it follows from config.json
 
 
@@ -74,11 +75,11 @@ def to_core(
             for part in parts:
                 with TensorWriter(partial / part.name, specs[part.name]) as writer:
                     for parameter in part.parameters:
-                        piece = parameter.from_hf(model.read)
-                        writer.write(parameter.name, piece)
-                        progress.add("converting", piece)
+                        writer.write(parameter.name, parameter.from_hf(model.read))
+                        progress.add("converting", writer.specs[parameter.name].nbytes)
             seconds = time.monotonic() - started
-            _check_core(partial, family, layout, model, progress)
+            with CoreFolder(partial, family, layout) as core:
+                _check(list(_pieces(family, layout, core)), model.read, progress)
     return Report(
         nbytes=progress.total,
         files=len(parts),
@@ -113,9 +114,10 @@ def to_hf(source: Path, folder: Path, *, show: Show) -> Report:
                 for column in columns(family, layout):
                     _join(column, core, writer, progress)
             seconds = time.monotonic() - started
-            _check_hf(partial, pieces, progress)
-            files = len(weight_paths(partial))
-    return Report(nbytes=sum(spec.nbytes for spec in specs), files=files, tensors=len(specs), seconds=seconds, left_out=[])
+            files = weight_paths(partial)
+            with TensorFolder(files) as tensors:
+                _check(pieces, tensors.get, progress)
+    return Report(nbytes=sum(spec.nbytes for spec in specs), files=len(files), tensors=len(specs), seconds=seconds, left_out=[])
 
 
 class _Source:
@@ -162,10 +164,10 @@ class _Progress:
         self._phase = ""
         self._done = 0
 
-    def add(self, phase: str, piece: torch.Tensor) -> None:
+    def add(self, phase: str, nbytes: int) -> None:
         if phase != self._phase:
             self._phase, self._done = phase, 0
-        self._done += piece.nbytes
+        self._done += nbytes
         self._show(phase, self._done, self.total)
 
 
@@ -192,49 +194,46 @@ def _join(column: Column, core: CoreFolder, writer: hf_policy.ShardWriter, progr
     """Write the Hugging Face tensors of one column of files."""
     readers = [core.part(part) for part in column.parts]
     for row in column.rows():
-        if row[0].copy:
-            continue
-        if row[0].split == 0:  # its blocks are rows of the whole, which need not meet
+        if row[0].split == 0 and not row[0].copy:
             for parameter, reader in zip(row, readers, strict=True):
-                piece = reader.get(parameter.name)[:]
-                for source, index, block in parameter.blocks(piece):
-                    writer.write(source.name, block, index[0].start)
-                progress.add("converting", piece)
-        else:
+                _join_rows(parameter, reader, writer)
+        elif not row[0].copy:
             pieces = [reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]
             for name, whole in row[0].to_hf(pieces):
                 writer.write(name, whole)
-            for piece in pieces:
-                progress.add("converting", piece)
+        progress.add("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))
 
 
-def _check_core(folder: Path, family: Family, layout: Layout, model: _Source, progress: _Progress) -> None:
-    """What was written, taken apart again, is bit for bit what was read."""
-    with CoreFolder(folder, family, layout) as core:
-        for parameter, reader in _pieces(family, layout, core):
-            piece = reader.get(parameter.name)[:]
-            for source, index, block in parameter.blocks(piece):
-                if not _same_bits(block, model.read(source.name)[index]):
-                    raise InvariantViolated(f"{reader.path}: {parameter.name} does not give {source.name} again")
-            progress.add("checking", piece)
+def _join_rows(parameter: Parameter, reader: TensorReader, writer: hf_policy.ShardWriter) -> None:
+    """Where the blocks of a piece are rows of the whole, it need not meet the other ranks' pieces."""
+    for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
+        writer.write(source.name, block, index[0].start)
 
 
-def _check_hf(folder: Path, pieces: list[tuple[Parameter, TensorReader]], progress: _Progress) -> None:
-    """What was written, cut up again, is bit for bit what each rank had."""
-    with TensorFolder(weight_paths(folder)) as tensors:
-        for parameter, reader in pieces:
-            piece = reader.get(parameter.name)[:]
-            again = parameter.from_hf(tensors.get)
-            # Block by block: what padding holds is nobody's concern.
-            if any(
-                not _same_bits(found, block)
-                for (_, _, found), (_, _, block) in zip(parameter.blocks(again), parameter.blocks(piece), strict=True)
-            ):
-                names = ", ".join(source.name for source in parameter.sources)
-                if parameter.copy or (parameter.split is None and parameter.tensor_rank > 0):
-                    raise UserError(f"{reader.path}: {parameter.name} differs from what another rank has of {names}")
-                raise InvariantViolated(f"{reader.path}: {names} do not give {parameter.name} again")
-            progress.add("checking", piece)
+def _check(pieces: list[tuple[Parameter, TensorReader]], read: Callable[[str], Sliceable], progress: _Progress) -> None:
+    """Every piece of every rank, taken apart, is bit for bit what the Hugging Face tensors have there.
+
+    Raises UserError when ranks that should hold the same do not; otherwise InvariantViolated, since no such piece was written.
+    """
+    for parameter, reader in pieces:
+        if (wrong := _first_difference(parameter, reader, read)) is not None:
+            where = f"{reader.path}: {parameter.name}"
+            if parameter.copy or (parameter.split is None and parameter.tensor_rank > 0):
+                raise UserError(f"{where} differs from what another rank has of {wrong}")
+            raise InvariantViolated(f"{where} does not give {wrong} again")
+        progress.add("checking", reader.specs[parameter.name].nbytes)
+
+
+def _first_difference(parameter: Parameter, reader: TensorReader, read: Callable[[str], Sliceable]) -> str | None:
+    """The first source that differs from what the parameter has of it."""
+    for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
+        step = max(1, CHECK_BYTES * block.shape[0] // max(1, block.nbytes))
+        for start in range(0, block.shape[0], step):
+            first = index[0].start + start
+            part = slice(first, min(first + step, index[0].stop))
+            if not _same_bits(block[start : start + step], read(source.name)[(part, *index[1:])]):
+                return source.name
+    return None
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -163,9 +163,9 @@ class TensorWriter:
             end = offsets[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH.size)
-        self._specs = {spec.name: spec for spec in ordered}
-        self._starts = {name: _LENGTH.size + len(text) + header[name]["data_offsets"][0] for name in self._specs}
-        self._missing = {name: spec.nbytes for name, spec in self._specs.items()}
+        self.specs = {spec.name: spec for spec in ordered}
+        self._starts = {name: _LENGTH.size + len(text) + header[name]["data_offsets"][0] for name in self.specs}
+        self._missing = {name: spec.nbytes for name, spec in self.specs.items()}
         self._file = path.open("wb", buffering=0)
         self._file.write(_LENGTH.pack(len(text)) + text)
 
@@ -180,7 +180,7 @@ class TensorWriter:
 
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """The tensor, or some of its rows from `row` on. Raises InvariantViolated for another dtype or shape."""
-        spec = self._specs[name]
+        spec = self.specs[name]
         if str(tensor.dtype) != f"torch.{spec.dtype}" or tuple(tensor.shape[1:]) != spec.shape[1:]:
             raise InvariantViolated(f"{name}: {tensor.dtype} {list(tensor.shape)} written as {spec.dtype} {list(spec.shape)}")
         data = _bytes(tensor.contiguous())

@@ -259,7 +259,10 @@ class TestRefusedToHf:
             (lambda core: (core / "layout.json").unlink(), "is not a model in megatron-core's layout: layout.json"),
             (lambda core: (core / "layout.json").write_text("{}"), "layout.json: Object missing required field `layout`"),
             (lambda core: change_json(core / "layout.json", format=2), "layout.json: format is 2; must be 1"),
-            (lambda core: change_json(core / "layout.json", layout={"tensor": 4}), "tp_00_pp_00.safetensors: 15 tensors are missing: "),
+            (
+                lambda core: change_json(core / "layout.json", layout={"tensor": 4}),
+                "tp_00_pp_00.safetensors: 15 tensors are missing: ",
+            ),
             (lambda core: (core / "tp_01_pp_01.safetensors").unlink(), "tp_01_pp_01.safetensors: cannot be read: No such file"),
             (lambda core: cut(core / "tp_01_pp_00.safetensors"), "tp_01_pp_00.safetensors: is not a whole safetensors file"),
             (
@@ -273,6 +276,10 @@ class TestRefusedToHf:
             (
                 lambda core: change(core / "tp_01_pp_00.safetensors", NORM, torch.neg),
                 f"tp_01_pp_00.safetensors: {NORM} differs from what another rank has",
+            ),
+            (
+                lambda core: change(core / "tp_01_pp_01.safetensors", "decoder.final_layernorm.weight", torch.neg),
+                "decoder.final_layernorm.weight differs from what another rank has of model.norm.weight",
             ),
             (
                 lambda core: change(core / "tp_00_pp_01.safetensors", "output_layer.weight", torch.neg),

@@ -107,13 +107,16 @@ class Family:
         shape = (self.shape.vocab_size, self.shape.hidden_size)
 
         def vocabulary(name: str, source: str, copy: bool = False) -> Parameter:
+            return held(name, Source(source, shape), split=0, padded=layout.padded_vocab(self.shape), copy=copy)
+
+        def held(name: str, source: Source, split: int | None = None, padded: int = 0, copy: bool = False) -> Parameter:
             return Parameter(
                 name=name,
-                sources=(Source(source, shape),),
-                split=0,
+                sources=(source,),
+                split=split,
                 tensor=layout.tensor,
                 tensor_rank=tensor_rank,
-                padded=layout.padded_vocab(self.shape),
+                padded=padded,
                 copy=copy,
             )
 
@@ -121,11 +124,9 @@ class Family:
             if pipeline_rank == 0:
                 yield vocabulary("embedding.word_embeddings.weight", EMBEDDING)
         elif pipeline_rank == last_stage:
-            norm = Source("model.norm.weight", (self.shape.hidden_size,))
-            yield Parameter(name="decoder.final_layernorm.weight", sources=(norm,), split=None, tensor=layout.tensor)
+            yield held("decoder.final_layernorm.weight", Source("model.norm.weight", (self.shape.hidden_size,)))
             if self.value_head:
-                head = Source(VALUE_HEAD, (1, self.shape.hidden_size))
-                yield Parameter(name=HEAD, sources=(head,), split=None, tensor=layout.tensor)
+                yield held(HEAD, Source(VALUE_HEAD, (1, self.shape.hidden_size)))
             elif not self.tied:
                 yield vocabulary(HEAD, LM_HEAD)
             elif last_stage > 0:
