@@ -230,8 +230,8 @@ def _first_difference(parameter: Parameter, reader: TensorReader, read: Callable
         step = max(1, CHECK_BYTES * block.shape[0] // max(1, block.nbytes))
         for start in range(0, block.shape[0], step):
             first = index[0].start + start
-            part = slice(first, min(first + step, index[0].stop))
-            if not _same_bits(block[start : start + step], read(source.name)[(part, *index[1:])]):
+            part = (slice(first, min(first + step, index[0].stop)), *index[1:])
+            if not _same_bits(block[start : start + step], read(source.name)[part]):
                 return source.name
     return None
 
