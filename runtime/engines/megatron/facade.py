@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from runtime.config_checks_megatron import INSTALL
 from runtime.errors import UserError
 
-INSTALL = "engine megatron needs a package: pip install 'sluice-rl[megatron]'"
 _USED = (
     "dist_checkpointing",
     "dist_checkpointing.strategies.fully_parallel",
@@ -45,7 +45,7 @@ def prepare(device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are not installed
         for name in _USED:
-            _import(f"megatron.core.{name}", INSTALL)
+            _import(f"megatron.core.{name}", f"engine {INSTALL}")
     if device.type == "cpu":
         _put_on_cpu()
 
