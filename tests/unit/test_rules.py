@@ -24,6 +24,7 @@ TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
 
 PURE = (
     "runtime/algorithms/",
+    "runtime/engines/families/",
     "runtime/weights/plan.py",
     "runtime/pipeline/states.py",
     "runtime/pipeline/staleness.py",
