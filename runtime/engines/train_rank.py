@@ -54,11 +54,11 @@ class TrainRank(UpdateRank[TrainEngine]):
 def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
     device = join_group(config, world_size)
-    engine = _engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
+    engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return TrainRank(engine, config, rank, world_size, device)
 
 
-def _engine_type(config: Config, device: torch.device) -> Callable[..., TrainEngine]:
+def engine_type(config: Config, device: torch.device) -> Callable[..., TrainEngine]:
     """Raises UserError when the engine's package is missing."""
     if config.services.trainer.engine == "megatron":
         from runtime.engines.megatron import facade

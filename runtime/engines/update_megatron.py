@@ -40,7 +40,7 @@ class MegatronUpdateEngine(UpdateLoop):
         family, shape = read_family(source), hf_weights.read_config(source)
         grid = Grid(settings, device, config.run.seed, config.deadlines.train)
         grid.layout.require(family.shape)
-        with facade.building(device):
+        with facade.moving(device):
             made = PackedModel(transformer_config(shape, settings, compute), shape, grid.layout.padded_vocab(family.shape))
         model = made.to(device, compute).train()
         self._policy = model

@@ -21,7 +21,8 @@ from runtime.errors import UserError
 
 _USED = (
     "dist_checkpointing",
-    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.torch",
     "distributed",
     "models.gpt.gpt_layer_specs",
     "models.gpt.gpt_model",
@@ -43,9 +44,11 @@ def prepare(device: torch.device) -> None:
         # Its functions are compiled when they are first called, for which many machines lack a compiler.
         torch._dynamo.config.disable = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that are not installed
+        warnings.simplefilter("ignore")  # kernels that are not installed
         for name in _USED:
             _import(f"megatron.core.{name}", f"engine {INSTALL}")
+    for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecated", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
+        warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
     if device.type == "cpu":
         _put_on_cpu()
 
@@ -97,8 +100,10 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 @contextlib.contextmanager
-def building(device: torch.device) -> Iterator[None]:
-    """Around the making of a model and of its optimizer, whose tensors are asked whether they are CUDA's and moved there."""
+def moving(device: torch.device) -> Iterator[None]:
+    """Around what asks tensors whether they are CUDA's, or moves them there: the making of models and optimizers, and taking an
+    optimizer's state apart. On CPUs they then are, and stay.
+    """
     if device.type != "cpu":
         yield
         return

@@ -22,7 +22,7 @@ class Updates:
     def __init__(self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device):
         """`model` holds the weights to begin with. Biases and norms do not decay."""
         self._decay = options.weight_decay
-        self._device = device
+        self.device = device
         config: Any = model.config
         self.model = DistributedDataParallel(
             config=config,
@@ -42,7 +42,7 @@ class Updates:
             use_distributed_optimizer=True,
             clip_grad=0.0,  # the step clips
         )
-        with facade.building(device):
+        with facade.moving(device):
             self.optimizer = core.get_megatron_optimizer(settings, [self.model], **_no_decay(settings))
         self._make_moments()
 
@@ -58,7 +58,7 @@ class Updates:
         """Sum the gradients over the blocks. Returns their squared norm, of the whole model; perhaps NaN."""
         finalize_model_grads([self.model], None)
         self.optimizer.prepare_grads()
-        total = torch.zeros((), dtype=torch.float32 if self._device.type == "npu" else torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float32 if self.device.type == "npu" else torch.float64, device=self.device)
         for part in self._parts():
             for gradient in part.get_main_grads_for_grad_norm():
                 total += torch.linalg.vector_norm(gradient).to(total).square()

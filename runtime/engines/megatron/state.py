@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from runtime.engines.megatron import facade
 from runtime.engines.megatron.optimizer import Updates
 from runtime.engines.train_model import Position
 from runtime.errors import UserError
@@ -58,7 +59,8 @@ def load(folder: Path, updates: Updates) -> Position:
 
 def _sharded(updates: Updates, loading: bool) -> dict[str, Any]:
     model = updates.model.module.sharded_state_dict(prefix="")
-    optimizer = updates.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)
+    with facade.moving(updates.device):
+        optimizer = updates.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)
     return {"model": model, "optimizer": optimizer}
 
 
