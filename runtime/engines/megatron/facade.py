@@ -21,7 +21,6 @@ from runtime.errors import UserError
 
 _USED = (
     "dist_checkpointing",
-    "dist_checkpointing.strategies.filesystem_async",
     "dist_checkpointing.strategies.torch",
     "distributed",
     "models.gpt.gpt_layer_specs",
@@ -47,7 +46,7 @@ def prepare(device: torch.device) -> None:
         warnings.simplefilter("ignore")  # kernels that are not installed
         for name in _USED:
             _import(f"megatron.core.{name}", f"engine {INSTALL}")
-    for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecated", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
+    for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecat", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
         warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
     if device.type == "cpu":
         _put_on_cpu()

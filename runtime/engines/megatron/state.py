@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from runtime.engines.megatron import facade
 from runtime.engines.megatron.optimizer import Updates
+from runtime.engines.megatron.writer import Writer
 from runtime.engines.train_model import Position
 from runtime.errors import UserError
 
@@ -41,7 +42,7 @@ def save(folder: Path, updates: Updates, position: Position) -> None:
         }
         (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
     dist.barrier()
-    dist_checkpointing.save(_sharded(updates, loading=False), str(target))
+    dist_checkpointing.save(_sharded(updates, loading=False), str(target), Writer())
 
 
 def load(folder: Path, updates: Updates) -> Position:
