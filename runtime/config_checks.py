@@ -16,7 +16,9 @@ import msgspec
 import psutil
 
 from runtime.config import Algorithm, Config, Sampling, Warmup
+from runtime.config_checks_megatron import megatron_faults
 from runtime.registry import OWN
+from runtime.topology import data_leaders
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -55,6 +57,7 @@ def semantic_faults(
         *_updates(config),
         *_processes(config),
         *_lora(config),
+        *megatron_faults(config, policy),
     ]
 
 
@@ -261,9 +264,11 @@ def _updates(config: Config) -> Iterator[str]:
         yield f"training.mini_batch_size: {mini_batch} does not divide groups_per_step = {groups}"
     key, size = ("mini_batch_size", mini_batch) if mini_batch else ("groups_per_step", groups)
     for role in ("trainer", "critic") if config.critic is not None else ("trainer",):
-        processes = getattr(config.services, role).processes
-        if size % processes:
-            yield f"services.{role}.processes: {processes} does not divide training.{key} = {size}"
+        settings = getattr(config.services, role)
+        shares = len(data_leaders(settings))
+        if shares and size % shares:
+            what = f"{shares} blocks of {settings.processes}" if shares < settings.processes else str(shares)
+            yield f"services.{role}.processes: {what} does not divide training.{key} = {size}"
 
 
 def _processes(config: Config) -> Iterator[str]:

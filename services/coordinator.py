@@ -31,7 +31,7 @@ from runtime.ledger import Ledger
 from runtime.pipeline.roles import Roles
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.status import Progress, Registration, Status, Stop, Topology
-from runtime.topology import Member, members
+from runtime.topology import Member, data_leaders, members
 from runtime.trackers import Trackers
 from services.client import CriticClient, Peer, ReferenceClient, RewardClient, RolloutClient, TrainerClient
 from services.server import Handler, Server
@@ -151,8 +151,11 @@ class Coordinator:
         rollouts = [RolloutClient(session, *settings) for session in by_role["rollout"]]
         rewards = [RewardClient(session, *settings) for session in by_role["reward"]]
         references = [ReferenceClient(session, *settings) for session in by_role["reference"]]
-        trainer = TrainerClient(by_role["trainer"], *settings)
-        critic = CriticClient(by_role["critic"], *settings) if self._config.critic is not None else None
+        services = self._config.services
+        trainer = TrainerClient(by_role["trainer"], *settings, data_leaders(services.trainer))
+        critic = None
+        if self._config.critic is not None:
+            critic = CriticClient(by_role["critic"], *settings, data_leaders(services.critic))
         self._peers = [Peer(session, *settings) for session in self._sessions]
         return Roles(trainer=trainer, rollouts=rollouts, rewards=rewards, references=references, critic=critic)
 

@@ -14,9 +14,9 @@ from runtime.config import Config
 from runtime.engines import train_model, train_rows, value_model
 from runtime.engines.train_base import CriticEngine
 from runtime.engines.train_batch import Columns, MicroBatch
-from runtime.engines.train_loop import TorchUpdateEngine
 from runtime.engines.train_model import Placement
 from runtime.engines.train_rows import Needs, Rows
+from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.types import ValueRequest, Values
 
 METRICS = "critic/"
@@ -50,7 +50,8 @@ class TorchCriticEngine(TorchUpdateEngine, CriticEngine):
         self._statistics.mean("response_length/mean", float(rows.length.sum()), float(len(rows.length)))
         return {"targets": targets, "recorded": rows.values * rows.mask}, np.ones(len(rows.length), bool)
 
-    def _outputs(self, batch: MicroBatch) -> torch.Tensor:
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        """[N]"""
         with self._precision():
             values: torch.Tensor = self._model(
                 input_ids=batch.input_ids,
@@ -60,8 +61,11 @@ class TorchCriticEngine(TorchUpdateEngine, CriticEngine):
             )
         return values.float()
 
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
-        values, tokens = batch.grid(self._outputs(batch)), batch.mask.sum()
+    def _numbers(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+    def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        values, tokens = batch.grid(outputs), batch.mask.sum()
         targets = batch.columns["targets"]
         losses, clipped = clipped_value_loss(values, batch.columns["recorded"], targets, self._clip)
         loss = (losses * batch.mask).sum()
@@ -81,7 +85,7 @@ class TorchCriticEngine(TorchUpdateEngine, CriticEngine):
         return {name: value for name, value in metrics.items() if name.startswith(METRICS)}
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
-        rows = train_rows.decode_samples(groups, self._model.config.vocab_size)
+        rows = train_rows.decode_samples(groups, self._vocab_size)
         flat = self._forward_only(rows)
         ends = np.cumsum(np.bincount(rows.group, weights=rows.length, minlength=len(groups)).astype(np.int64))
         parts = np.split(flat, ends[:-1]) if groups else []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,11 @@ class WeightFiles:
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     yield name, file.get_tensor(name)
+
+    @contextlib.contextmanager
+    def slices(self) -> Iterator[Callable[[str], Any]]:
+        """While it is open: what reads any part of a tensor, by the tensor's name."""
+        with contextlib.ExitStack() as stack:
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self._files}
+            holding = {name: opened[path] for path, names in self._files.items() for name in names}
+            yield lambda name: holding[name].get_slice(name)

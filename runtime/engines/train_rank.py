@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,20 @@ class TrainRank(UpdateRank[TrainEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    device = join_group(config, world_size)
+    engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
+    return TrainRank(engine, config, rank, world_size, device)
+
+
+def engine_type(config: Config, device: torch.device) -> Callable[..., TrainEngine]:
+    """Raises UserError when the engine's package is missing."""
+    if config.services.trainer.engine == "megatron":
+        from runtime.engines.megatron import facade
+
+        facade.prepare(device)
+        from runtime.engines.train_megatron import MegatronTrainEngine
+
+        return MegatronTrainEngine
     from runtime.engines.train_torch import TorchTrainEngine
 
-    device = join_group(config, world_size)
-    engine = TorchTrainEngine(config, rank=rank, world_size=world_size, device=device)
-    return TrainRank(engine, config, rank, world_size, device)
+    return TorchTrainEngine

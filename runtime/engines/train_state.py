@@ -24,20 +24,12 @@ from safetensors.torch import save_file
 from runtime import platform
 from runtime.engines import hf_policy, lora, train_sharding
 from runtime.engines.lora import Adapters
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import Placement, Position
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far training is: the step that comes next, and the KL term's coefficient, None where a checkpoint has none."""
-
-    step: int
-    kl_coefficient: float | None
 
 
 @dataclass(frozen=True)
