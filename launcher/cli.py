@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     for command in (hf2mcore, mcore2hf):
         command.add_argument("--in", dest="source", type=Path, required=True, metavar="DIR", help="the folder to convert")
         command.add_argument("--out", dest="target", type=Path, required=True, metavar="DIR", help="a new folder")
+        command.add_argument(
+            "--check-logits", action="store_true", help="compare megatron-core's with transformers' (needs both)"
+        )
     hf2mcore.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
     hf2mcore.add_argument("--pipeline-parallel", type=int, default=1, metavar="P")
     hf2mcore.add_argument("--expert-parallel", type=int, default=1, metavar="E")

@@ -24,12 +24,12 @@ def run(options: argparse.Namespace) -> None:
     with View(console) as view:
 
         def show(phase: str, done: int, total: int) -> None:
-            view.phase(phase, done // MEGABYTE, total // MEGABYTE, "MB")
+            view.phase(phase, done // MEGABYTE, total // MEGABYTE, "MB" if total else "the logits of both")
 
         if options.direction == "hf2mcore":
             report = _to_core(options, show)
         else:
-            report = conversion.to_hf(options.source, options.target, show=show)
+            report = conversion.to_hf(options.source, options.target, check_logits=options.check_logits, show=show)
     for line in _told(report):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"folder: {options.target}", highlight=False, soft_wrap=True)
@@ -49,7 +49,15 @@ def _to_core(options: argparse.Namespace, show: Show) -> Report:
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
     )
     dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[options.params_dtype]
-    return conversion.to_core(options.source, options.target, layout, dtype=dtype, value_head=options.value_head, show=show)
+    return conversion.to_core(
+        options.source,
+        options.target,
+        layout,
+        dtype=dtype,
+        value_head=options.value_head,
+        check_logits=options.check_logits,
+        show=show,
+    )
 
 
 def _layers(text: str | None) -> tuple[int, ...]:
@@ -66,6 +74,10 @@ def _told(report: Report) -> list[str]:
         f"converted: {megabytes:,.1f} MB in {report.files} files, {report.seconds:.1f} s, {rate}",
         f"checked: {report.tensors} tensors, there and back bit for bit the same",
     ]
+    if report.difference is None:
+        lines.append("logits: not compared; --check-logits does it, with megatron-core and memory for two models in float32")
+    else:
+        lines.append(f"logits: megatron-core's differ from transformers' by up to {report.difference:.1e}")
     if report.left_out:
         lines.append(f"left out, as the target has no place for them: {', '.join(report.left_out)}")
     return lines

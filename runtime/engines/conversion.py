@@ -47,19 +47,29 @@ class Report(msgspec.Struct, kw_only=True):
     tensors: int  # Hugging Face's, all of them checked
     seconds: float
     left_out: list[str]  # tensors of the source that the target has no place for
+    difference: float | None  # of the logits, where they were compared
 
 
 def to_core(
-    source: Path, folder: Path, layout: Layout, *, dtype: torch.dtype | None = None, value_head: bool = False, show: Show
+    source: Path,
+    folder: Path,
+    layout: Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    value_head: bool = False,
+    check_logits: bool = False,
+    show: Show,
 ) -> Report:
     """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
 
-    The parameters get `dtype`; None: that of their tensors. Raises UserError, before anything is allocated, for a model or
-    layout that is not supported, tensors that are missing or too many, a folder that exists, and too little room.
+    The parameters get `dtype`; None: that of their tensors. `check_logits` needs memory for both models whole. Raises
+    UserError, before anything is allocated, for a model or layout that is not supported, tensors that are missing or too
+    many, a folder that exists, and too little room.
     """
     _require_new(folder)
     family = family_for(_read_config(source), str(source / "config.json"), value_head=value_head)
     layout.require(family.shape)
+    compare = _comparison(family) if check_logits else None
     with TensorFolder(weight_paths(source)) as tensors:
         found = {name: spec.shape for name, spec in tensors.specs.items() if not name.endswith(_BUFFER)}
         family.require_tensors(found, str(source))
@@ -80,16 +90,18 @@ def to_core(
             seconds = time.monotonic() - started
             with CoreFolder(partial, family, layout) as core:
                 _check(list(_pieces(family, layout, core)), model.read, progress)
+            difference = _compare(compare, partial, source, show)
     return Report(
         nbytes=progress.total,
         files=len(parts),
         tensors=len(family.tensors()),
         seconds=seconds,
         left_out=[name for name in found if name not in family.tensors()],
+        difference=difference,
     )
 
 
-def to_hf(source: Path, folder: Path, *, show: Show) -> Report:
+def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> Report:
     """Convert `source`, which is in any of megatron-core's layouts, into the new Hugging Face folder `folder`, and check it.
 
     Raises UserError, before anything is allocated, when a file of `source` is missing, torn or of another model, for a folder
@@ -100,6 +112,7 @@ def to_hf(source: Path, folder: Path, *, show: Show) -> Report:
     layout = description.layout
     family = family_for(_read_config(source), str(source / "config.json"), value_head=description.value_head)
     layout.require(family.shape)
+    compare = _comparison(family) if check_logits else None
     with CoreFolder(source, family, layout) as core:
         pieces = list(_pieces(family, layout, core))
         specs = _hf_specs(family, pieces)
@@ -117,7 +130,33 @@ def to_hf(source: Path, folder: Path, *, show: Show) -> Report:
             files = weight_paths(partial)
             with TensorFolder(files) as tensors:
                 _check(pieces, tensors.get, progress)
-    return Report(nbytes=sum(spec.nbytes for spec in specs), files=len(files), tensors=len(specs), seconds=seconds, left_out=[])
+            difference = _compare(compare, source, partial, show)
+    return Report(
+        nbytes=sum(spec.nbytes for spec in specs),
+        files=len(files),
+        tensors=len(specs),
+        seconds=seconds,
+        left_out=[],
+        difference=difference,
+    )
+
+
+Comparison = Callable[[Path, Path], float]  # of a folder in megatron-core's layout and a Hugging Face folder
+
+
+def _comparison(family: Family) -> Comparison:
+    """Raises UserError when logits cannot be compared."""
+    from runtime.engines.megatron import logits
+
+    logits.require(family)
+    return logits.largest_difference
+
+
+def _compare(compare: Comparison | None, core: Path, hf: Path, show: Show) -> float | None:
+    if compare is None:
+        return None
+    show("comparing", 0, 0)
+    return compare(core, hf)
 
 
 class _Source:

@@ -76,7 +76,7 @@ def _parse(family: str, raw: Mapping[str, Any], path: Path) -> ModelConfig:
             raise UserError(f"model {path}: {key} {raw[key]!r} is not supported; must be {supported!r}")
     attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
     heads = raw["num_attention_heads"]
-    theta, scaling = _rope(raw, path)
+    theta, scaling = read_rope(raw, path)
     fields = {
         "family": family,
         "vocab_size": raw["vocab_size"],
@@ -104,7 +104,7 @@ def _parse(family: str, raw: Mapping[str, Any], path: Path) -> ModelConfig:
     return config
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def read_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = options.get("rope_theta", raw.get("rope_theta", 10000.0))
