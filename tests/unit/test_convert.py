@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from launcher import cli
+from runtime.engines import value_model
 from runtime.engines.families import Layout
 from runtime.engines.tensor_files import TensorWriter
 from tests.unit.family_cases import CONFIGS, make_family, write_folder
@@ -152,6 +153,15 @@ class TestValueHead:
         )
         assert to_hf(tmp_path / "core", tmp_path / "back") == 0
         assert same(load_folder(tmp_path / "back"), tensors)
+
+    def test_what_comes_back_is_a_critic(self, tmp_path: Path) -> None:
+        tensors = write_folder(tmp_path / "hf", "qwen2") | {"score.weight": torch.randn(1, 32)}
+        del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        assert to_core(tmp_path / "hf", tmp_path / "core", "--value-head", "--tensor-parallel", "4") == 0
+        assert to_hf(tmp_path / "core", tmp_path / "back") == 0
+        critic = value_model.load_critic(str(tmp_path / "back"))
+        assert torch.equal(critic.score.weight, tensors["score.weight"])
 
 
 class TestRefusedToCore:
