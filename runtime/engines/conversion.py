@@ -17,6 +17,7 @@ import torch
 
 from runtime import checkpoint
 from runtime.engines import hf_policy, value_model
+from runtime.engines.conversion_check import require_same_bits
 from runtime.engines.core_folder import (
     LAYOUT,
     Column,
@@ -31,11 +32,11 @@ from runtime.engines.families.family import EMBEDDING
 from runtime.engines.families.parameter import Sliceable
 from runtime.engines.hf_weights import weight_paths
 from runtime.engines.tensor_files import TensorFolder, TensorReader, TensorWriter
-from runtime.errors import InvariantViolated, UserError
+from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
-CHECK_BYTES = 16 << 20  # that are compared at once
+Comparison = Callable[[Path, Path], float]  # of a folder in megatron-core's layout and a Hugging Face folder
 _BUFFER = "rotary_emb.inv_freq"  # which old checkpoints stored; it follows from config.json
 
 
@@ -89,7 +90,7 @@ def to_core(
                         progress.add("converting", writer.specs[parameter.name].nbytes)
             seconds = time.monotonic() - started
             with CoreFolder(partial, family, layout) as core:
-                _check(list(_pieces(family, layout, core)), model.read, progress)
+                require_same_bits(_pieces(family, layout, core), model.read, progress.add)
             difference = _compare(compare, partial, source, show)
     return Report(
         nbytes=progress.total,
@@ -129,7 +130,7 @@ def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show)
             seconds = time.monotonic() - started
             files = weight_paths(partial)
             with TensorFolder(files) as tensors:
-                _check(pieces, tensors.get, progress)
+                require_same_bits(pieces, tensors.get, progress.add)
             difference = _compare(compare, source, partial, show)
     return Report(
         nbytes=sum(spec.nbytes for spec in specs),
@@ -139,9 +140,6 @@ def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show)
         left_out=[],
         difference=difference,
     )
-
-
-Comparison = Callable[[Path, Path], float]  # of a folder in megatron-core's layout and a Hugging Face folder
 
 
 def _comparison(family: Family) -> Comparison:
@@ -167,9 +165,12 @@ class _Source:
         self._dtype = dtype
 
     def spec(self, parameter: Parameter) -> TensorSpec:
-        """As megatron-core holds it."""
-        dtype = _name(self._dtype) if self._dtype else self._declared(parameter.sources[0].name).dtype
-        return TensorSpec(parameter.name, dtype, parameter.shape)
+        """As megatron-core holds it. Raises UserError when what makes it is of several dtypes, and none is asked for."""
+        dtypes = {source.name: self._declared(source.name).dtype for source in parameter.sources}
+        if self._dtype is None and len(set(dtypes.values())) > 1:
+            told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise UserError(f"{parameter.name} is made of tensors of several dtypes ({told}); --params-dtype makes them one")
+        return TensorSpec(parameter.name, _name(self._dtype) if self._dtype else dtypes.popitem()[1], parameter.shape)
 
     def read(self, name: str) -> Sliceable:
         if name in self._tensors.specs:
@@ -247,39 +248,6 @@ def _join_rows(parameter: Parameter, reader: TensorReader, writer: hf_policy.Sha
     """Where the blocks of a piece are rows of the whole, it need not meet the other ranks' pieces."""
     for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
         writer.write(source.name, block, index[0].start)
-
-
-def _check(pieces: list[tuple[Parameter, TensorReader]], read: Callable[[str], Sliceable], progress: _Progress) -> None:
-    """Every piece of every rank, taken apart, is bit for bit what the Hugging Face tensors have there.
-
-    Raises UserError when ranks that should hold the same do not; otherwise InvariantViolated, since no such piece was written.
-    """
-    for parameter, reader in pieces:
-        if (wrong := _first_difference(parameter, reader, read)) is not None:
-            where = f"{reader.path}: {parameter.name}"
-            if parameter.copy or (parameter.split is None and parameter.tensor_rank > 0):
-                raise UserError(f"{where} differs from what another rank has of {wrong}")
-            raise InvariantViolated(f"{where} does not give {wrong} again")
-        progress.add("checking", reader.specs[parameter.name].nbytes)
-
-
-def _first_difference(parameter: Parameter, reader: TensorReader, read: Callable[[str], Sliceable]) -> str | None:
-    """The first source that differs from what the parameter has of it."""
-    for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
-        step = max(1, CHECK_BYTES * block.shape[0] // max(1, block.nbytes))
-        for start in range(0, block.shape[0], step):
-            first = index[0].start + start
-            part = (slice(first, min(first + step, index[0].stop)), *index[1:])
-            if not _same_bits(block[start : start + step], read(source.name)[part]):
-                return source.name
-    return None
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """NaN is the same as NaN."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

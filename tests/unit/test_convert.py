@@ -200,6 +200,13 @@ class TestRefusedToCore:
             capsys, tmp_path, "1 tensors are missing: model.norm.weight", "12 tensors are too many: more.00, ", "more.09, ..."
         )
 
+    def test_one_matrix_of_several_dtypes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_folder(tmp_path / "hf", "qwen2")
+        change(tmp_path / "hf" / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", torch.Tensor.bfloat16)
+        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
+        refused(capsys, tmp_path, "linear_qkv.weight is made of tensors of several dtypes", "k_proj.weight bfloat16")
+        assert to_core(tmp_path / "hf", tmp_path / "core", "--params-dtype", "fp32") == 0
+
     @pytest.mark.parametrize(
         "spoil,told",
         [
