@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.conftest import make_tiny
 from tests.system.runs import ROOT, steps, summary, trained, write_config
 from tests.system.test_spmd import COMPARED, VARIETY
 
@@ -18,7 +19,8 @@ TENSOR = ["services.trainer.engine=megatron", "services.trainer.processes=2", "s
 PIPELINE = ["services.trainer.engine=megatron", "services.trainer.processes=2", "services.trainer.parallel.pipeline=2"]
 
 
-def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tiny: Path, tmp_path: Path) -> None:
+def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path / "tiny", kv_heads=2)
     rule = tmp_path / "variety.py"
     rule.write_text(VARIETY)
     config = write_config(

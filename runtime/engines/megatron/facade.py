@@ -44,13 +44,13 @@ def prepare(device: torch.device) -> None:
     if device.type == "cpu":
         # Its functions are compiled when they are first called, for which many machines lack a compiler.
         torch._dynamo.config.disable = True
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed
         for name in _USED:
             _import(f"megatron.core.{name}", f"engine {INSTALL}")
     for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecat", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
         warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
-    logging.getLogger("megatron").setLevel(logging.WARNING)
     if device.type == "cpu":
         _put_on_cpu()
     # What was imported stays. Collections that pass it by are quicker: that at the process's end by seconds.
