@@ -57,7 +57,7 @@ def semantic_faults(
         *_updates(config),
         *_processes(config),
         *_lora(config),
-        *megatron_faults(config, policy),
+        *megatron_faults(config, _trained_models(config, policy)),
     ]
 
 
@@ -286,6 +286,13 @@ def _lora(config: Config) -> Iterator[str]:
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
     if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+
+
+def _trained_models(config: Config, policy: ModelConfig | None) -> dict[str, ModelConfig | None]:
+    """By role."""
+    if config.critic is None:
+        return {"trainer": policy}
+    return {"trainer": policy, "critic": _model_config(config.critic.path) if config.critic.path else policy}
 
 
 def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:

@@ -13,16 +13,16 @@ from runtime.errors import UserError
 INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
 
 
-def megatron_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
-    """One line per fault. `policy`: the contents of the policy's config.json, as far as it is known."""
-    for role in ("trainer", "critic") if config.critic is not None else ("trainer",):
+def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
+    """One line per fault. `models`: by role, the contents of its model's config.json, as far as it is known."""
+    for role, model in models.items():
         settings: Trainer = getattr(config.services, role)
         key = f"services.{role}"
         if settings.engine == "megatron":
             yield from _processes(key, settings)
             yield from _unsupported(key, config, settings)
-            if role == "trainer" and policy is not None:
-                yield from _layout(key, config, settings.parallel, policy)
+            if model is not None:
+                yield from _layout(key, config, settings.parallel, model)
         elif settings.parallel != Parallel():
             yield f"{key}.parallel: is for engine megatron; engine torch spreads models over all its processes"
 
@@ -53,6 +53,9 @@ def _layout(key: str, config: Config, parallel: Parallel, policy: Mapping[str, A
         family = family_for({**made, **policy} if not config.model.path else policy, "model.path")
     except UserError as error:
         yield str(error)
+        return
+    if family.shape.experts is not None:
+        yield f"{key}.engine: megatron trains no mixture of experts yet; the model is of type {family.model_type}"
         return
     for fault in Layout(tensor=parallel.tensor, pipeline=parallel.pipeline).faults(family.shape):
         yield f"{key}.parallel: {fault}"

@@ -35,7 +35,7 @@ class MegatronTrainEngine(MegatronUpdateEngine, PolicyLoop):
         needs = Needs(reference=config.algorithm.kl_coefficient != 0, values=algorithm.advantage.needs_values)
         trainer = config.services.trainer
         super().__init__(config, config.model.path, trainer, config.training.optimizer, needs, compute, placement)
-        logprobs = partial(vocab_parallel.token_logprobs, group=self._grid.tensor_group, start=self._policy.vocabulary_start)
+        logprobs = partial(vocab_parallel.token_logprobs, group=self._grid.tensor_group, start=self._model.vocabulary_start)
         self._objective = Objective(config, algorithm, logprobs)
 
     # ------------------------------------------------------------------------------------------ what leaves it

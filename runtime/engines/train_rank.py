@@ -13,7 +13,7 @@ from runtime import checkpoint, platform
 from runtime.commands import Accumulate, Apply, BeginStep, Export, Save, SendWeights
 from runtime.config import Config
 from runtime.engines.train_base import TrainEngine
-from runtime.engines.update_rank import UpdateRank, join_group
+from runtime.engines.update_rank import UpdateRank, join_group, use_megatron
 from runtime.weights.plan import Manifest
 from runtime.weights.sender import WeightSender
 
@@ -60,10 +60,7 @@ def make(config: Config, rank: int, world_size: int) -> TrainRank:
 
 def engine_type(config: Config, device: torch.device) -> Callable[..., TrainEngine]:
     """Raises UserError when the engine's package is missing."""
-    if config.services.trainer.engine == "megatron":
-        from runtime.engines.megatron import facade
-
-        facade.prepare(device)
+    if use_megatron(config.services.trainer, device):
         from runtime.engines.train_megatron import MegatronTrainEngine
 
         return MegatronTrainEngine

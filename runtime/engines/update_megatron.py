@@ -32,23 +32,32 @@ class MegatronUpdateEngine(UpdateLoop):
     """Every block of ranks that holds the model has its own share of the data: that of its first rank."""
 
     def __init__(
-        self, config: Config, source: str, settings: Trainer, options: Optimizer, needs: Needs, compute: torch.dtype,
+        self,
+        config: Config,
+        source: str,
+        settings: Trainer,
+        options: Optimizer,
+        needs: Needs,
+        compute: torch.dtype,
         placement: Placement,
-    ):  # fmt: skip
-        """Load the policy from the Hugging Face folder `source`. Raises UserError for what the folder gets wrong."""
+        *,
+        value_head: bool = False,
+    ):
+        """Load the Hugging Face folder `source`, with `value_head` as a critic. Raises UserError for what it gets wrong."""
         device = placement.device
-        family, shape = read_family(source), hf_weights.read_config(source)
+        family, shape = read_family(source, value_head), hf_weights.read_config(source)
         grid = Grid(settings, device, config.run.seed, config.deadlines.train)
         grid.layout.require(family.shape)
+        padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
-            made = PackedModel(transformer_config(shape, settings, compute), shape, grid.layout.padded_vocab(family.shape))
-        model = made.to(device, compute).train()
-        self._policy = model
-        self._weights = ModelWeights(family, model, grid)
+            made = PackedModel(transformer_config(shape, settings, compute), shape, padded, value_head)
+        self._model = made.to(device, compute).train()
+        self._weights = ModelWeights(family, self._model, grid)
         self._weights.load(source)
-        self._grid, self._source = grid, source
+        self._grid = grid
+        self._source = source
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
-        self._updates = Updates(model, options, compute, device)
+        self._updates = Updates(self._model, options, compute, device)
         super().__init__(config, options, needs, placement, shape.vocab_size)
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:

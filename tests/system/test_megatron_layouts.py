@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
@@ -58,3 +59,22 @@ def test_a_family_is_the_torch_engine(tmp_path: Path, family: str) -> None:
     save_model(tmp_path / "policy", family)
     (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
     assert_equal(train(tmp_path, LAYOUTS[FAMILIES[family]]), train(tmp_path, TORCH))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence", "tensor and pipeline"])
+def test_the_critic_is_the_torch_engines(folder: Path, layout: str) -> None:
+    make_reward_model(folder / "policy", folder / "critic")
+    found = train(folder, LAYOUTS[layout], role="critic")
+    assert_equal(found, train(folder, TORCH, role="critic"))
+    resumed = train(folder, LAYOUTS["data"], resumed=LAYOUTS[layout].name, role="critic")
+    assert_equal(resumed, found, last=STEPS - SAVED)
+
+
+def make_reward_model(policy: Path, folder: Path) -> None:
+    """Of one with a value head that is not 0."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)

@@ -45,6 +45,8 @@ class Grid:
         self.data_group = parallel_state.get_data_parallel_group()
         self.blocks = parallel_state.get_data_parallel_world_size()
         self.model_group = parallel_state.get_model_parallel_group()
+        self.leads = self.tensor_rank == self.pipeline_rank == 0
+        """Whether this rank is the first of its block, which is given the block's data."""
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
         self.last = self.pipeline_rank == parallel.pipeline - 1
         """Whether this rank's stage is the last one, which computes the loss."""

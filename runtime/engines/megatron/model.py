@@ -45,10 +45,10 @@ class PackedAttention(torch.nn.Module):
 
 class PackedModel(GPTModel):
     """This rank's part. It takes a micro-batch, and gives what the next stage takes, or, on the last one, logits [N, v]: of the
-    tokens that predict the trained ones, for the part of the vocabulary that is this rank's.
+    tokens that predict the trained ones, for the part of the vocabulary that is this rank's. With a value head, values [N].
     """
 
-    def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int):
+    def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
         spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
         parts: Any = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -63,12 +63,15 @@ class PackedModel(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied,
+            share_embeddings_and_output_weights=shape.tied and not value_head,
             position_embedding_type="none",
         )
         share = padded_vocabulary // config.tensor_model_parallel_size
         self.vocabulary_start = share * parallel_state.get_tensor_model_parallel_rank()
         self._vocabulary_share = min(share, max(0, shape.vocab_size - self.vocabulary_start))  # without padding
+        self._value_head = value_head
+        if value_head and self.post_process:
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
         self._frequencies = decoder.rope_frequencies(shape)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -81,7 +84,9 @@ class PackedModel(GPTModel):
             rotary_pos_emb=self._angles(batch.position_ids[0]),
             attention_bias=batch.packing,
         )
-        return self._logits(hidden, batch.predictors) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        return self._values(hidden, batch.predictors) if self._value_head else self._logits(hidden, batch.predictors)
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
         """[T, 1, 1, head_dim]. Replies go on from where their prompt ends, wherever it lies."""
@@ -98,6 +103,13 @@ class PackedModel(GPTModel):
         if self.pre_process and self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         return F.linear(chosen, weight[: self._vocabulary_share])
+
+    def _values(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+        """float32, the same on every tensor-parallel rank."""
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        values: torch.Tensor = self.output_layer(hidden[:, 0].index_select(0, predictors))
+        return values[:, 0].float()
 
 
 def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype) -> TransformerConfig:

@@ -15,13 +15,13 @@ from runtime.engines.megatron.grid import Grid
 from runtime.errors import UserError
 
 
-def read_family(path: str) -> Family:
+def read_family(path: str, value_head: bool) -> Family:
     """The mapping of the model in folder `path`. Raises UserError."""
     file = Path(path) / "config.json"
     try:
-        return family_for(json.loads(file.read_text(encoding="utf-8")), str(file))
+        return family_for(json.loads(file.read_text(encoding="utf-8")), str(file), value_head=value_head)
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"model.path: {file} cannot be read: {error}") from error
+        raise UserError(f"model {file}: cannot be read: {error}") from error
 
 
 class ModelWeights:
@@ -51,7 +51,10 @@ class ModelWeights:
         assert {each.name for each in mine} == self._parameters.keys()
         with files.slices() as read:
             for each in mine:
-                self._parameters[each.name].copy_(each.from_hf(read))
+                known = all(
+                    source.name in files.shapes for source in each.sources
+                )  # but for a value head that is to begin at 0
+                self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
 
     @torch.no_grad()
     def wholes(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
