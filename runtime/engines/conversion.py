@@ -71,27 +71,26 @@ def to_core(
     family = family_for(_read_config(source), str(source / "config.json"), value_head=value_head)
     layout.require(family.shape)
     compare = _comparison(family) if check_logits else None
-    with TensorFolder(weight_paths(source)) as tensors:
-        found = {name: spec.shape for name, spec in tensors.specs.items() if not name.endswith(_BUFFER)}
-        family.require_tensors(found, str(source))
-        model = _Source(tensors, dtype)
-        parts = [part for column in columns(family, layout) for part in column.parts]
-        specs = {part.name: [model.spec(parameter) for parameter in part.parameters] for part in parts}
-        progress = _Progress(show, sum(spec.nbytes for part in specs.values() for spec in part))
-        _require_room(folder, progress.total)
-        with checkpoint.atomic_folder(folder) as partial:
-            started = time.monotonic()
-            hf_policy.write_description(source, partial, dtype)
-            write_description(partial, Description(layout=layout, value_head=value_head))
-            for part in parts:
-                with TensorWriter(partial / part.name, specs[part.name]) as writer:
-                    for parameter in part.parameters:
-                        writer.write(parameter.name, parameter.from_hf(model.read))
-                        progress.add("converting", writer.specs[parameter.name].nbytes)
-            seconds = time.monotonic() - started
-            with CoreFolder(partial, family, layout) as core:
-                require_same_bits(_pieces(family, layout, core), model.read, progress.add)
-            difference = _compare(compare, partial, source, show)
+    tensors = TensorFolder(weight_paths(source))
+    found = {name: spec.shape for name, spec in tensors.specs.items() if not name.endswith(_BUFFER)}
+    family.require_tensors(found, str(source))
+    model = _Source(tensors, dtype)
+    parts = [part for column in columns(family, layout) for part in column.parts]
+    specs = {part.name: [model.spec(parameter) for parameter in part.parameters] for part in parts}
+    progress = _Progress(show, sum(spec.nbytes for part in specs.values() for spec in part))
+    _require_room(folder, progress.total)
+    with checkpoint.atomic_folder(folder) as partial:
+        started = time.monotonic()
+        hf_policy.write_description(source, partial, dtype)
+        write_description(partial, Description(layout=layout, value_head=value_head))
+        for part in parts:
+            with TensorWriter(partial / part.name, specs[part.name]) as writer:
+                for parameter in part.parameters:
+                    writer.write(parameter.name, parameter.from_hf(model.read))
+                    progress.add("converting", writer.specs[parameter.name].nbytes)
+        seconds = time.monotonic() - started
+        require_same_bits(_pieces(family, layout, CoreFolder(partial, family, layout)), model.read, progress.add)
+        difference = _compare(compare, partial, source, show)
     return Report(
         nbytes=progress.total,
         files=len(parts),
@@ -114,24 +113,23 @@ def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show)
     family = family_for(_read_config(source), str(source / "config.json"), value_head=description.value_head)
     layout.require(family.shape)
     compare = _comparison(family) if check_logits else None
-    with CoreFolder(source, family, layout) as core:
-        pieces = list(_pieces(family, layout, core))
-        specs = _hf_specs(family, pieces)
-        progress = _Progress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
-        _require_room(folder, sum(spec.nbytes for spec in specs))
-        with checkpoint.atomic_folder(folder) as partial:
-            started = time.monotonic()
-            hf_policy.write_description(source, partial, None, but=(LAYOUT,))
-            if description.value_head:
-                value_model.describe(partial, f"{family.architecture}ForSequenceClassification")
-            with hf_policy.ShardWriter(partial, "model", specs) as writer:
-                for column in columns(family, layout):
-                    _join(column, core, writer, progress)
-            seconds = time.monotonic() - started
-            files = weight_paths(partial)
-            with TensorFolder(files) as tensors:
-                require_same_bits(pieces, tensors.get, progress.add)
-            difference = _compare(compare, source, partial, show)
+    core = CoreFolder(source, family, layout)
+    pieces = list(_pieces(family, layout, core))
+    specs = _hf_specs(family, pieces)
+    progress = _Progress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
+    _require_room(folder, sum(spec.nbytes for spec in specs))
+    with checkpoint.atomic_folder(folder) as partial:
+        started = time.monotonic()
+        hf_policy.write_description(source, partial, None, but=(LAYOUT,))
+        if description.value_head:
+            value_model.describe(partial, f"{family.architecture}ForSequenceClassification")
+        with hf_policy.ShardWriter(partial, "model", specs) as writer:
+            for column in columns(family, layout):
+                _join(column, core, writer, progress)
+        seconds = time.monotonic() - started
+        files = weight_paths(partial)
+        require_same_bits(pieces, TensorFolder(files).get, progress.add)
+        difference = _compare(compare, source, partial, show)
     return Report(
         nbytes=sum(spec.nbytes for spec in specs),
         files=len(files),

@@ -10,7 +10,6 @@ Tensors have the names that megatron-core's GPTModel gives them on that rank, so
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -87,26 +86,17 @@ def read_description(folder: Path) -> Description:
 
 
 class CoreFolder:
-    """The files of a folder, open. A context manager."""
+    """The files of a folder, of which nothing is read yet."""
 
     def __init__(self, folder: Path, family: Family, layout: Layout):
         """Reads headers only. Raises UserError, naming the tensors, when a file is missing, torn or of another model."""
         self._readers: dict[str, TensorReader] = {}
-        self._open = contextlib.ExitStack()
-        with contextlib.ExitStack() as opened:
-            for column, number in product(columns(family, layout), range(layout.tensor)):
-                part = column.parts[number]
-                reader = opened.enter_context(TensorReader(folder / part.name))
-                needed = {parameter.name: parameter.shape for parameter in part.parameters}
-                require_same(str(folder / part.name), needed, {name: spec.shape for name, spec in reader.specs.items()})
-                self._readers[part.name] = reader
-            self._open = opened.pop_all()
-
-    def __enter__(self) -> CoreFolder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+        for column, number in product(columns(family, layout), range(layout.tensor)):
+            part = column.parts[number]
+            reader = TensorReader(folder / part.name)
+            needed = {parameter.name: parameter.shape for parameter in part.parameters}
+            require_same(str(reader.path), needed, {name: spec.shape for name, spec in reader.specs.items()})
+            self._readers[part.name] = reader
 
     def part(self, part: Part) -> TensorReader:
         return self._readers[part.name]

@@ -7,14 +7,13 @@ with dtype, shape and range of each tensor, then the tensors, without gaps.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -41,7 +40,7 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 class TensorReader:
-    """A file's tensors, by name. A context manager."""
+    """A file's tensors, by name. It is open only while it is read: a layout may have more files than a process may open."""
 
     def __init__(self, path: Path):
         """Reads the header. Raises UserError when there is no such file, or when it is torn or of another format."""
@@ -49,22 +48,20 @@ class TensorReader:
         self.specs: dict[str, TensorSpec] = {}
         self._starts: dict[str, int] = {}
         try:
-            self._file = path.open("rb", buffering=0)
+            with path.open("rb") as file:
+                self._read_header(file)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        try:
-            self._read_header()
         except (ValueError, KeyError, TypeError, struct.error) as error:
-            self._file.close()
             raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
 
-    def _read_header(self) -> None:
-        size = os.fstat(self._file.fileno()).st_size
-        (length,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
+    def _read_header(self, file: BinaryIO) -> None:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         data = _LENGTH.size + length
         if length > min(_MOST_HEADER, size):
             raise ValueError(f"its header has {length} bytes")
-        header: dict[str, Any] = json.loads(self._file.read(length))
+        header: dict[str, Any] = json.loads(file.read(length))
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
         header.pop("__metadata__", None)
@@ -80,12 +77,6 @@ class TensorReader:
         if data + end != size:
             raise ValueError(f"it has {size} bytes instead of {data + end}")
 
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-
     def get(self, name: str) -> StoredTensor:
         """The tensor, of which nothing is read yet."""
         return StoredTensor(self, self.specs[name])
@@ -94,37 +85,29 @@ class TensorReader:
         """Rows of a tensor; a new one."""
         tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
         into = _bytes(tensor)
-        self._file.seek(self._starts[spec.name] + start * _row_bytes(spec))
-        while into:
-            count = self._file.readinto(into)
-            if not count:
-                raise UserError(f"{self._file.name}: ended within {spec.name}")
-            into = into[count:]
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._starts[spec.name] + start * _row_bytes(spec))
+            while into:
+                count = file.readinto(into)
+                if not count:
+                    raise UserError(f"{self.path}: ended within {spec.name}")
+                into = into[count:]
         return tensor
 
 
 class TensorFolder:
-    """The tensors of several files, by name. A context manager."""
+    """The tensors of several files, by name."""
 
     def __init__(self, paths: Iterable[Path]):
         """Reads the headers. Raises UserError as `TensorReader` does, and when two files have a tensor of one name."""
         self.specs: dict[str, TensorSpec] = {}
         self._readers: dict[str, TensorReader] = {}
-        self._open = contextlib.ExitStack()
-        with contextlib.ExitStack() as opened:
-            for path in paths:
-                reader = opened.enter_context(TensorReader(path))
-                if twice := self.specs.keys() & reader.specs.keys():
-                    raise UserError(f"{path}: has {min(twice)}, as another file of the folder does")
-                self.specs.update(reader.specs)
-                self._readers.update(dict.fromkeys(reader.specs, reader))
-            self._open = opened.pop_all()
-
-    def __enter__(self) -> TensorFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._open.close()
+        for path in paths:
+            reader = TensorReader(path)
+            if twice := self.specs.keys() & reader.specs.keys():
+                raise UserError(f"{path}: has {min(twice)}, as another file of the folder does")
+            self.specs.update(reader.specs)
+            self._readers.update(dict.fromkeys(reader.specs, reader))
 
     def get(self, name: str) -> StoredTensor:
         """The tensor, of which nothing is read yet."""

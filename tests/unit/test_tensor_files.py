@@ -48,15 +48,15 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
 def test_parts_are_read_of_what_the_package_writes(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(TENSORS, path, metadata={"format": "pt"})
-    with TensorReader(path) as reader:
-        assert {spec.name: spec for spec in specs(TENSORS)} == reader.specs
-        for name, tensor in TENSORS.items():
-            if tensor.ndim:
-                assert torch.equal(reader.get(name)[:], tensor)
-        matrix, whole = reader.get("matrix"), TENSORS["matrix"]
-        for index in (slice(1, 4), slice(4, 99), slice(5, 5), (slice(0, 5), slice(2, 3)), (slice(2, 4), slice(0, 6))):
-            assert torch.equal(matrix[index], whole[index])
-            assert matrix[index].is_contiguous()
+    reader = TensorReader(path)
+    assert {spec.name: spec for spec in specs(TENSORS)} == reader.specs
+    for name, tensor in TENSORS.items():
+        if tensor.ndim:
+            assert torch.equal(reader.get(name)[:], tensor)
+    matrix, whole = reader.get("matrix"), TENSORS["matrix"]
+    for index in (slice(1, 4), slice(4, 99), slice(5, 5), (slice(0, 5), slice(2, 3)), (slice(2, 4), slice(0, 6))):
+        assert torch.equal(matrix[index], whole[index])
+        assert matrix[index].is_contiguous()
 
 
 @pytest.mark.parametrize("fault", ["none", "half", "twice"])

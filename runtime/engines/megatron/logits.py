@@ -68,11 +68,11 @@ def _wholes(folder: Path, family: Family) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors that the pieces of all ranks make."""
     layout = read_description(folder).layout
     found: dict[str, torch.Tensor] = {}
-    with CoreFolder(folder, family, layout) as core:
-        for column in columns(family, layout):
-            for row in column.rows():
-                readers = [core.part(part) for part in column.parts[: row[0].pieces]]
-                found.update(row[0].to_hf([reader.get(row[0].name)[:] for reader in readers]))
+    core = CoreFolder(folder, family, layout)
+    for column in columns(family, layout):
+        for row in column.rows():
+            readers = [core.part(part) for part in column.parts[: row[0].pieces]]
+            found.update(row[0].to_hf([reader.get(row[0].name)[:] for reader in readers]))
     return found
 
 
