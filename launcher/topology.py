@@ -72,10 +72,14 @@ def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], pyt
 def _environment(role: Process, threads: int) -> dict[str, str]:
     """The role's own variables over Sluice's. Several pools of threads on the same cores slow each other down severely."""
     count = str(role.threads or threads)
+    own: dict[str, str] = {}
+    if isinstance(role, Trainer) and role.parallel.tensor > 1:
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "PYTHONUNBUFFERED": "1",
+        **own,
         **role.env,
     }

@@ -366,11 +366,22 @@ class Scorer(Process, frozen=True):
     dtype: DType = "auto"
 
 
+class Parallel(Section, frozen=True):
+    """How engine megatron spreads a model: over `tensor` x `pipeline` processes. There are as many such blocks as there is room
+    for, and data is shared out over them.
+    """
+
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    sequence: bool = False  # activations between the tensor-parallel parts are spread as well
+
+
 class Trainer(Process, frozen=True):
-    """The trainer, or the critic. `processes` > 1 is an SPMD group under torchrun with FSDP2."""
+    """The trainer, or the critic. `processes` > 1 is an SPMD group under torchrun: with FSDP2, or as `parallel` says."""
 
     processes: Positive = 1
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "megatron"] = "torch"
+    parallel: Parallel = Parallel()
     activation_checkpointing: bool = False
     cpu_offload: bool = False
 

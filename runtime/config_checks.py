@@ -17,9 +17,11 @@ import psutil
 
 from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
+from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
+from runtime.topology import data_leaders
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -69,6 +71,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
+        *megatron_faults(config, _trained_models(config, policy)),
     ]
 
 
@@ -283,9 +286,11 @@ def _updates(config: Config) -> Iterator[str]:
         yield f"training.mini_batch_size: {mini_batch} does not divide groups_per_step = {groups}"
     key, size = ("mini_batch_size", mini_batch) if mini_batch else ("groups_per_step", groups)
     for role in ("trainer", "critic") if config.critic is not None else ("trainer",):
-        processes = getattr(config.services, role).processes
-        if size % processes:
-            yield f"services.{role}.processes: {processes} does not divide training.{key} = {size}"
+        settings = getattr(config.services, role)
+        shares = len(data_leaders(settings))
+        if shares and size % shares:
+            what = f"{shares} blocks of {settings.processes}" if shares < settings.processes else str(shares)
+            yield f"services.{role}.processes: {what} does not divide training.{key} = {size}"
 
 
 def _processes(config: Config) -> Iterator[str]:
@@ -303,6 +308,13 @@ def _lora(config: Config) -> Iterator[str]:
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
     if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+
+
+def _trained_models(config: Config, policy: ModelConfig | None) -> dict[str, ModelConfig | None]:
+    """By role."""
+    if config.critic is None:
+        return {"trainer": policy}
+    return {"trainer": policy, "critic": _model_config(config.critic.path) if config.critic.path else policy}
 
 
 def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.config import Config
+from runtime.config import Config, Trainer
 
 
 class Member(Struct, frozen=True):
@@ -37,3 +37,12 @@ def members(config: Config, trains: bool = True) -> list[Member]:
 def uses_reference(config: Config) -> bool:
     """Whether the run needs a reference service: log-probabilities of the frozen model that come from nowhere else."""
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
+
+
+def data_leaders(settings: Trainer) -> range:
+    """The ranks of trainer or critic that are given data: the first one of each block that holds the model.
+
+    Ranks count tensor-parallel first, then blocks, pipeline stages last, as megatron-core has it.
+    """
+    parallel = settings.parallel
+    return range(0, settings.processes // parallel.pipeline, parallel.tensor)

@@ -81,11 +81,17 @@ class ReferenceClient(Peer):
 
 
 class UpdateClient(Peer):
-    """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself."""
+    """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself.
 
-    def __init__(self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication):
+    `leaders` are the ranks that are given data; the others get it from them.
+    """
+
+    def __init__(
+        self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
+    ):  # fmt: skip
         super().__init__(sessions[0], deadlines, publication)
         self._sessions = sessions
+        self._leaders = leaders
         self._part = 0
 
     def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
@@ -96,10 +102,11 @@ class UpdateClient(Peer):
         """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
         part, self._part = self._part, self._part + 1
         tokens, mini_batches = [group.tokens for group in groups], [group.mini_batch for group in groups]
-        shares = balance_each(tokens, mini_batches, len(self._sessions))
+        shares = dict(zip(self._leaders, balance_each(tokens, mini_batches, len(self._leaders)), strict=True))
+        of_rank = [[groups[i] for i in shares.get(rank, [])] for rank in range(len(self._sessions))]
         return _all(
-            session.post("Accumulate", commands.Accumulate(step, part, [groups[i] for i in share]), self._deadlines.train)
-            for session, share in zip(self._sessions, shares, strict=True)
+            session.post("Accumulate", commands.Accumulate(step, part, share), self._deadlines.train)
+            for session, share in zip(self._sessions, of_rank, strict=True)
         )
 
     def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
@@ -129,8 +136,10 @@ Asked = tuple[ValueRequest, "asyncio.Future[bytes]"]  # and its answer to come
 class CriticClient(UpdateClient):
     """Values that are asked for in one turn of the event loop are one part, shared out over the leaders."""
 
-    def __init__(self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication):
-        super().__init__(sessions, deadlines, publication)
+    def __init__(
+        self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
+    ):  # fmt: skip
+        super().__init__(sessions, deadlines, publication, leaders)
         self._asked: list[Asked] = []
         self._parts = itertools.count()
         self._computing: set[asyncio.Task[None]] = set()
@@ -151,7 +160,9 @@ class CriticClient(UpdateClient):
 
     async def _compute(self, part: int, asked: list[Asked]) -> None:
         """One part. It is carried through even when those who asked withdraw: the leaders compute it together."""
-        shares = balance([request.tokens for request, _ in asked], len(self._sessions))
+        balanced = balance([request.tokens for request, _ in asked], len(self._leaders))
+        of_leader = dict(zip(self._leaders, balanced, strict=True))
+        shares = [of_leader.get(rank, []) for rank in range(len(self._sessions))]
         calls = (
             session.call("Values", commands.ComputeValues(part, [asked[i][0] for i in share]), self._deadlines.train)
             for session, share in zip(self._sessions, shares, strict=True)

@@ -33,7 +33,7 @@ from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.roles import EvaluationRoles, Roles
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.status import Progress, Registration, Status, Stop, Topology
-from runtime.topology import Member, members
+from runtime.topology import Member, data_leaders, members
 from runtime.trackers import Trackers
 from services.client import CriticClient, Peer, ReferenceClient, RewardClient, RolloutClient, TrainerClient
 from services.server import Handler, Server
@@ -187,14 +187,17 @@ class Coordinator:
         return by_role
 
     def _roles(self, by_role: dict[str, list[Session]]) -> Roles:
-        answering = self._evaluation_roles(by_role)
+        answering, services = self._evaluation_roles(by_role), self._config.services
+        critic = None
+        if self._config.critic is not None:
+            critic = CriticClient(by_role["critic"], *self._settings, data_leaders(services.critic))
         return Roles(
             rollouts=answering.rollouts,
             rewards=answering.rewards,
             reward_models=answering.reward_models,
             references=[ReferenceClient(session, *self._settings) for session in by_role["reference"]],
-            trainer=TrainerClient(by_role["trainer"], *self._settings),
-            critic=CriticClient(by_role["critic"], *self._settings) if self._config.critic is not None else None,
+            trainer=TrainerClient(by_role["trainer"], *self._settings, data_leaders(services.trainer)),
+            critic=critic,
         )
 
     def _evaluation_roles(self, by_role: dict[str, list[Session]]) -> EvaluationRoles:

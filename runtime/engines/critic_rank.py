@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runtime import checkpoint, codec
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Save
 from runtime.config import Config
 from runtime.engines.train_base import CriticEngine
-from runtime.engines.update_rank import UpdateRank, join_group
+from runtime.engines.update_rank import UpdateRank, join_group, use_megatron
 
 
 class CriticRank(UpdateRank[CriticEngine]):
@@ -28,8 +31,17 @@ class CriticRank(UpdateRank[CriticEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> CriticRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    device = join_group(config, world_size)
+    engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
+    return CriticRank(engine, config, rank, world_size)
+
+
+def engine_type(config: Config, device: torch.device) -> Callable[..., CriticEngine]:
+    """Raises UserError when the engine's package is missing."""
+    if use_megatron(config.services.critic, device):
+        from runtime.engines.critic_megatron import MegatronCriticEngine
+
+        return MegatronCriticEngine
     from runtime.engines.critic_torch import TorchCriticEngine
 
-    device = join_group(config, world_size)
-    engine = TorchCriticEngine(config, rank=rank, world_size=world_size, device=device)
-    return CriticRank(engine, config, rank, world_size)
+    return TorchCriticEngine

@@ -260,16 +260,19 @@ def _rope_tables(
 
     The first half of the sines is negated: rotating is then x * cos + roll(x, head_dim / 2) * sin.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if config.rope_scaling is not None:
-        frequencies = _stretch(frequencies, config)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).unsqueeze(1)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope_frequencies(config)).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     return (
         torch.cat((cos, cos), -1).to(device, dtype),
         torch.cat((-sin, sin), -1).to(device, dtype),
     )
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """float32 [head_dim / 2]: by what an angle grows from one position to the next."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else _stretch(frequencies, config)
 
 
 def _stretch(frequencies: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from runtime.engines import packed_attention
+from runtime.engines.tensor_files import TensorWriter
 from runtime.errors import UserError
+from runtime.weights.plan import TensorSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,11 +93,20 @@ def declared_dtype(path: str) -> torch.dtype:
     return dtype
 
 
-def write_description(source: str, folder: Path, dtype: torch.dtype) -> None:
-    """Everything of a model folder but its weights: configuration, tokenizer, chat template."""
+def write_description(source: str | Path, folder: Path, dtype: torch.dtype | None, but: Collection[str] = ()) -> None:
+    """Everything of a model folder but its weights: configuration, tokenizer, chat template. Not the files named in `but`.
+
+    `dtype` is what config.json then declares; None: what it declared.
+    """
     for path in sorted(Path(source).iterdir()):
-        if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+        if (
+            path.suffix in (".json", ".jinja", ".txt", ".model")
+            and not path.name.endswith(".index.json")
+            and path.name not in but
+        ):
             shutil.copyfile(path, folder / path.name)
+    if dtype is None:
+        return
     config = folder / "config.json"
     raw: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -102,33 +114,39 @@ def write_description(source: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 class ShardWriter:
-    """Writes tensors that come one by one as safetensors files of at most SHARD_BYTES, named as Hugging Face names them."""
+    """Writes tensors as safetensors files of at most SHARD_BYTES, named as Hugging Face names them. A context manager."""
 
-    def __init__(self, folder: Path, stem: str, sizes: Mapping[str, int]):
-        """`sizes`: bytes of each tensor, in the order in which they will come."""
-        self._folder = folder
-        self._stem = stem
-        shards: list[list[str]] = [[]]
+    def __init__(self, folder: Path, stem: str, specs: Iterable[TensorSpec]):
+        """`specs`: all the tensors, in the order in which the files have them."""
+        shards: list[list[TensorSpec]] = [[]]
         used = 0
-        for name, size in sizes.items():
-            if shards[-1] and used + size > SHARD_BYTES:
+        for spec in specs:
+            if shards[-1] and used + spec.nbytes > SHARD_BYTES:
                 shards.append([])
                 used = 0
-            shards[-1].append(name)
-            used += size
-        self._shards = shards
-        self._total = sum(sizes.values())
-
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Consume `tensors`; no more than one shard is held in memory."""
-        stream = iter(tensors)
-        count = len(self._shards)
+            shards[-1].append(spec)
+            used += spec.nbytes
+        count = len(shards)
+        self._writers: dict[str, TensorWriter] = {}
+        self._files = contextlib.ExitStack()
         weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards, 1):
-            file = f"{self._stem}.safetensors" if count == 1 else f"{self._stem}-{number:05d}-of-{count:05d}.safetensors"
-            held = {name: tensor.contiguous() for name, tensor in (next(stream) for _ in names)}
-            save_file(held, self._folder / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(held, file))
+        for number, shard in enumerate(shards, 1):
+            file = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+            writer = self._files.enter_context(TensorWriter(folder / file, shard))
+            self._writers.update((spec.name, writer) for spec in shard)
+            weight_map.update((spec.name, file) for spec in shard)
         if count > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            (self._folder / f"{self._stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+            total = sum(spec.nbytes for shard in shards for spec in shard)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Raises InvariantViolated when a tensor was not written once in whole."""
+        self._files.__exit__(kind, error, trace)
+
+    def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
+        """The tensor, or some of its rows from `row` on; nothing is held in memory."""
+        self._writers[name].write(name, tensor, row)

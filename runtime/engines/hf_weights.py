@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _parse(family: str, raw: Mapping[str, Any], path: Path) -> ModelConfig:
             raise UserError(f"model {path}: {key} {raw[key]!r} is not supported; must be {supported!r}")
     attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
     heads = raw["num_attention_heads"]
-    theta, scaling = _rope(raw, path)
+    theta, scaling = read_rope(raw, path)
     fields = {
         "family": family,
         "vocab_size": raw["vocab_size"],
@@ -103,7 +104,7 @@ def _parse(family: str, raw: Mapping[str, Any], path: Path) -> ModelConfig:
     return config
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def read_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = options.get("rope_theta", raw.get("rope_theta", 10000.0))
@@ -115,15 +116,28 @@ def _rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None
     raise UserError(f"model {path}: rope_type {kind!r} is not supported; must be one of default, llama3")
 
 
+def weight_paths(folder: str | Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises UserError when it has none, or an index that cannot be read."""
+    single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise UserError(f"model {folder}: has neither model.safetensors nor model.safetensors.index.json")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise UserError(f"model {index}: not an index of safetensors shards: {error!r}") from error
+    return [index.with_name(name) for name in sorted(set(weight_map.values()))]
+
+
 class WeightFiles:
     """The safetensors files of a folder: one `model.safetensors`, or the shards of its index."""
 
     def __init__(self, folder: str | Path):
         """Reads names and shapes only. Raises UserError when there are no weights or a shard is missing or torn."""
-        self._folder = Path(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[Path, list[str]] = {}
-        for path in self._shards():
+        for path in weight_paths(folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     # Buffers that old checkpoints stored; they follow from config.json.
@@ -133,21 +147,17 @@ class WeightFiles:
                 raise UserError(f"model {path}: cannot be read: {error}") from error
             self._files[path] = names
 
-    def _shards(self) -> list[Path]:
-        single, index = self._folder / "model.safetensors", self._folder / "model.safetensors.index.json"
-        if single.is_file():
-            return [single]
-        if not index.is_file():
-            raise UserError(f"model {self._folder}: has neither model.safetensors nor model.safetensors.index.json")
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise UserError(f"model {index}: not an index of safetensors shards: {error!r}") from error
-        return [self._folder / name for name in sorted(set(weight_map.values()))]
-
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, one at a time, so that no more than one tensor lies in memory twice."""
         for path, names in self._files.items():
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     yield name, file.get_tensor(name)
+
+    @contextlib.contextmanager
+    def slices(self) -> Iterator[Callable[[str], Any]]:
+        """While it is open: what reads any part of a tensor, by the tensor's name."""
+        with contextlib.ExitStack() as stack:
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self._files}
+            holding = {name: opened[path] for path, names in self._files.items() for name in names}
+            yield lambda name: holding[name].get_slice(name)

@@ -6,10 +6,11 @@ B samples, R reply tokens of the longest, T packed tokens, N trained ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from runtime import batching
 from runtime.engines import ragged
@@ -119,6 +120,19 @@ def attention_rows(
     return Packing(
         rows=[part.view(size, width) for part, size, width in zip(parts, sizes.tolist(), widths.tolist(), strict=True)],
         cells=torch.from_numpy(take).to(device, non_blocking=True),
+    )
+
+
+def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """With tokens added at the end that nothing looks at, so that T is a multiple of `multiple`."""
+    missing = -batch.input_ids.shape[1] % multiple
+    if not missing:
+        return batch
+    return replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, missing)),
+        position_ids=F.pad(batch.position_ids, (0, missing)),
+        packing=replace(batch.packing, cells=F.pad(batch.packing.cells, (0, missing))),
     )
 
 

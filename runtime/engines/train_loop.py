@@ -1,7 +1,7 @@
 """A training step on one rank, whatever the model: micro-batches, gradients as sums, one or several optimizer updates.
 
-Policy and critic are subclasses: they say what is computed on (`_columns`), how a model's outputs become one number a trained
-token (`_outputs`), and the loss.
+Policy and critic are subclasses, and say what is computed on and what is lost; so are the kinds of models (`update_torch`,
+`update_megatron`), and say how passes are run and weights updated. An engine is one of each.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import contextlib
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from runtime.chosen_algorithm import choose, kl_control, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
-from runtime.engines import train_batch, train_rows, train_sharding, train_state
+from runtime.engines import train_batch, train_rows, train_sharding
 from runtime.engines.lr_schedule import learning_rate
 from runtime.engines.train_advantages import RowAdvantages
 from runtime.engines.train_base import UpdateEngine
 from runtime.engines.train_batch import Columns, MicroBatch
-from runtime.engines.train_model import Placement, make_optimizer
+from runtime.engines.train_model import Placement, Position
 from runtime.engines.train_nonfinite import NonFiniteReport
 from runtime.engines.train_rows import Needs, Rows
 from runtime.engines.train_statistics import Reduced, StepStatistics
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.types import StepResult, TrainGroup
-
-_GRADIENT = "gradient/squared"
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Work:
     live: np.ndarray
 
 
-class TorchUpdateEngine(UpdateEngine):
+class UpdateLoop(UpdateEngine):
     """`averaged` names the statistic that counts what losses are averaged over.
 
     With several ranks the caller has initialised torch's default process group, which spans them; every rank makes the same
@@ -54,42 +50,63 @@ class TorchUpdateEngine(UpdateEngine):
 
     role: str
     averaged: str
-    _source: str  # the folder that the model came from
 
-    def __init__(
-        self, config: Config, model: Any, options: Optimizer, needs: Needs, compute: torch.dtype, placement: Placement
-    ):
-        """`model` lies where `placement` says, and computes in `compute`."""
-        self._config, self._model, self._options, self._needs = config, model, options, needs
-        self._compute = compute
+    def __init__(self, config: Config, options: Optimizer, needs: Needs, placement: Placement, vocab_size: int):
+        self._config, self._options, self._needs = config, options, needs
         self._rank, self._world_size, self._device = placement.rank, placement.world_size, placement.device
         self._placement = placement
+        self._vocab_size = vocab_size
         self._algorithm = choose(config)
         self._kl_control = kl_control(config.algorithm)
         self._streams = streams(config)
         self._several_updates = updates_per_step(config) > 1
-        self._advantages = RowAdvantages(
-            config, self._algorithm, partial(train_sharding.batch_sum, device=self._device, world_size=self._world_size)
-        )
-        # Tied tensors come once, under their first name, as in a Hugging Face export.
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = make_optimizer(options, self._parameters)
+        self._advantages = RowAdvantages(config, self._algorithm, self._batch_sum)
+        self._rate = options.learning_rate
         self._step = 0
         self._begin()
 
-    # ------------------------------------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------------------------------------ what a role says
 
     @abstractmethod
     def _columns(self, rows: Rows) -> tuple[Columns, np.ndarray]:
         """What the loss is computed on, and which samples of `rows` are live (as in `Work`)."""
 
     @abstractmethod
-    def _outputs(self, batch: MicroBatch) -> torch.Tensor:
-        """[N] of the trained tokens."""
+    def _numbers(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        """[N] of the trained tokens, from what the model gives for them."""
 
     @abstractmethod
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+    def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         """The unnormalised loss, a sum. Adds what the step reports to `_statistics`."""
+
+    # ------------------------------------------------------------------------------------------ what a kind of model says
+
+    @abstractmethod
+    def _run(self, batches: Iterable[MicroBatch], backward: bool) -> list[torch.Tensor]:
+        """Forward passes, and with `backward` those that add to the gradients; the losses, a sum for each of `batches`."""
+
+    @abstractmethod
+    def _infer(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Each of `batches` with its `_numbers`; no gradients."""
+
+    @abstractmethod
+    def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of `part` over all shares of the data, of its dtype and on its device."""
+
+    @abstractmethod
+    def _reduce(self) -> tuple[Reduced, float]:
+        """The update's statistics over all shares of the data, and the squared norm of the summed gradients (perhaps NaN)."""
+
+    @abstractmethod
+    def _gradients(self) -> list[torch.Tensor]:
+        """This rank's part of the gradients."""
+
+    @abstractmethod
+    def _clear_gradients(self) -> None: ...
+
+    @abstractmethod
+    def _step_optimizer(self, scale: float, rate: float) -> None:
+        """Update the weights by the gradients times `scale`, at the learning rate `rate`."""
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -104,7 +121,7 @@ class TorchUpdateEngine(UpdateEngine):
         self._begin()
 
     def _begin(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self._seconds = 0.0
         self._held: list[Rows] = []
         self._begin_update()
@@ -118,7 +135,7 @@ class TorchUpdateEngine(UpdateEngine):
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
         with self._timed():
-            rows = train_rows.decode_groups(groups, self._model.config.vocab_size, self._needs)
+            rows = train_rows.decode_groups(groups, self._vocab_size, self._needs)
             if self._streams:
                 self._add(self._work(rows), np.ones(len(rows.length), bool))
             else:
@@ -151,9 +168,12 @@ class TorchUpdateEngine(UpdateEngine):
         self._added.append((work, chosen))
         trained = work.rows.trained() & chosen
         for backward, kind in enumerate((~work.live, work.live)):
-            for batch in self._micro_batches(work.rows, work.columns, trained & kind):
-                self._run(batch, bool(backward))
-                self._statistics.mean("padding_waste", batch.padding, batch.attended)
+            batches = self._micro_batches(work.rows, work.columns, trained & kind)
+            self._run(map(self._counted, batches), bool(backward))
+
+    def _counted(self, batch: MicroBatch) -> MicroBatch:
+        self._statistics.mean("padding_waste", batch.padding, batch.attended)
+        return batch
 
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
         """The samples `chosen` (bool [B]). As many on every rank, so that all take part in the collectives of each."""
@@ -164,62 +184,36 @@ class TorchUpdateEngine(UpdateEngine):
             else:
                 yield train_batch.nothing(columns, self._device)
 
-    def _run(self, batch: MicroBatch, backward: bool) -> torch.Tensor:
-        """One forward pass, and the backward pass that adds to the gradients; returns the loss, a sum."""
-        with torch.set_grad_enabled(backward):
-            loss = self._loss(batch)
-        if backward:
-            loss.backward()
-        return loss.detach()
-
     @torch.no_grad()
     def _forward_only(self, rows: Rows) -> np.ndarray:
-        """float32 flat: the model's output of every trained token, 0 elsewhere."""
+        """float32 flat: the model's number for every trained token, 0 elsewhere."""
         out = np.zeros(len(rows.tokens), np.float32)
-        for batch in self._micro_batches(rows, {}, rows.trained()):
-            outputs = self._outputs(batch).float().cpu().numpy()
-            out[batch.places] = outputs[: len(batch.places)]
+        for batch, numbers in self._infer(self._micro_batches(rows, {}, rows.trained())):
+            out[batch.places] = numbers.float().cpu().numpy()[: len(batch.places)]
         return out
 
     # ------------------------------------------------------------------------------------------ the optimizer
 
     def _update(self) -> None:
         """One optimizer update with what was added since the last. A gradient that is not finite changes no weight."""
-        if self._world_size > 1:
-            train_sharding.reshard(self._model)
-        gradients = self._gradients()
-        norms = torch.stack(torch._foreach_norm(gradients)).double()
-        self._statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
-        reduced = self._statistics.reduce(self._world_size)
-        squared = reduced.means.pop(_GRADIENT).total
+        reduced, squared = self._reduce()
         averaged = reduced.means.get(self.averaged)
         # Where nothing was trained there is nothing to divide by, and the gradient is 0.
         denominator = averaged.count if averaged else 1.0
         norm = math.sqrt(squared) / denominator if squared >= 0 else math.nan
         if math.isfinite(norm) and (averaged is None or math.isfinite(averaged.total)):
-            self._step_optimizer(gradients, norm, denominator)
+            self._rate = learning_rate(self._step, self._config.training.steps, self._options)
+            self._step_optimizer(self._clip_factor(norm) / denominator, self._rate)
             self._norms.append(norm)
         else:
             self._refuse()
         self._reduced += reduced
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self._begin_update()
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of the summed gradients. A parameter that saw no backward pass has gradient 0, not none."""
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [train_sharding.local(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
-
-    def _step_optimizer(self, gradients: list[torch.Tensor], norm: float, denominator: float) -> None:
+    def _clip_factor(self, norm: float) -> float:
         limit = self._options.max_grad_norm
-        clip = limit / norm if limit and norm > limit else 1.0
-        torch._foreach_mul_(gradients, clip / denominator)
-        rate = learning_rate(self._step, self._config.training.steps, self._options)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        return limit / norm if limit and norm > limit else 1.0
 
     def _refuse(self) -> None:
         """Find the samples that a loss or gradient is not finite for, write them down, and end the step unless updates are
@@ -227,8 +221,8 @@ class TorchUpdateEngine(UpdateEngine):
         report = NonFiniteReport(self.role, self._step, self._placement)
         for work, chosen in self._added:
             for batch in self._micro_batches(work.rows, work.columns, work.rows.trained() & chosen):
-                self._optimizer.zero_grad(set_to_none=True)
-                loss = self._run(batch, backward=True)
+                self._clear_gradients()
+                (loss,) = self._run([batch], backward=True)
                 report.add(work.rows, batch, loss, self._gradients())
         what = report.write(Path(self._config.run.dir))
         if self._config.training.on_nonfinite == "end":
@@ -238,7 +232,7 @@ class TorchUpdateEngine(UpdateEngine):
     def _close_step(self) -> dict[str, float]:
         """The step's metrics. The coefficient of the KL term adapts between steps."""
         metrics = (self._reduced.finite() if self._skipped else self._reduced).metrics()
-        metrics["lr"] = self._optimizer.param_groups[0]["lr"]
+        metrics["lr"] = self._rate
         metrics["skipped_updates"] = float(self._skipped)
         if self._norms:
             metrics["grad_norm"] = sum(self._norms) / len(self._norms)
@@ -250,24 +244,13 @@ class TorchUpdateEngine(UpdateEngine):
 
     # ------------------------------------------------------------------------------------------ its state on disk
 
-    def save(self, folder: str) -> None:
-        train_state.save(Path(folder), self._training_state(), self._source)
+    def _position(self) -> Position:
+        return Position(self._step, self._kl_control.coefficient)
 
-    def load(self, folder: str) -> None:
-        position = train_state.load(Path(folder), self._training_state())
+    def _resume(self, position: Position) -> None:
         self._step = position.step
         self._kl_control = kl_control(self._config.algorithm, position.kl_coefficient)
         self._begin()
-
-    def _training_state(self) -> train_state.TrainingState:
-        position = train_state.Position(self._step, self._kl_control.coefficient)
-        return train_state.TrainingState(self._parameters, self._optimizer, position, self._placement)
-
-    def _precision(self) -> contextlib.AbstractContextManager:
-        """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""
-        if self._world_size > 1 or self._compute == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._compute)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

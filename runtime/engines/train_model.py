@@ -23,6 +23,14 @@ class Placement:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Position:
+    """How far training is: the step that comes next, and the KL term's coefficient, None where a checkpoint has none."""
+
+    step: int
+    kl_coefficient: float | None
+
+
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     """What forward and backward passes compute in."""
     if config.model.dtype == "float16":

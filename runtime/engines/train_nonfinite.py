@@ -65,4 +65,5 @@ class NonFiniteReport:
         where = self._placement
         own = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, 3, dtype=torch.int64)
         rows = train_sharding.gathered(own, where.device, where.world_size).tolist()
-        return [(batch, group, sample) for batch, group, sample in rows]
+        # Ranks that hold parts of one model name the same samples.
+        return list(dict.fromkeys((batch, group, sample) for batch, group, sample in rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,12 +20,19 @@ from runtime.engines.train_statistics import StepStatistics
 
 CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 
+TokenLogprobs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(logits, tokens, temperature, *, entropy_gradient) -> log-probabilities and entropies, [N] each."""
+
 
 class Objective:
-    """Policy loss + β · KL − c · entropy, aggregated. `kl_coefficient` is β as it is now."""
+    """Policy loss + β · KL − c · entropy, aggregated. `kl_coefficient` is β as it is now.
 
-    def __init__(self, config: Config, chosen: ChosenAlgorithm):
+    `logprobs` says how `algorithms.logprobs.token_logprobs` is computed of a model's logits.
+    """
+
+    def __init__(self, config: Config, chosen: ChosenAlgorithm, logprobs: TokenLogprobs | None = None):
         self._chosen = chosen
+        self._token_logprobs = logprobs or in_chunks
         self.kl_coefficient = config.algorithm.kl_coefficient
         self._kl_in_loss = config.algorithm.kl_coefficient != 0 and config.algorithm.kl_placement == "loss"
         self._kl_importance_weighted = config.algorithm.kl_importance_weighted
@@ -53,7 +62,8 @@ class Objective:
         return columns
 
     def __call__(self, batch: MicroBatch, logits: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
-        """The unnormalised loss, a sum, from logits [N, V]. Adds what the step reports to `statistics`."""
+        """The unnormalised loss, a sum, from logits [N, V], or the part of V that is this rank's. Adds what the step reports to
+        `statistics`."""
         logp, entropy = (batch.grid(values) for values in self.logprobs(logits, batch.targets))
         tokens = batch.mask.sum()
         behaviour, reference = batch.columns["behaviour"], batch.columns.get("reference")
@@ -98,16 +108,22 @@ class Objective:
         statistics.mean(name, aggregate.total, aggregate.count)
 
     def logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy, [N] each: in chunks of tokens that are computed again in the backward pass, where a
-        vocabulary times tokens is large."""
-        differentiable = self._entropy_coefficient != 0
+        """Log-probability and entropy, [N] each."""
+        return self._token_logprobs(logits, targets, self._temperature, entropy_gradient=self._entropy_coefficient != 0)
 
-        def compute(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return token_logprobs(logits, targets, self._temperature, entropy_gradient=differentiable)
 
-        if logits.numel() <= CHUNK_ELEMENTS:
-            return compute(logits, targets)
-        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-        chunks = zip(logits.split(size), targets.split(size), strict=True)
-        logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
-        return torch.cat(logp), torch.cat(entropy)
+def in_chunks(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs`, in chunks of tokens that are computed again in the backward pass, where a vocabulary times tokens is
+    large."""
+
+    def compute(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+
+    if logits.numel() <= CHUNK_ELEMENTS:
+        return compute(logits, tokens)
+    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    chunks = zip(logits.split(size), tokens.split(size), strict=True)
+    logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
+    return torch.cat(logp), torch.cat(entropy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from runtime import checkpoint, platform
 from runtime.commands import Accumulate, Apply, BeginStep, Export, Save, SendWeights
 from runtime.config import Config
 from runtime.engines.train_base import TrainEngine
-from runtime.engines.update_rank import UpdateRank, join_group
+from runtime.engines.update_rank import UpdateRank, join_group, use_megatron
 from runtime.weights.plan import Manifest
 from runtime.weights.sender import WeightSender
 
@@ -52,8 +53,17 @@ class TrainRank(UpdateRank[TrainEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    device = join_group(config, world_size)
+    engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
+    return TrainRank(engine, config, rank, world_size, device)
+
+
+def engine_type(config: Config, device: torch.device) -> Callable[..., TrainEngine]:
+    """Raises UserError when the engine's package is missing."""
+    if use_megatron(config.services.trainer, device):
+        from runtime.engines.train_megatron import MegatronTrainEngine
+
+        return MegatronTrainEngine
     from runtime.engines.train_torch import TorchTrainEngine
 
-    device = join_group(config, world_size)
-    engine = TorchTrainEngine(config, rank=rank, world_size=world_size, device=device)
-    return TrainRank(engine, config, rank, world_size, device)
+    return TorchTrainEngine

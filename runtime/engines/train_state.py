@@ -24,19 +24,12 @@ from safetensors.torch import save_file
 from runtime import platform
 from runtime.engines import hf_policy, lora, train_sharding
 from runtime.engines.lora import Adapters
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import Placement, Position
 from runtime.errors import UserError
+from runtime.weights.plan import TensorSpec
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far training is: the step that comes next, and the KL term's coefficient, None where a checkpoint has none."""
-
-    step: int
-    kl_coefficient: float | None
 
 
 @dataclass(frozen=True)
@@ -111,8 +104,11 @@ def _write_tensors(
     dtype: torch.dtype,
 ) -> None:
     if rank == 0:
-        sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in like.items()}
-        hf_policy.ShardWriter(folder, stem, sizes).write((name, tensor.to("cpu", dtype)) for name, tensor in whole)
+        declared = str(dtype).removeprefix("torch.")
+        specs = [TensorSpec(name, declared, tuple(tensor.shape)) for name, tensor in like.items()]
+        with hf_policy.ShardWriter(folder, stem, specs) as writer:
+            for name, tensor in whole:
+                writer.write(name, tensor.to("cpu", dtype))
     else:
         for _ in whole:  # take part in the gathering
             pass

@@ -78,13 +78,14 @@ class StepStatistics:
     def minimum(self, name: str, value: Number) -> None:
         self.maximum(f"-{name}", -value)
 
-    def reduce(self, world_size: int) -> Reduced:
-        """Over all ranks: one synchronisation. Names with nothing counted, or no extreme, are left out."""
+    def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
+        """Over the ranks of `group`, by default all: one synchronisation. Names with nothing counted, or no extreme, are left
+        out."""
         sums = self._vector([number for pair in self._sums.values() for number in pair])
         maxima = self._vector(list(self._maxima.values()))
         if world_size > 1:
-            dist.all_reduce(sums, dist.ReduceOp.SUM)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+            dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
         numbers = iter(sums.tolist())
         means = {name: Mean(total, count) for name, total, count in zip(self._sums, numbers, numbers, strict=True)}
         extremes = dict(zip(self._maxima, maxima.tolist(), strict=True))

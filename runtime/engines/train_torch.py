@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +11,22 @@ import torch
 
 from runtime.chosen_algorithm import choose
 from runtime.config import Config
-from runtime.engines import hf_policy, lora, train_model, train_sharding, train_state
+from runtime.engines import hf_policy, lora, train_model, train_policy, train_sharding, train_state
 from runtime.engines.lora import Adapters
-from runtime.engines.train_base import TrainEngine
 from runtime.engines.train_batch import Columns, MicroBatch
-from runtime.engines.train_loop import TorchUpdateEngine
 from runtime.engines.train_model import Placement
 from runtime.engines.train_objective import Objective
+from runtime.engines.train_policy import PolicyLoop
 from runtime.engines.train_rows import Needs, Rows
+from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.weights.plan import TensorSpec
 
 
-class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
+class TorchTrainEngine(TorchUpdateEngine, PolicyLoop):
     """float32 master weights; computes in `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU.
 
     With `lora` adapters alone are trained, and the policy that leaves the engine has them merged.
     """
-
-    role = "trainer"
-    averaged = "actor/pg_loss"
 
     def __init__(self, config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
         """Load the policy from `config.model.path`. Raises UserError for what the configuration or the folder gets wrong."""
@@ -40,7 +36,7 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
         compute = train_model.compute_dtype(config, placement.device)
         self._source = config.model.path
         model = hf_policy.load_policy(self._source)
-        self._wire_dtype = _wire_dtype(config)
+        self._wire_dtype = train_policy.wire_dtype(config)
         adapted = None
         if config.lora is not None:
             frozen = self._frozen_dtype(compute, world_size)
@@ -60,14 +56,7 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
     def _columns(self, rows: Rows) -> tuple[Columns, np.ndarray]:
         if self._base_is_reference:
             rows = replace(rows, reference=self._base_logprobs(rows))
-        coefficient = self._kl_control.coefficient
-        self._objective.kl_coefficient = coefficient
-        self._report_rows(rows)
-        advantages = self._advantages(rows, coefficient, self._statistics)
-        columns = self._objective.columns(rows, advantages, self._step)
-        if self._several_updates:
-            columns["proximal"] = self._forward_only(rows)
-        return columns, self._objective.has_gradient(advantages)
+        return super()._columns(rows)
 
     def _base_logprobs(self, rows: Rows) -> np.ndarray:
         """float32 flat: what the policy gave to every trained token before training, 0 elsewhere."""
@@ -75,13 +64,7 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
         with self._adapters.off():
             return self._forward_only(rows)
 
-    def _outputs(self, batch: MicroBatch) -> torch.Tensor:
-        return self._objective.logprobs(self._logits(batch), batch.targets)[0]
-
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
-        return self._objective(batch, self._logits(batch), self._statistics)
-
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """[N, V] at the predictors."""
         with self._precision():
             logits: torch.Tensor = self._model(
@@ -92,24 +75,6 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
                 use_cache=False,
             ).logits[0]
         return logits
-
-    def _report_rows(self, rows: Rows) -> None:
-        prompts = rows.prompt_length[rows.group]
-        for name, values in (
-            ("response_length", rows.length),
-            ("prompt_length", prompts),
-            ("grpo/score", rows.rewards[rows.valid]),
-        ):
-            self._statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
-            self._statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
-            self._statistics.minimum(f"{name}/min", float(values.min()) if len(values) else math.inf)
-        age = (self._step - rows.steps)[rows.mask]
-        self._statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
-
-    def _close_step(self) -> dict[str, float]:
-        metrics = super()._close_step()
-        metrics["actor/lr"] = metrics.pop("lr")
-        return metrics
 
     # ------------------------------------------------------------------------------------------ what leaves it
 
@@ -139,12 +104,3 @@ class TorchTrainEngine(TorchUpdateEngine, TrainEngine):
     def _training_state(self) -> train_state.TrainingState:
         state = super()._training_state()
         return state if self._adapters is None else replace(state, parameters=self._adapters.trained, adapters=self._adapters)
-
-
-def _wire_dtype(config: Config) -> torch.dtype:
-    """What the policy is published and exported in."""
-    for name in (config.publication.dtype, config.model.dtype):
-        if name != "auto":
-            dtype: torch.dtype = getattr(torch, name)
-            return dtype
-    return hf_policy.declared_dtype(config.model.path)

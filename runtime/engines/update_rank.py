@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from runtime import checkpoint, platform
 from runtime.commands import Accumulate, Apply, BeginStep, Save
-from runtime.config import Config
+from runtime.config import Config, Trainer
 from runtime.engines.train_base import UpdateEngine
 from runtime.errors import InvalidMessage
 from runtime.spmd import Relay
@@ -80,3 +80,13 @@ def join_group(config: Config, world_size: int) -> torch.device:
         backend = platform.collective_backend("auto", device)
         dist.init_process_group(backend, timeout=timedelta(seconds=config.deadlines.train))
     return device
+
+
+def use_megatron(settings: Trainer, device: torch.device) -> bool:
+    """Whether the engine is on megatron-core, which is then ready to be imported. Raises UserError when it is missing."""
+    if settings.engine != "megatron":
+        return False
+    from runtime.engines.megatron import facade
+
+    facade.prepare(device)
+    return True

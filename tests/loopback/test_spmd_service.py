@@ -105,7 +105,7 @@ class Group:
         try:
             for session in self.sessions:
                 await session.open(PATIENCE)
-            self.client = CriticClient(self.sessions, self._config.deadlines, Publication())
+            self.client = CriticClient(self.sessions, self._config.deadlines, Publication(), range(len(self.sessions)))
             yield self
         finally:
             for session in self.sessions:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.config import Config
 from runtime.engines.critic_torch import TorchCriticEngine
-from runtime.engines.train_loop import TorchUpdateEngine
 from runtime.engines.train_torch import TorchTrainEngine
+from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import ServiceFault
 from runtime.types import TrainGroup, ValueRequest
 from tests.loopback.ranks import as_rank, run_two

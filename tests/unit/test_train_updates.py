@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from runtime import codec, config
 from runtime.config import Config
 from runtime.engines.critic_torch import TorchCriticEngine
-from runtime.engines.train_loop import TorchUpdateEngine
 from runtime.engines.train_torch import TorchTrainEngine
+from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
 from tests.unit import training_oracle as oracle

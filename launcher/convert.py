@@ -1,0 +1,83 @@
+"""`sluice convert`: model folders between Hugging Face's layout and megatron-core's, with progress."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from launcher.view import View
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.engines.conversion import Report, Show
+
+MEGABYTE = 1_000_000
+
+
+def run(options: argparse.Namespace) -> None:
+    """Convert and check one folder. Raises UserError, which names the option, the file or the dimension."""
+    from runtime.engines import conversion
+
+    console = Console()
+    with View(console) as view:
+
+        def show(phase: str, done: int, total: int) -> None:
+            view.phase(phase, done // MEGABYTE, total // MEGABYTE, "MB" if total else "the logits of both")
+
+        if options.direction == "hf2mcore":
+            report = _to_core(options, show)
+        else:
+            report = conversion.to_hf(options.source, options.target, check_logits=options.check_logits, show=show)
+    for line in _told(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"folder: {options.target}", highlight=False, soft_wrap=True)
+
+
+def _to_core(options: argparse.Namespace, show: Show) -> Report:
+    import torch
+
+    from runtime.engines import conversion
+    from runtime.engines.families import Layout
+
+    layout = Layout(
+        tensor=options.tensor_parallel,
+        pipeline=options.pipeline_parallel,
+        expert=options.expert_parallel,
+        layers_per_stage=_layers(options.layers_per_stage),
+        make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+    )
+    dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[options.params_dtype]
+    return conversion.to_core(
+        options.source,
+        options.target,
+        layout,
+        dtype=dtype,
+        value_head=options.value_head,
+        check_logits=options.check_logits,
+        show=show,
+    )
+
+
+def _layers(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",")) if text else ()
+    except ValueError:
+        raise UserError(f"--layers-per-stage: {text!r} is not a list of numbers such as 9,10,9") from None
+
+
+def _told(report: Report) -> list[str]:
+    megabytes = report.nbytes / MEGABYTE
+    rate = f"{megabytes / max(report.seconds, 1e-3):,.0f} MB/s"
+    lines = [
+        f"converted: {megabytes:,.1f} MB in {report.files} files, {report.seconds:.1f} s, {rate}",
+        f"checked: {report.tensors} tensors, there and back bit for bit the same",
+    ]
+    if report.difference is None:
+        lines.append("logits: not compared; --check-logits does it, with megatron-core and memory for two models in float32")
+    else:
+        lines.append(f"logits: megatron-core's differ from transformers' by up to {report.difference:.1e}")
+    if report.left_out:
+        lines.append(f"left out, as the target has no place for them: {', '.join(report.left_out)}")
+    return lines

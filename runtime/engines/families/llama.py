@@ -1,0 +1,18 @@
+"""Llama 2 and 3, and what shares their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runtime.engines.families.blocks import Entry, attention, dense
+from runtime.engines.families.family import Family
+
+
+class Llama(Family):
+    model_type = "llama"
+    architecture = "Llama"
+    unsupported = {"attention_bias": False, "mlp_bias": False}  # noqa: RUF012
+
+    def layer(self, number: int) -> Iterator[Entry]:
+        yield from attention(self.shape)
+        yield from dense(self.shape)

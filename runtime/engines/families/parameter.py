@@ -1,0 +1,138 @@
+"""One parameter of megatron-core on one rank, and the Hugging Face tensors that make it.
+
+All of megatron-core's layouts for these models are one operation with different numbers:
+
+1. cut: of each Hugging Face tensor, the rank takes its block of `split` (0: rows, column-parallel layers; 1: columns,
+   row-parallel ones; None: the whole, replicated). Vocabulary rows are padded with zeros at the end first.
+2. fuse: the blocks are interleaved by `groups`. With one group that is concatenation: `[gate; up]`. Attention's q, k and v
+   are interleaved by key-value head: `[q heads of the group; its k; its v]` for one group after the other.
+
+The cut comes first, so each half of `[gate; up]` is sharded on its own, and a rank never holds more than its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from runtime.errors import InvariantViolated, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sliceable(Protocol):
+    """A torch.Tensor, or what reads a part of one from a file, as `safetensors.safe_open(...).get_slice(name)` does."""
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A tensor under its Hugging Face name, whole."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter as one rank of a layout holds it.
+
+    `from_hf` makes it from Hugging Face tensors, `to_hf` makes those again from the pieces of the tensor-parallel ranks.
+    """
+
+    name: str  # megatron-core's on this rank: layers and experts are numbered from 0 on each pipeline stage and expert rank
+    sources: tuple[Source, ...]
+    split: int | None  # dimension of the sources that tensor parallelism cuts; None: every tensor rank holds the same
+    groups: int = 1  # groups on this rank by which the sources are interleaved
+    tensor: int = 1  # ranks of tensor parallelism
+    tensor_rank: int = 0
+    padded: int = 0  # what sources[0].shape[0] is padded to before the cut; 0: nothing
+    expert: bool = False  # of one expert: held by one expert rank alone; otherwise by all
+    copy: bool = False  # of a parameter that another stage holds (tied embeddings): to read, not to export
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """On this rank."""
+        blocks = [self._block_shape(source) for source in self.sources]
+        return (sum(block[0] for block in blocks), *blocks[0][1:])
+
+    @property
+    def pieces(self) -> int:
+        """How many tensor ranks' pieces `to_hf` takes: all, or one where they hold the same."""
+        return 1 if self.split is None else self.tensor
+
+    def from_hf(self, read: Callable[[str], Sliceable]) -> torch.Tensor:
+        """This rank's piece. Of what `read` gives for each source's name only the rank's part is taken.
+
+        The sources must have the declared shapes (`Family.require_tensors`). The piece has their dtype, and may share memory
+        with what was read. Raises UserError when the sources are of several dtypes.
+        """
+        import torch
+
+        blocks: list[torch.Tensor] = [self._cut(source, read(source.name)) for source in self.sources]
+        if len({block.dtype for block in blocks}) > 1:
+            dtypes = ", ".join(f"{source.name} {block.dtype}" for source, block in zip(self.sources, blocks, strict=True))
+            raise UserError(f"{self.name}: its tensors are of several dtypes ({dtypes})")
+        if len(blocks) == 1:
+            return blocks[0]
+        grouped = [block.unflatten(0, (self.groups, -1)) for block in blocks]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def to_hf(self, pieces: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The sources, by name, whole, from the pieces of tensor ranks 0, 1, ...: `self.pieces` of them.
+
+        They may share memory with the pieces. Raises InvariantViolated for another number or shape of pieces.
+        """
+        import torch
+
+        if len(pieces) != self.pieces or any(tuple(piece.shape) != self.shape for piece in pieces):
+            found = ", ".join(str(list(piece.shape)) for piece in pieces)
+            raise InvariantViolated(f"{self.name}: needs {self.pieces} pieces of {list(self.shape)}, found {found}")
+        of_ranks = [self._parted(piece) for piece in pieces]
+        for source, blocks in zip(self.sources, zip(*of_ranks, strict=True), strict=True):
+            whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=self.split or 0)
+            yield source.name, whole[: source.shape[0]] if self.padded else whole
+
+    def blocks(self, piece: torch.Tensor) -> Iterator[tuple[Source, tuple[slice, ...], torch.Tensor]]:
+        """What this rank's piece is of each source: `source[index] == block`, without the padding."""
+        for source, block in zip(self.sources, self._parted(piece), strict=True):
+            index = self._index(source)
+            yield source, index, block[: index[0].stop - index[0].start] if self.padded else block
+
+    def _cut(self, source: Source, whole: Sliceable) -> torch.Tensor:
+        """The rank's block of a source."""
+        block: torch.Tensor = whole[self._index(source)]
+        missing = self._block_shape(source)[0] - block.shape[0]
+        if missing == 0:
+            return block
+        import torch
+
+        return torch.cat([block, block.new_zeros(missing, *block.shape[1:])])
+
+    def _index(self, source: Source) -> tuple[slice, ...]:
+        """Where in a source the rank's block lies."""
+        if self.split is None:
+            return (slice(0, source.shape[0]),)
+        size, end = self._block_shape(source)[self.split], source.shape[self.split]
+        start = self.tensor_rank * size
+        held = slice(min(start, end), min(start + size, end))
+        return (held,) if self.split == 0 else (slice(0, source.shape[0]), held)
+
+    def _parted(self, piece: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The rank's block of each source, out of its piece."""
+        if len(self.sources) == 1:
+            yield piece
+            return
+        sizes = [self._block_shape(source)[0] // self.groups for source in self.sources]
+        for block in piece.unflatten(0, (self.groups, -1)).split(sizes, dim=1):
+            yield block.flatten(0, 1)
+
+    def _block_shape(self, source: Source) -> tuple[int, ...]:
+        shape = list(source.shape)
+        if self.padded:
+            shape[0] = self.padded
+        if self.split is not None:
+            shape[self.split] //= self.tensor
+        return tuple(shape)

@@ -1,0 +1,157 @@
+"""A GPTModel of megatron-core from a Hugging Face description, for packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from runtime.config import Trainer
+from runtime.engines import decoder
+from runtime.engines.hf_weights import ModelConfig
+from runtime.engines.packed_attention import packed_attention
+from runtime.engines.train_batch import MicroBatch
+
+
+class Norm(torch.nn.RMSNorm):
+    """torch's, as a layer's specification has it: megatron-core's own refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps)
+        # Its gradient is summed over the tensor-parallel ranks, each of which saw a part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PackedAttention(torch.nn.Module):
+    """The core attention. How tokens are packed comes as the attention's bias: nothing on the way looks at that."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, attention_bias: Any, **_: Any
+    ) -> torch.Tensor:
+        """[T, 1, heads, d] each, key and value of fewer heads -> [T, 1, heads · d]."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias)
+        return output[0].flatten(1).unsqueeze(1)
+
+
+class PackedModel(GPTModel):
+    """This rank's part. It takes a micro-batch, and gives what the next stage takes, or, on the last one, logits [N, v]: of the
+    tokens that predict the trained ones, for the part of the vocabulary that is this rank's. With a value head, values [N].
+    """
+
+    def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+        parts: Any = spec.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        parts.self_attention.submodules.core_attention = PackedAttention
+        if shape.qk_norm:
+            parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
+        super().__init__(
+            config,
+            TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm),
+            vocab_size=padded_vocabulary,
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied and not value_head,
+            position_embedding_type="none",
+        )
+        share = padded_vocabulary // config.tensor_model_parallel_size
+        self.vocabulary_start = share * parallel_state.get_tensor_model_parallel_rank()
+        self._vocabulary_share = min(share, max(0, shape.vocab_size - self.vocabulary_start))  # without padding
+        self._value_head = value_head
+        if value_head and self.post_process:
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self._frequencies = decoder.rope_frequencies(shape)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=batch.input_ids, position_ids=batch.position_ids)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(batch.position_ids[0]),
+            attention_bias=batch.packing,
+        )
+        if not self.post_process:
+            return hidden
+        return self._values(hidden, batch.predictors) if self._value_head else self._logits(hidden, batch.predictors)
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """[T, 1, 1, head_dim]. Replies go on from where their prompt ends, wherever it lies."""
+        angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
+        return torch.cat((angles, angles), -1)[:, None, None]
+
+    def _logits(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+        if self.config.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            chosen = whole[:, 0].index_select(0, predictors)
+        else:
+            chosen = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, predictors))
+        weight = self.output_layer.weight
+        if self.pre_process and self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return F.linear(chosen, weight[: self._vocabulary_share])
+
+    def _values(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+        """float32, the same on every tensor-parallel rank."""
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        values: torch.Tensor = self.output_layer(hidden[:, 0].index_select(0, predictors))
+        return values[:, 0].float()
+
+
+def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype) -> TransformerConfig:
+    """What megatron-core needs to know of a model of this shape: no dropout, and no kernels that only CUDA has."""
+    parallel = settings.parallel
+    recomputed: dict[str, Any] = {}
+    if settings.activation_checkpointing:
+        recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,  # every micro-batch has its own
+        moe_token_dispatcher_type="alltoall",  # which that asks for
+        calculate_per_token_loss=True,  # gradients are sums; the step divides them
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=True,
+        **recomputed,
+    )

@@ -1,0 +1,57 @@
+"""The training engine of the policy on megatron-core: tensor, pipeline and data parallelism, and its distributed optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from runtime.chosen_algorithm import choose
+from runtime.config import Config
+from runtime.engines import train_model, train_policy, train_state
+from runtime.engines.megatron import vocab_parallel
+from runtime.engines.train_model import Placement
+from runtime.engines.train_objective import Objective
+from runtime.engines.train_policy import PolicyLoop
+from runtime.engines.train_rows import Needs
+from runtime.engines.update_megatron import MegatronUpdateEngine
+from runtime.weights.plan import TensorSpec
+
+
+class MegatronTrainEngine(MegatronUpdateEngine, PolicyLoop):
+    """Computes in `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU; master weights are float32.
+
+    `megatron.facade.prepare` has been called in this process.
+    """
+
+    def __init__(self, config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
+        """Load the policy from `config.model.path`. Raises UserError for what the configuration or the folder gets wrong."""
+        placement = Placement(rank, world_size, torch.device(device))
+        compute = train_model.compute_dtype(config, placement.device)
+        algorithm = choose(config)
+        self._wire_dtype = train_policy.wire_dtype(config)
+        needs = Needs(reference=config.algorithm.kl_coefficient != 0, values=algorithm.advantage.needs_values)
+        trainer = config.services.trainer
+        super().__init__(config, config.model.path, trainer, config.training.optimizer, needs, compute, placement)
+        logprobs = partial(vocab_parallel.token_logprobs, group=self._grid.tensor_group, start=self._model.vocabulary_start)
+        self._objective = Objective(config, algorithm, logprobs)
+
+    # ------------------------------------------------------------------------------------------ what leaves it
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        dtype = str(self._wire_dtype).removeprefix("torch.")
+        return [TensorSpec(name, dtype, shape) for name, shape in self._weights.shapes.items()]
+
+    @torch.no_grad()
+    def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
+        for index, (_, whole) in enumerate(self._weights.wholes(self._wire_dtype)):
+            if out is not None:
+                out[index].copy_(whole)
+
+    @torch.no_grad()
+    def export(self, folder: str) -> None:
+        like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
+        whole = self._weights.wholes(self._wire_dtype)
+        train_state.write_model(Path(folder), like, whole, self._rank, self._wire_dtype, self._source)

@@ -1,0 +1,67 @@
+"""What training the policy means, whatever kind of model it is: the algorithm's objective on the samples of a step."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from runtime.config import Config
+from runtime.engines import hf_policy
+from runtime.engines.train_base import TrainEngine
+from runtime.engines.train_batch import Columns, MicroBatch
+from runtime.engines.train_loop import UpdateLoop
+from runtime.engines.train_objective import Objective
+from runtime.engines.train_rows import Rows
+
+
+class PolicyLoop(UpdateLoop, TrainEngine):
+    """The outputs of its model are the logits [N, V] that give the trained tokens."""
+
+    role = "trainer"
+    averaged = "actor/pg_loss"
+    _objective: Objective
+
+    def _columns(self, rows: Rows) -> tuple[Columns, np.ndarray]:
+        coefficient = self._kl_control.coefficient
+        self._objective.kl_coefficient = coefficient
+        self._report_rows(rows)
+        advantages = self._advantages(rows, coefficient, self._statistics)
+        columns = self._objective.columns(rows, advantages, self._step)
+        if self._several_updates:
+            columns["proximal"] = self._forward_only(rows)
+        return columns, self._objective.has_gradient(advantages)
+
+    def _numbers(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        return self._objective.logprobs(outputs, batch.targets)[0]
+
+    def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        return self._objective(batch, outputs, self._statistics)
+
+    def _report_rows(self, rows: Rows) -> None:
+        prompts = rows.prompt_length[rows.group]
+        for name, values in (
+            ("response_length", rows.length),
+            ("prompt_length", prompts),
+            ("grpo/score", rows.rewards[rows.valid]),
+        ):
+            self._statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
+            self._statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
+            self._statistics.minimum(f"{name}/min", float(values.min()) if len(values) else math.inf)
+        age = (self._step - rows.steps)[rows.mask]
+        self._statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
+
+    def _close_step(self) -> dict[str, float]:
+        metrics = super()._close_step()
+        metrics["actor/lr"] = metrics.pop("lr")
+        return metrics
+
+
+def wire_dtype(config: Config) -> torch.dtype:
+    """What the policy is published and exported in."""
+    for name in (config.publication.dtype, config.model.dtype):
+        if name != "auto":
+            dtype: torch.dtype = getattr(torch, name)
+            return dtype
+    return hf_policy.declared_dtype(config.model.path)

@@ -1,0 +1,99 @@
+"""How torch's own models run and are updated: one micro-batch after the other, AdamW, FSDP2 when there are several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config import Config, Optimizer
+from runtime.engines import train_sharding, train_state
+from runtime.engines.train_batch import MicroBatch
+from runtime.engines.train_loop import UpdateLoop
+from runtime.engines.train_model import Placement, make_optimizer
+from runtime.engines.train_rows import Needs
+from runtime.engines.train_statistics import Reduced
+
+_GRADIENT = "gradient/squared"
+
+
+class TorchUpdateEngine(UpdateLoop):
+    """Every rank has its own share of the data."""
+
+    _source: str  # the folder that the model came from
+
+    def __init__(
+        self, config: Config, model: Any, options: Optimizer, needs: Needs, compute: torch.dtype, placement: Placement
+    ):
+        """`model` lies where `placement` says, and computes in `compute`."""
+        self._model, self._compute = model, compute
+        # Tied tensors come once, under their first name, as in a Hugging Face export.
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizer = make_optimizer(options, self._parameters)
+        super().__init__(config, options, needs, placement, model.config.vocab_size)
+
+    @abstractmethod
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        """What the model gives for the trained tokens, N rows."""
+
+    def _run(self, batches: Iterable[MicroBatch], backward: bool) -> list[torch.Tensor]:
+        losses = []
+        for batch in batches:
+            with torch.set_grad_enabled(backward):
+                loss = self._loss(batch, self._forward(batch))
+            if backward:
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _infer(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        for batch in batches:
+            yield batch, self._numbers(batch, self._forward(batch))
+
+    def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:
+        return train_sharding.batch_sum(part, self._device, self._world_size)
+
+    def _reduce(self) -> tuple[Reduced, float]:
+        if self._world_size > 1:
+            train_sharding.reshard(self._model)
+        norms = torch.stack(torch._foreach_norm(self._gradients())).double()
+        self._statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
+        reduced = self._statistics.reduce(self._world_size)
+        return reduced, reduced.means.pop(_GRADIENT).total
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of the summed gradients. A parameter that saw no backward pass has gradient 0, not none."""
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [train_sharding.local(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
+
+    def _clear_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _step_optimizer(self, scale: float, rate: float) -> None:
+        torch._foreach_mul_(self._gradients(), scale)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+
+    # ------------------------------------------------------------------------------------------ its state on disk
+
+    def save(self, folder: str) -> None:
+        train_state.save(Path(folder), self._training_state(), self._source)
+
+    def load(self, folder: str) -> None:
+        self._resume(train_state.load(Path(folder), self._training_state()))
+
+    def _training_state(self) -> train_state.TrainingState:
+        return train_state.TrainingState(self._parameters, self._optimizer, self._position(), self._placement)
+
+    def _precision(self) -> contextlib.AbstractContextManager:
+        """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""
+        if self._world_size > 1 or self._compute == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._compute)

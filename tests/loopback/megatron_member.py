@@ -1,0 +1,124 @@
+"""One rank of a trainer in some layout: `python -m tests.loopback.megatron_member FOLDER RANK COUNT TENSOR PIPELINE SEQUENCE
+ROLE [RESUMED]`.
+
+It trains FOLDER/policy, or as the critic FOLDER/critic, for some steps, from the beginning or from what the layout RESUMED
+saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. Tensor 0 is the torch engine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
+from runtime.engines import critic_rank, train_rank, train_rows
+from runtime.topology import data_leaders
+from runtime.types import TrainGroup, ValueRequest
+from tests.loopback.ranks import as_rank, run_ranks
+from tests.unit.training_cases import make_config, make_groups
+from tests.unit.training_steps import run_step
+
+STEPS, SAVED = 5, 3
+CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
+SECTIONS = {
+    "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
+    "optimizer": {"learning_rate": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.1},
+    "training": {"max_tokens_per_microbatch": 40},
+}
+
+
+class Layout(NamedTuple):
+    tensor: int
+    pipeline: int = 1
+    sequence: bool = False
+    processes: int = 1
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self))
+
+    def config(self, folder: Path, role: str) -> Config:
+        parallel = Parallel(tensor=max(1, self.tensor), pipeline=self.pipeline, sequence=self.sequence)
+        engine: Any = "megatron" if self.tensor else "torch"
+        settings = Trainer(processes=self.processes, engine=engine, parallel=parallel)
+        if role == "trainer":
+            return make_config(str(folder / "policy"), trainer=settings, **SECTIONS)
+        config = make_config(str(folder / "policy"), **SECTIONS | {"algorithm": CRITIC})
+        critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(max_grad_norm=0.5))
+        return replace(config, critic=critic, services=replace(config.services, critic=settings))
+
+
+def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer") -> dict[str, Any]:
+    """What rank 0 found: log-probabilities (or values) before each step, metrics, and the tensors published in the end, by
+    name."""
+    arguments = (str(layout.tensor), str(layout.pipeline), str(int(layout.sequence)), role, *([resumed] if resumed else []))
+    if not resumed:
+        shutil.rmtree(folder / f"saved-by-{layout.name}", ignore_errors=True)
+    run_ranks(__name__, folder, layout.processes, *arguments)
+    found: dict[str, Any] = torch.load(folder / f"{layout.name}.pt")
+    return found
+
+
+def groups_of(step: int) -> list[TrainGroup]:
+    return make_groups(step, (5, 4, 6, 3), step=step)
+
+
+def member(rank: int, folder: Path) -> None:
+    tensor, pipeline, sequence = map(int, sys.argv[4:7])
+    role, resumed = sys.argv[7], sys.argv[8:]
+    layout = Layout(tensor, pipeline, bool(sequence), int(sys.argv[3]))
+    config = layout.config(folder, role)
+    device = torch.device("cpu")
+    kind: Any = train_rank.engine_type if role == "trainer" else critic_rank.engine_type
+    engine: Any = kind(config, device)(config, rank=rank, world_size=layout.processes, device=device)
+    if role == "trainer":  # fixed, and their sum is not 0
+        engine._advantages = lambda rows, *_: rows.rewards[:, None].astype(np.float64) + 0.5
+    if resumed:
+        engine.load(str(folder / f"saved-by-{resumed[0]}"))
+    leaders = data_leaders(getattr(config.services, role))
+    numbers, metrics = [], []
+    for step in range(SAVED if resumed else 0, STEPS):
+        if step == SAVED and not resumed:
+            (folder / f"saved-by-{layout.name}").mkdir(exist_ok=True)
+            engine.save(str(folder / f"saved-by-{layout.name}"))
+        groups = groups_of(step)
+        rows = train_rows.decode_groups(groups, engine._vocab_size, engine._needs)
+        numbers.append(torch.from_numpy(engine._forward_only(rows)))
+        share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
+        if role == "critic":
+            check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)
+        metrics.append(run_step(engine, share[:1], share[1:]).metrics)
+    published = publish(engine, rank, folder / f"export-{layout.name}") if role == "trainer" else {}
+    if rank == 0:
+        torch.save({"numbers": numbers, "metrics": metrics, "published": published}, folder / f"{layout.name}.pt")
+
+
+def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, count: int) -> None:
+    """The values of this rank's share, which is all there is where it has `count` groups."""
+    asked = [ValueRequest(group_id=group.group_id, tokens=group.tokens, payload=group.payload) for group in share]
+    values = engine.values(asked)
+    assert [each.group_id for each in values] == [each.group_id for each in asked]
+    if count and len(values) == count:
+        of_valid = expected != 0  # a sample that is not valid has values too
+        torch.testing.assert_close(
+            torch.from_numpy(np.concatenate([each.values for each in values]))[of_valid], expected[of_valid]
+        )
+
+
+def publish(engine: Any, rank: int, export: Path) -> dict[str, torch.Tensor]:
+    specs = engine.tensor_specs()
+    out = [torch.full(spec.shape, torch.nan) for spec in specs]
+    engine.snapshot(out if rank == 0 else None)
+    export.mkdir(exist_ok=True)
+    engine.export(str(export))
+    return {spec.name: tensor for spec, tensor in zip(specs, out, strict=True)}
+
+
+if __name__ == "__main__":
+    as_rank(member)

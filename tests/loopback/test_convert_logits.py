@@ -1,0 +1,121 @@
+"""A converted model computes in megatron-core's GPTModel what transformers computes of the Hugging Face folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+from launcher import cli
+from runtime.engines import conversion
+from runtime.engines.families import Layout, blocks, qwen2
+from runtime.errors import InvariantViolated
+from tests.unit.family_cases import CONFIGS, write_folder
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-3.1": ("llama", {"rope_scaling": LLAMA_3_1, "rope_theta": 5e5, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2-tied", {}),
+    "qwen3": ("qwen3", {"rope_theta": 1e6}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
+}
+
+
+def make_model(folder: Path, case: str) -> None:
+    """As transformers itself makes and names it; norms and biases are given values that matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base, changes = CASES[case]
+    config = {**CONFIGS[base], **changes, "initializer_range": 0.05}
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def _needs_megatron() -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+
+
+def silent(phase: str, done: int, total: int) -> None: ...
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_transformers_own(case: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", case)
+    layout = Layout(tensor=2, pipeline=2, expert=2 if "moe" in case else 1, layers_per_stage=(1, 3))
+    report = conversion.to_core(tmp_path / "hf", tmp_path / "core", layout, check_logits=True, show=silent)
+    assert report.difference is not None
+    assert report.difference < 1e-5
+    back = conversion.to_hf(tmp_path / "core", tmp_path / "back", check_logits=True, show=silent)
+    assert back.difference == report.difference
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(
+        torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items()
+    )
+
+
+def test_in_another_dtype_both_are_rounded_alike(tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", "qwen3")
+    options = ["--in", str(tmp_path / "hf"), "--out", str(tmp_path / "core"), "--params-dtype", "bf16", "--check-logits"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["convert", "hf2mcore", *options])
+    assert end.value.code == 0
+
+
+def test_a_table_that_is_wrong_both_ways_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round trip would not show it."""
+
+    def attention(*args: Any, **options: Any) -> Iterator[blocks.Entry]:
+        yield from (replace(entry, groups=1) for entry in blocks.attention(*args, **options))
+
+    make_model(tmp_path / "hf", "qwen2")
+    monkeypatch.setattr(qwen2, "attention", attention)
+    with pytest.raises(InvariantViolated, match="its logits differ from those of"):
+        conversion.to_core(tmp_path / "hf", tmp_path / "core", Layout(), check_logits=True, show=silent)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+@pytest.mark.parametrize(
+    "options,missing,told",
+    [
+        ([], True, "error: --check-logits: engine megatron needs a package: pip install 'sluice-rl[megatron]'"),
+        (["--value-head"], False, "error: --check-logits: a model with a value head has no logits"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_first(
+    options: list[str],
+    missing: bool,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_folder(tmp_path / "hf", "qwen2")
+    if missing:
+        monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing", None)
+    with pytest.raises(SystemExit) as end:
+        arguments = ["--in", str(tmp_path / "hf"), "--out", str(tmp_path / "core"), "--check-logits"]
+        cli.main(["convert", "hf2mcore", *arguments, *options])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(told)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}

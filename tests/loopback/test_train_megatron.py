@@ -1,0 +1,40 @@
+"""The trainer on megatron-core, its model spread over two ranks, does what the torch engine does on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.loopback.megatron_equality import assert_equal
+from tests.loopback.megatron_member import STEPS, Layout, train
+from tests.unit.training_cases import make_policy
+
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+
+TORCH, TENSOR = Layout(0), Layout(2, processes=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    make_policy(folder / "policy")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    return train(folder, TORCH)
+
+
+def test_tensor_parallel_is_the_torch_engine(folder: Path, expected: dict[str, Any]) -> None:
+    found = train(folder, TENSOR)
+    assert len(found["metrics"]) == STEPS
+    assert len({metrics["grad_norm"] for metrics in found["metrics"]}) == STEPS
+    assert_equal(found, expected)
+    exported = load_file(folder / f"export-{TENSOR.name}" / "model.safetensors")
+    assert exported.keys() == found["published"].keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in found["published"].items())

@@ -1,0 +1,56 @@
+"""Small models of each family: their config.json, and tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from runtime.engines.families import Family, family_for
+
+_COMMON = {
+    "vocab_size": 101,  # divisible by nothing
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**_COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "qwen2": {**_COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen2-tied": {**_COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "qwen3_moe": {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16},
+}
+
+
+def make_family(case: str, *, value_head: bool = False, **changes: Any) -> Family:
+    return family_for({**CONFIGS[case], **changes}, "config.json", value_head=value_head)
+
+
+def make_tensors(family: Family, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Random values, all different from those of the other tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in family.tensors().items()}
+
+
+def write_folder(folder: Path, case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, torch.Tensor]:
+    """A Hugging Face folder with a file of the tokenizer's; returns its tensors."""
+    folder.mkdir(parents=True)
+    config = {**CONFIGS[case], **changes, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    tensors = make_tensors(make_family(case, **changes), dtype=dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors

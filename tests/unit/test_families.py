@@ -1,0 +1,257 @@
+"""The mapping tables: what each rank holds is what megatron-core's layout says, and all ranks together give the model again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.engines.families import Family, Layout, Parameter, family_for
+from runtime.errors import InvariantViolated, UserError
+from tests.unit.family_cases import CONFIGS, make_family, make_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+LAYOUTS = [
+    *(Layout(tensor=t, pipeline=p, expert=e) for t, p, e in product((1, 2, 4), (1, 2), (1, 2))),
+    Layout(tensor=2, pipeline=3, layers_per_stage=(1, 2, 1)),
+    Layout(tensor=4, pipeline=2, layers_per_stage=(3, 1), make_vocab_size_divisible_by=16),
+]
+
+
+def suits(case: str, layout: Layout) -> bool:
+    return layout.expert == 1 or case == "qwen3_moe"
+
+
+CASES = [
+    pytest.param(case, layout, id=f"{case}-t{layout.tensor}p{layout.pipeline}e{layout.expert}{layout.layers_per_stage or ''}")
+    for case, layout in product(CONFIGS, LAYOUTS)
+    if suits(case, layout)
+]
+
+
+def ranks(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    return product(range(layout.pipeline), range(layout.expert), range(layout.tensor))
+
+
+def part(whole: torch.Tensor, dim: int, rank: int, of: int) -> torch.Tensor:
+    assert whole.shape[dim] % of == 0
+    return whole.chunk(of, dim)[rank]
+
+
+def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert: int, tensor: int) -> Tensors:
+    """What a rank of megatron-core holds, worked out from its documented layout head by head."""
+    config, t = CONFIGS[case], layout.tensor
+    per_stage = layout.layers_per_stage or (4 // layout.pipeline,) * layout.pipeline
+    stages = [stage for stage, count in enumerate(per_stage) for _ in range(count)]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    found: Tensors = {}
+
+    def vocabulary(name: str) -> torch.Tensor:
+        rows = tensors[name]
+        while rows.shape[0] % (t * layout.make_vocab_size_divisible_by):
+            rows = torch.cat([rows, torch.zeros(1, rows.shape[1])])
+        return part(rows, 0, tensor, t)
+
+    def mlp(source: str, target: str) -> None:
+        halves = [part(tensors[f"{source}.{half}_proj.weight"], 0, tensor, t) for half in ("gate", "up")]
+        found[f"{target}.linear_fc1.weight"] = torch.cat(halves)
+        found[f"{target}.linear_fc2.weight"] = part(tensors[f"{source}.down_proj.weight"], 1, tensor, t)
+
+    def attention(source: str, target: str, kind: str) -> None:
+        q, k, v = (tensors[f"{source}.{name}_proj.{kind}"] for name in "qkv")
+        rows = []
+        for group in range(tensor * kv_heads // t, (tensor + 1) * kv_heads // t):
+            its_heads = range(group * heads // kv_heads, (group + 1) * heads // kv_heads)
+            rows += [q[head * head_dim : (head + 1) * head_dim] for head in its_heads]
+            rows += [whole[group * head_dim : (group + 1) * head_dim] for whole in (k, v)]
+        found[f"{target}.linear_qkv.{kind}"] = torch.cat(rows)
+
+    if pipeline == 0:
+        found["embedding.word_embeddings.weight"] = vocabulary("model.embed_tokens.weight")
+    for layer in range(4):
+        if stages[layer] != pipeline:
+            continue
+        source, target = f"model.layers.{layer}", f"decoder.layers.{layer - stages.index(pipeline)}"
+        attention(f"{source}.self_attn", f"{target}.self_attention", "weight")
+        if case.startswith("qwen2"):
+            attention(f"{source}.self_attn", f"{target}.self_attention", "bias")
+        if case.startswith("qwen3"):
+            for name in "qk":
+                found[f"{target}.self_attention.{name}_layernorm.weight"] = tensors[f"{source}.self_attn.{name}_norm.weight"]
+        output = part(tensors[f"{source}.self_attn.o_proj.weight"], 1, tensor, t)
+        found[f"{target}.self_attention.linear_proj.weight"] = output
+        found[f"{target}.input_layernorm.weight"] = tensors[f"{source}.input_layernorm.weight"]
+        found[f"{target}.pre_mlp_layernorm.weight"] = tensors[f"{source}.post_attention_layernorm.weight"]
+        if case == "qwen3_moe":
+            found[f"{target}.mlp.router.weight"] = tensors[f"{source}.mlp.gate.weight"]
+            each = 4 // layout.expert
+            for local in range(each):
+                mlp(f"{source}.mlp.experts.{expert * each + local}", f"{target}.mlp.experts.local_experts.{local}")
+        else:
+            mlp(f"{source}.mlp", f"{target}.mlp")
+    if pipeline == layout.pipeline - 1:
+        found["decoder.final_layernorm.weight"] = tensors["model.norm.weight"]
+        if case != "qwen2-tied":
+            found["output_layer.weight"] = vocabulary("lm_head.weight")
+        elif pipeline > 0:
+            found["output_layer.weight"] = vocabulary("model.embed_tokens.weight")
+    return found
+
+
+def parameters(family: Family, layout: Layout, pipeline: int, expert: int, tensor: int) -> list[Parameter]:
+    return family.parameters(layout, tensor_rank=tensor, pipeline_rank=pipeline, expert_rank=expert)
+
+
+def gathered(family: Family, layout: Layout, held: dict[tuple[int, int, int], Tensors]) -> Tensors:
+    """The model, from what every rank holds, as an export does it: no tensor comes twice."""
+    found: Tensors = {}
+    for pipeline, expert in product(range(layout.pipeline), range(layout.expert)):
+        for parameter in parameters(family, layout, pipeline, expert, 0):
+            if parameter.copy or (expert > 0 and not parameter.expert):
+                continue
+            pieces = [held[pipeline, expert, tensor][parameter.name] for tensor in range(parameter.pieces)]
+            for name, whole in parameter.to_hf(pieces):
+                assert name not in found
+                found[name] = whole
+    return found
+
+
+def assert_same(left: Tensors, right: Tensors) -> None:
+    assert set(left) == set(right)
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("case,layout", CASES)
+def test_each_rank_holds_its_share_and_all_together_the_model(case: str, layout: Layout) -> None:
+    family = make_family(case)
+    assert layout.faults(family.shape) == []
+    tensors = make_tensors(family)
+    held = {}
+    for rank in ranks(layout):
+        share = parameters(family, layout, *rank)
+        held[rank] = {parameter.name: parameter.from_hf(tensors.__getitem__) for parameter in share}
+        assert_same(held[rank], expected(case, tensors, layout, *rank))
+        for parameter in share:
+            for source, index, block in parameter.blocks(held[rank][parameter.name]):
+                assert torch.equal(tensors[source.name][index], block)
+        assert [parameter.shape for parameter in share] == [tuple(tensor.shape) for tensor in held[rank].values()]
+    assert_same(gathered(family, layout, held), tensors)
+
+
+def test_layers_without_experts_among_those_with() -> None:
+    family = make_family("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3])
+    names = [parameter.name for parameter in family.parameters(Layout())]
+    assert {name.split(".")[2] for name in names if "experts" in name} == {"1"}
+    assert {name.split(".")[2] for name in names if name.endswith("mlp.linear_fc1.weight")} == {"0", "2", "3"}
+
+
+def test_value_head_takes_the_place_of_the_language_models() -> None:
+    family = make_family("qwen2-tied", value_head=True)
+    tensors = make_tensors(family)
+    last = family.parameters(Layout(tensor=2, pipeline=2), tensor_rank=1, pipeline_rank=1)[-1]
+    assert (last.name, last.shape, last.pieces, last.copy) == ("output_layer.weight", (1, 32), 1, False)
+    assert torch.equal(last.from_hf(tensors.__getitem__), tensors["score.weight"])
+    assert "lm_head.weight" not in tensors
+
+
+def test_only_the_ranks_part_is_read() -> None:
+    class Recorder:
+        def __init__(self, whole: torch.Tensor):
+            self.whole = whole
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            taken = self.whole[index]
+            read.append(taken.numel() / self.whole.numel())
+            return taken
+
+    family = make_family("qwen2")
+    tensors = make_tensors(family)
+    for parameter in family.parameters(Layout(tensor=4), tensor_rank=2):
+        read: list[float] = []
+        parameter.from_hf(lambda name: Recorder(tensors[name]))
+        assert len(read) == len(parameter.sources)
+        assert max(read) <= (0.26 if parameter.split is not None else 1.0), parameter.name
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "layout,told",
+        [
+            (Layout(tensor=3), "tensor parallel is 3; must divide attention heads (8)"),
+            (Layout(tensor=8), "tensor parallel is 8; must divide key-value heads (4)"),
+            (Layout(pipeline=3), "pipeline parallel is 3; must divide the layers (4), or give layers per stage"),
+            (Layout(pipeline=2, layers_per_stage=(1, 2, 1)), "as many numbers as pipeline parallel (2)"),
+            (Layout(pipeline=2, layers_per_stage=(1, 2)), "positive and add up to the layers (4)"),
+            (Layout(pipeline=2, layers_per_stage=(4, 0)), "positive and add up to the layers (4)"),
+            (Layout(expert=3), "expert parallel is 3; must divide the experts of a layer (4)"),
+            (Layout(tensor=0), "tensor parallel is 0; must be at least 1"),
+        ],
+    )
+    def test_layouts_that_do_not_divide(self, layout: Layout, told: str) -> None:
+        with pytest.raises(UserError) as raised:
+            layout.require(make_family("qwen3_moe").shape)
+        assert told in str(raised.value)
+
+    def test_intermediate_size_and_experts_that_there_are_not(self) -> None:
+        faults = Layout(tensor=4, expert=2).faults(make_family("llama", intermediate_size=50).shape)
+        assert faults == [
+            "tensor parallel is 4; must divide the intermediate size (50)",
+            "expert parallel is 2; must be 1 for a model without experts",
+        ]
+
+    @pytest.mark.parametrize(
+        "config,told",
+        [
+            ({"model_type": "deepseek_v3"}, "multi-head latent attention (MLA) is not supported"),
+            ({"model_type": "gemma"}, "model_type 'gemma' has no mapping to megatron-core; must be one of llama, qwen2, qwen3"),
+            ({}, "model_type None has no mapping"),
+            ({**CONFIGS["llama"], "attention_bias": True}, "attention_bias True is not supported"),
+            ({**CONFIGS["qwen2"], "use_sliding_window": True}, "use_sliding_window True is not supported"),
+            ({**CONFIGS["qwen2"], "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+            ({**CONFIGS["qwen2"], "hidden_size": "wide"}, "hidden_size is 'wide'; must be a positive integer"),
+            ({**CONFIGS["qwen2"], "num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
+            ({**CONFIGS["qwen3_moe"], "num_experts": None}, "num_experts is None"),
+            ({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ],
+    )
+    def test_models_without_a_mapping(self, config: dict[str, Any], told: str) -> None:
+        with pytest.raises(UserError, match=r"^model/config.json: ") as raised:
+            family_for(config, "model/config.json")
+        assert told in str(raised.value)
+
+    def test_tensors_of_another_model(self) -> None:
+        family = make_family("qwen2")
+        with pytest.raises(UserError) as raised:
+            family.require_tensors(make_family("qwen3", hidden_size=64).tensors(), "weights")
+        lines = str(raised.value).splitlines()
+        assert lines[0].startswith("weights: 12 tensors are missing: model.layers.0.self_attn.q_proj.bias, ")
+        assert lines[0].endswith(", model.layers.3.self_attn.q_proj.bias, ...")
+        assert lines[1].startswith("weights: 8 tensors are too many: model.layers.0.self_attn.q_norm.weight, ")
+        assert "model.embed_tokens.weight [101, 64] instead of [101, 32]" in lines[2]
+
+    def test_heads_that_are_not_needed_may_be_there(self) -> None:
+        plain = make_family("qwen2").tensors()
+        make_family("qwen2-tied").require_tensors(plain, "weights")
+        make_family("qwen2", value_head=True).require_tensors(plain, "weights")
+        with pytest.raises(UserError, match="1 tensors are missing: lm_head"):
+            make_family("qwen2").require_tensors(make_family("qwen2-tied").tensors(), "weights")
+
+    def test_pieces_of_another_layout(self) -> None:
+        family = make_family("qwen2")
+        parameter = family.parameters(Layout(tensor=2))[0]
+        with pytest.raises(InvariantViolated, match=r"needs 2 pieces of \[51, 32\], found \[51, 32\]$"):
+            list(parameter.to_hf([torch.zeros(51, 32)]))
+
+    def test_tensors_of_several_dtypes(self) -> None:
+        family = make_family("qwen2")
+        tensors = make_tensors(family)
+        tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].bfloat16()
+        parameter = next(entry for entry in family.parameters(Layout()) if "linear_qkv.weight" in entry.name)
+        with pytest.raises(UserError, match="several dtypes"):
+            parameter.from_hf(tensors.__getitem__)
