@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as core
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 
 from runtime.config import Optimizer
 from runtime.engines.megatron import facade
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""What the optimizer keeps of each weight: itself in float32, and Adam's moments."""
 
 
 class Updates:
@@ -23,6 +27,7 @@ class Updates:
         """`model` holds the weights to begin with. Biases and norms do not decay."""
         self._decay = options.weight_decay
         self.device = device
+        self._blocks = parallel_state.get_data_parallel_group()
         config: Any = model.config
         self.model = DistributedDataParallel(
             config=config,
@@ -73,23 +78,70 @@ class Updates:
             group["lr"] = rate
             group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
         self.optimizer.step_with_ready_grads()
+        self._count += 1
 
     def _parts(self) -> Iterator[Any]:
         yield from getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
-    def torch_parts(self) -> Iterator[Any]:
-        """Those whose inner optimizer is torch's, for want of a fused one."""
-        return (part for part in self._parts() if isinstance(part.optimizer, torch.optim.AdamW))
+    # ------------------------------------------------------------------------------------------ its state
+
+    @property
+    def count(self) -> int:
+        """How often Adam has stepped."""
+        return self._count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._count = count
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                if isinstance(part.optimizer, torch.optim.AdamW):
+                    for parameter in group["params"]:
+                        part.optimizer.state[parameter]["step"] = torch.tensor(float(count))
+                else:  # a fused one counts by group
+                    group["step"] = count
+
+    def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """By kind, float32 of the parameter's shape: what the blocks share out. Collective over the blocks."""
+        wholes = torch.zeros(len(KINDS), parameter.numel(), device=self.device)
+        held = self._held(parameter)
+        if held is not None:
+            begin, end, parts = held
+            for whole, kind in zip(wholes, KINDS, strict=True):
+                whole[begin:end] = parts[kind]
+        dist.all_reduce(wholes, group=self._blocks)
+        return {kind: whole.view(parameter.shape) for kind, whole in zip(KINDS, wholes, strict=True)}
+
+    @torch.no_grad()
+    def scatter(self, parameter: torch.nn.Parameter, wholes: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `gather` gave."""
+        held = self._held(parameter)
+        if held is not None:
+            begin, end, parts = held
+            for kind, part in parts.items():
+                part.copy_(wholes[kind].flatten()[begin:end])
+
+    def _held(self, parameter: torch.nn.Parameter) -> tuple[int, int, dict[str, torch.Tensor]] | None:
+        """Which elements of `parameter` this rank updates, and their state by kind; None for none of them."""
+        for part in self._parts():
+            if parameter in part.model_param_group_index_map:
+                group, order = part.model_param_group_index_map[parameter]
+                master = part.optimizer.param_groups[group]["params"][order]
+                where = part._get_model_param_range_map(parameter)["param"]
+                return where.start, where.end, {"master": master.detach(), **self._moments(part, master)}
+        return None
+
+    @staticmethod
+    def _moments(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {kind: part.optimizer.state[master][kind] for kind in KINDS[1:]}
 
     def _make_moments(self) -> None:
         """As they are before the first step: a checkpoint's are loaded into those that exist."""
-        for part in self.torch_parts():
+        for part in self._parts():
             for parameter in part.get_parameters():
-                part.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
+                part.optimizer.state[parameter] = zeros
+        self.count = 0
 
 
 def _no_decay(settings: OptimizerConfig) -> dict[str, Any]:

@@ -1,24 +1,22 @@
 """A training engine's state on disk as megatron-core shards it: any layout reads what any other has written.
 
 megatron/           dist_checkpointing's: weights, master weights and Adam's moments
-trainer.json        format, engine, step, coefficient of the KL term
+trainer.json        format, engine, step, Adam's step count, coefficient of the KL term
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from runtime.engines.megatron import facade
-from runtime.engines.megatron.optimizer import Updates
+from runtime.engines.megatron.optimizer import KINDS, Updates
 from runtime.engines.megatron.writer import Writer
 from runtime.engines.train_model import Position
 from runtime.errors import UserError
@@ -26,7 +24,6 @@ from runtime.errors import UserError
 FORMAT = 1
 ENGINE = "megatron"
 FOLDER = "megatron"
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save(folder: Path, updates: Updates, position: Position) -> None:
@@ -38,30 +35,41 @@ def save(folder: Path, updates: Updates, position: Position) -> None:
             "format": FORMAT,
             "engine": ENGINE,
             "step": position.step,
+            "optimizer_updates": updates.count,
             "kl_coefficient": position.kl_coefficient,
         }
         (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
     dist.barrier()
-    dist_checkpointing.save(_sharded(updates, loading=False), str(target), Writer())
+    dist_checkpointing.save(_sharded(updates), str(target), Writer())
 
 
 def load(folder: Path, updates: Updates) -> Position:
     """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
     description = _description(folder)
     target = str(folder / FOLDER)
-    wanted = _sharded(updates, loading=True)
+    wanted = _sharded(updates)
     _require_same(folder, wanted, dist_checkpointing.load_tensors_metadata(target))
     found = dist_checkpointing.load(wanted, target)
     updates.model.module.load_state_dict(found["model"])
-    with _step_counts(updates):
-        updates.optimizer.load_state_dict(found["optimizer"])
+    for name, parameter in updates.model.module.named_parameters():
+        updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
+    updates.count = description["optimizer_updates"]
     return Position(description["step"], description["kl_coefficient"])
 
 
-def _sharded(updates: Updates, loading: bool) -> dict[str, Any]:
+def _sharded(updates: Updates) -> dict[str, Any]:
+    """What is saved, or loaded into: the parameters as they are, and each one's master weights and moments alike.
+
+    megatron-core's own description of its optimizer's state does not fit torch's AdamW, and pads where it must not.
+    """
     model = updates.model.module.sharded_state_dict(prefix="")
-    with facade.moving(updates.device):
-        optimizer = updates.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)
+    entries = {id(entry.data): entry for entry in model.values() if hasattr(entry, "data")}
+    optimizer: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    for name, parameter in updates.model.module.named_parameters():
+        entry = entries[id(parameter)]
+        for kind, whole in updates.gather(parameter).items():
+            known = {"dtype": whole.dtype} if isinstance(entry, ShardedTensor) else {}
+            optimizer[kind][name] = replace(entry, key=f"optimizer.{kind}.{entry.key}", data=whole, **known)
     return {"model": model, "optimizer": optimizer}
 
 
@@ -93,36 +101,8 @@ def _require_same(folder: Path, wanted: dict[str, Any], saved: dict[str, Any]) -
 def _tensors(tree: Any) -> Iterator[ShardedTensor]:
     if isinstance(tree, ShardedTensor):
         yield tree
-    elif isinstance(tree, dict):
-        for each in tree.values():
+    elif isinstance(tree, ShardedTensorFactory):
+        yield from _tensors(tree.build())
+    elif isinstance(tree, (dict, list)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
             yield from _tensors(each)
-
-
-@contextlib.contextmanager
-def _step_counts(updates: Updates) -> Iterator[None]:
-    """Around the loading of the optimizer, which with torch's AdamW forgets to bring the step count with the moments, and then
-    leaves one count to all parameters, each of which would add to it.
-    """
-    with contextlib.ExitStack() as stack:
-        for part in updates.torch_parts():
-            stack.enter_context(_bringing_steps(part))
-        yield
-    for part in updates.torch_parts():
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-@contextlib.contextmanager
-def _bringing_steps(part: Any) -> Iterator[None]:
-    original = part._set_main_param_and_optimizer_states
-
-    def with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = part.model_param_group_index_map[parameter]
-        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        original(parameter, {"step": state["step"], **tensors})
-
-    part._set_main_param_and_optimizer_states = with_step
-    try:
-        yield
-    finally:
-        del part._set_main_param_and_optimizer_states
