@@ -20,6 +20,8 @@ from runtime.rewards.answers import boxed, expr
 from runtime.rewards.answers import math as math_rule
 from runtime.rewards.extraction import last_box
 from runtime.rewards.mathematics.answers import canonical, equal
+from runtime.rewards.mathematics.parser import parse
+from runtime.rewards.mathematics.residues import PRIMES, residue
 from runtime.rewards.rules import RULES, RuleContext
 from tests.unit.answer_pairs import DIFFERENT, EQUAL, ONE_WAY
 from tests.unit.test_rewards_gsm8k import shared
@@ -200,6 +202,15 @@ def test_ends_of_intervals(low: int, high: int, ours: str, theirs: str) -> None:
     marks = {"(": "<", "[": "\\le", ")": "<", "]": "\\le"}
     chain = f"{low} {marks[ours[0]]} x {marks[ours[1]]} {high + 10}"
     assert not low < high + 10 or equal(chain, f"{theirs[0]}{low}, {high + 10}{theirs[1]}") is (ours == theirs)
+
+
+def test_residues_of_towers() -> None:
+    """By Fermat's theorem, with exponents that Python can still write down."""
+    for prime in PRIMES:
+        assert residue(parse(r"2^{2^{300000}}"), {}, prime) == pow(2, pow(2, 300_000, prime - 1), prime)
+        assert residue(parse(r"3^{6^{2^{300000}}}+1"), {}, prime) == pow(3, pow(6, 2**300_000, prime - 1), prime) + 1
+        assert residue(parse(r"\frac{3}{5^{400000}}"), {}, prime) == 3 * pow(5, -400_000, prime) % prime
+        assert residue(parse(r"50000!"), {}, prime) == math.factorial(50_000) % prime
 
 
 # ------------------------------------------------------------------------------------------------ where the answer stands

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.rewards.answers import boxed
 from runtime.rewards.answers import math as math_rule
@@ -58,6 +60,67 @@ def test_decided_or_refused_in_time(answer: str, label: str, tmp_path: Path, mon
             assert attempt() in (True, False)
         assert time.process_time() - begun < 2.0  # 0.3 s of counted work, on a slow machine
     assert list(tmp_path.iterdir()) == []
+
+
+PIECES = [
+    *(
+        r"\frac",
+        "{",
+        "}",
+        "(",
+        ")",
+        "[",
+        "]",
+        "^",
+        "_",
+        "!",
+        "%",
+        "1",
+        "34",
+        "0.5",
+        "2e04",
+        "x",
+        "n",
+        "i",
+        "e",
+        "f(",
+        "+",
+        "-",
+        "*",
+    ),
+    *("/", "=", "<", r"\le", r"\in", r"\cup", r"\pm", ",", ";", r"\{", r"\}", "|", r"\sqrt", r"\sin", r"\log", r"\text{ cm}"),
+    *(
+        "and",
+        "feet",
+        r"\begin{pmatrix}",
+        r"\end{pmatrix}",
+        "&",
+        r"\\",
+        r"\infty",
+        r"\pi",
+        r"^\circ",
+        "$",
+        r"\(",
+        r"\)",
+        " ",
+        ".",
+    ),
+    *(r"\boxed{", r"\lfloor", r"\rfloor", r"\sum", r"\binom", r"\left", r"\right", ":", "'", r"\ldots", r"\mathbb{R}", "is"),
+    *(r"\prime", r"\overline{", r"\mid", r"\cdot", "10^", "1,000", r"\!", r"\,", r"\setminus", r"\emptyset", "max", "gcd("),
+]
+ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(ANSWERS, ANSWERS)
+def test_any_text_is_decided_or_refused(prediction: str, truth: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(algebra, "equal", lambda prediction, truth: False)
+        with suppress(TooCostly):
+            equal(prediction, truth)
+        with suppress(TooCostly):
+            boxed(f"so {prediction}", truth, CONTEXT)
+        canonical(prediction)
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,12 @@ class Primaries(Reader):
             return Node(token.kind, (), token.value if token.value is not None else Fraction(0))
         self._at += 1
         base = self._subscript()
-        if base.isdigit() and 2 <= int(base[:3]) <= 36 and all(int(digit) < int(base) for digit in token.text if digit != "."):
-            whole, _, part = token.text.partition(".")
+        whole, _, part = token.text.partition(".")
+        if (
+            base.isdigit()
+            and 2 <= int(base[:3]) <= 36
+            and all("0" <= digit <= "9" and int(digit) < int(base) for digit in whole + part)
+        ):
             digits = int(whole + part, int(base)) if whole + part else 0
             return number(Fraction(digits, int(base) ** len(part)))
         return Node("symbol", (), f"{token.text}_{base}")
@@ -270,7 +274,10 @@ class Primaries(Reader):
         index: Node = number(degree)
         if self._next == "[":
             self._at += 1
-            index = self._closed("[")[0]
+            items = self._closed("[")
+            if len(items) != 1:
+                raise Unreadable("a root of no degree")
+            index = items[0]
         self._enter()
         radicand = self._argument() if self._next != "(" else self._primary()
         self._depth -= 1
