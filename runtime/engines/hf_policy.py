@@ -65,6 +65,8 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy must be the one that sampled
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # nothing is padded: this token was sampled, and its embedding learns as any other's
     return model.float()
 
 

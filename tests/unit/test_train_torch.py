@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -242,3 +243,16 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     assert "bfloat16" in (tmp_path / "config.json").read_text()
     with pytest.raises(UserError, match=r"model\.dtype: 'float16'"):
         TorchTrainEngine(make_config(policy, dtype="float16"))
+
+
+def test_a_sampled_padding_token_learns_as_any_other(tmp_path: Path):
+    groups, found = make_groups(0, (4, 4)), []
+    sampled = int(codec.decode(GroupPayload, groups[0].payload).samples[0].tokens[0])
+    for padding in (None, sampled):
+        folder = make_policy(tmp_path / "policy")
+        described = json.loads((tmp_path / "policy" / "config.json").read_text()) | {"pad_token_id": padding}
+        (tmp_path / "policy" / "config.json").write_text(json.dumps(described))
+        engine = TorchTrainEngine(make_config(folder))
+        run_step(engine, groups)
+        found.append(weights(engine))
+    assert_same(*found)
