@@ -56,6 +56,9 @@ def prepare(device: torch.device) -> None:
     vars(sys.modules["megatron.core.transformer.moe.moe_utils"]).setdefault("te_general_gemm", None)
     if device.type == "cpu":
         _put_on_cpu()
+    # Version 0.12 asks Transformer Engine to quantise those parameters that are of 8 bits, also where there are none.
+    optimizer: Any = sys.modules["megatron.core.optimizer.distrib_optimizer"]
+    optimizer.quantize_param_shard = lambda *_, **__: None
     # What was imported stays. Collections that pass it by are quicker: that at the process's end by seconds.
     gc.collect()
     gc.freeze()
