@@ -24,7 +24,6 @@ from runtime import config_loading, layout, os_process
 from runtime.aio import first_error
 from runtime.config import Config
 from runtime.data.held_out import load_held_out
-from runtime.data.overlap import keep_apart
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
@@ -145,10 +144,8 @@ class Coordinator:
         config, before = self._config, time.monotonic()
         tokenizer = _tokenizer(config)
         train = training_prompts(config.data, tokenizer)
-        held_out = load_held_out(config, tokenizer)
         log.info("prompts: %s", train.report())
-        for found in held_out:
-            keep_apart(train.problems, found.prompts.problems, found.settings.key, config.data.allow_overlap)
+        held_out = load_held_out(config, tokenizer, train.problems)
         return Material(
             config=config,
             folder=self._folder,

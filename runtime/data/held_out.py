@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Config
+from runtime.config import Config, Data
+from runtime.data.handlers import Problem
+from runtime.data.overlap import keep_apart
 from runtime.data.prompts import Prompts
 from runtime.data.sources import read_prompts
 from runtime.data.tokenizer import Tokenizer
@@ -19,13 +23,17 @@ class HeldOut(Struct, frozen=True):
     prompts: Prompts
 
 
-def load_held_out(config: Config, tokenizer: Tokenizer) -> list[HeldOut]:
-    """The problems of every set. Raises UserError for a file that cannot be used, or of which no prompt is left."""
-    longest = config.data.max_prompt_tokens
-    return [HeldOut(found, _prompts(found, tokenizer, longest)) for found in evaluation_sets(config)]
+def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem] = ()) -> list[HeldOut]:
+    """The problems of every set.
+
+    Raises UserError for a file that cannot be used, of which no prompt is left, or which has problems in common with those to
+    `train` on, asked or not (unless `data.allow_overlap`).
+    """
+    return [HeldOut(found, _prompts(found, config.data, tokenizer, train)) for found in evaluation_sets(config)]
 
 
-def _prompts(found: EvaluationData, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompts:
-    prompts = read_prompts(found.path, found.layout, tokenizer, max_prompt_tokens, found.key)
+def _prompts(found: EvaluationData, data: Data, tokenizer: Tokenizer, train: Sequence[Problem]) -> Prompts:
+    prompts = read_prompts(found.path, found.layout, tokenizer, data.max_prompt_tokens, found.key)
+    keep_apart(train, prompts.problems, found.key, data.allow_overlap)
     count = found.problems or len(prompts.problems)
     return replace(prompts, problems=prompts.problems[:count], tokens=prompts.tokens[:count])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
@@ -26,7 +26,7 @@ def overlap(train: Iterable[Problem], held_out: Iterable[Problem]) -> list[Probl
     return [problem for problem in held_out if problem_key(problem.question) in known]
 
 
-def keep_apart(train: list[Problem], held_out: list[Problem], key: str, allowed: bool) -> None:
+def keep_apart(train: Sequence[Problem], held_out: Sequence[Problem], key: str, allowed: bool) -> None:
     """Refuse to train on problems of the evaluation set that the configuration key `key` names.
 
     Raises UserError with their number, unless `allowed`: then the log has it.
