@@ -22,6 +22,7 @@ from runtime.rewards.extraction import last_box
 from runtime.rewards.mathematics.answers import canonical, equal
 from runtime.rewards.mathematics.parser import parse
 from runtime.rewards.mathematics.residues import PRIMES, residue
+from runtime.rewards.mathematics.tree import TooCostly
 from runtime.rewards.rules import RULES, RuleContext
 from tests.unit.answer_pairs import DIFFERENT, EQUAL, ONE_WAY
 from tests.unit.test_rewards_gsm8k import shared
@@ -211,6 +212,16 @@ def test_residues_of_towers() -> None:
         assert residue(parse(r"3^{6^{2^{300000}}}+1"), {}, prime) == pow(3, pow(6, 2**300_000, prime - 1), prime) + 1
         assert residue(parse(r"\frac{3}{5^{400000}}"), {}, prime) == 3 * pow(5, -400_000, prime) % prime
         assert residue(parse(r"50000!"), {}, prime) == math.factorial(50_000) % prime
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("((9!)!)!", "(9!)!"), ("2^{((9!)!)!}", "2^{(((9!)!)!)!}"), ("((9!)!)!+(8!)!", "(((9!)!)!)!+(8!)!")]
+)
+def test_factorials_that_every_prime_divides_are_not_equal_for_it(one: str, other: str) -> None:
+    with pytest.raises(TooCostly):
+        equal(one, other)
+    assert equal(one, one)
+    assert not equal(f"{one}+1", one)
 
 
 # ------------------------------------------------------------------------------------------------ where the answer stands

@@ -1,7 +1,8 @@
 """Values modulo primes: what tells 2^(2^100) from 2^(2^100) + 1 without writing them down.
 
 Two rational numbers that leave the same residues modulo several primes of 31 bits are taken as equal; with different
-residues they are certainly not.
+residues they are certainly not. The factorial of a number above the primes is a multiple of them all, which says nothing of
+its value (`hides_a_factorial`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from functools import lru_cache
 
 from runtime.rewards.mathematics.exact import Irrational, Values, exact, opaque_value
-from runtime.rewards.mathematics.tree import Node, TooCostly
+from runtime.rewards.mathematics.tree import Node, TooCostly, walk
 from runtime.rewards.mathematics.work import spend
 
 PRIMES = (2_147_483_629, 2_147_483_587, 2_147_483_563, 2_147_483_549)
@@ -44,6 +45,18 @@ def residue(node: Node, values: Values, prime: int) -> int:
     if head == "call" and node.value == "factorial":
         return _factorial(node, values, prime)
     return _small(node, values, prime)
+
+
+def hides_a_factorial(node: Node, values: Values) -> bool:
+    """Whether a factorial in it leaves the residue 0 whatever its size, so that equal residues do not mean equal values."""
+    return any(_is_multiple(part, values) for part in walk(node) if part.head == "call" and part.value == "factorial")
+
+
+def _is_multiple(factorial: Node, values: Values) -> bool:
+    try:
+        return exact(factorial.args[0], values) >= min(PRIMES)
+    except TooCostly:
+        return True
 
 
 _PLAIN = frozenset(("add", "multiply", "negate", "percent", "divide"))

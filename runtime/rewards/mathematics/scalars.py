@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from runtime.rewards.mathematics.approximate import DIGITS, Evaluation, Undefined, Value
 from runtime.rewards.mathematics.exact import Irrational, Values, exact
-from runtime.rewards.mathematics.residues import PRIMES, residue
+from runtime.rewards.mathematics.residues import PRIMES, hides_a_factorial, residue
 from runtime.rewards.mathematics.tree import INFINITY, Node, TooCostly, heads, key, number, replace, symbols, walk
 
 POINTS = 4
@@ -249,11 +249,15 @@ def _close(prediction: Fraction, truth: Fraction) -> bool:
 
 def _equal_residues(prediction: Node, truth: Node, values: Values) -> Verdict:
     try:
-        return all(residue(prediction, values, prime) == residue(truth, values, prime) for prime in PRIMES)
+        if any(residue(prediction, values, prime) != residue(truth, values, prime) for prime in PRIMES):
+            return False
+        if not (hides_a_factorial(prediction, values) or hides_a_factorial(truth, values)):
+            return True
     except Irrational:
         raise TooCostly("a value of too many digits") from None
     except ZeroDivisionError:
         raise TooCostly("a quotient of values of too many digits") from None
+    raise TooCostly("the factorial of a number of too many digits")
 
 
 def _equal_digits(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
