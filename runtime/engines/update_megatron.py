@@ -15,7 +15,7 @@ from runtime.config import Config, Optimizer, Trainer
 from runtime.engines import hf_weights, train_batch
 from runtime.engines.megatron import facade, state
 from runtime.engines.megatron.grid import Grid
-from runtime.engines.megatron.model import PackedModel, transformer_config
+from runtime.engines.megatron.model import PackedModel, require_stages, transformer_config
 from runtime.engines.megatron.optimizer import Updates
 from runtime.engines.megatron.weights import ModelWeights, read_family
 from runtime.engines.train_batch import MicroBatch
@@ -48,6 +48,8 @@ class MegatronUpdateEngine(UpdateLoop):
         family, shape = read_family(source, value_head), hf_weights.read_config(source)
         grid = Grid(settings, device, config.run.seed, config.deadlines.train)
         grid.layout.require(family.shape)
+        if not value_head:
+            require_stages(shape, settings)
         padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
             made = PackedModel(transformer_config(shape, settings, compute), shape, padded, value_head)
@@ -88,15 +90,16 @@ class MegatronUpdateEngine(UpdateLoop):
 
         if not batches:
             return []
-        found: list[torch.Tensor] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(batches),
-            model=[self._updates.model],
-            num_microbatches=len(batches),
-            seq_length=1,  # stages tell each other how long each is
-            micro_batch_size=1,
-            **options,
-        )
+        with facade.moving(self._device):
+            found: list[torch.Tensor] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(batches),
+                model=[self._updates.model],
+                num_microbatches=len(batches),
+                seq_length=1,  # stages tell each other how long each is
+                micro_batch_size=1,
+                **options,
+            )
         return found
 
     def _given_loss(self, batch: MicroBatch, outputs: torch.Tensor) -> Loss:

@@ -112,8 +112,8 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @contextlib.contextmanager
 def moving(device: torch.device) -> Iterator[None]:
-    """Around what asks tensors whether they are CUDA's, or moves them there: the making of models and optimizers, and taking an
-    optimizer's state apart. On CPUs they then are, and stay.
+    """Around what asks tensors whether they are CUDA's, or moves them there: the making of models and optimizers, and the
+    passes of version 0.12. On CPUs they then are, and stay.
     """
     if device.type != "cpu":
         yield

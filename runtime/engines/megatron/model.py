@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import megatron.core
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -17,6 +18,7 @@ from runtime.engines import decoder
 from runtime.engines.hf_weights import ModelConfig
 from runtime.engines.packed_attention import packed_attention
 from runtime.engines.train_batch import MicroBatch
+from runtime.errors import UserError
 
 
 class Norm(torch.nn.RMSNorm):
@@ -110,6 +112,15 @@ class PackedModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         values: torch.Tensor = self.output_layer(hidden[:, 0].index_select(0, predictors))
         return values[:, 0].float()
+
+
+def require_stages(shape: ModelConfig, settings: Trainer) -> None:
+    """Raises UserError where this version of megatron-core cannot cut such a model into pipeline stages."""
+    if shape.tied and settings.parallel.pipeline > 1 and megatron.core.__version__.startswith("0.12."):
+        raise UserError(
+            f"parallel.pipeline: {settings.parallel.pipeline}: megatron-core {megatron.core.__version__} cannot cut up a model "
+            "whose head is its embedding; must be 1, or take version 0.16.1"
+        )
 
 
 def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype) -> TransformerConfig:
