@@ -170,6 +170,7 @@ class PaddedTrainer:
 
         factory: Any = AutoModelForCausalLM
         self._model = factory.from_pretrained(config.model.path, attn_implementation="sdpa").float().train()
+        self._model.get_input_embeddings().padding_idx = None  # the samples' tokens are any of the vocabulary
         options = config.training.optimizer
         self._optimizer = AdamW(
             self._model.parameters(), lr=options.learning_rate, betas=options.betas, weight_decay=0.0, fused=True

@@ -160,6 +160,10 @@ def _description(folder: Path) -> dict[str, Any]:
         description = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"checkpoint {folder}: trainer.json cannot be read: {error}") from error
+    if "engine" in description:
+        raise UserError(
+            f"checkpoint {folder}: is of engine {description['engine']}, whose checkpoints engine torch does not read"
+        )
     if description.get("format") != FORMAT:
         raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
     return description

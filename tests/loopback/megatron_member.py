@@ -46,7 +46,12 @@ class Layout(NamedTuple):
     def config(self, folder: Path, role: str) -> Config:
         parallel = Parallel(tensor=max(1, self.tensor), pipeline=self.pipeline, sequence=self.sequence)
         engine: Any = "megatron" if self.tensor else "torch"
-        settings = Trainer(processes=self.processes, engine=engine, parallel=parallel)
+        settings = Trainer(
+            processes=self.processes,
+            engine=engine,
+            parallel=parallel,
+            activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
+        )
         if role == "trainer":
             return make_config(str(folder / "policy"), trainer=settings, **SECTIONS)
         config = make_config(str(folder / "policy"), **SECTIONS | {"algorithm": CRITIC})

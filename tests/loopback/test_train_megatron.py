@@ -38,3 +38,12 @@ def test_tensor_parallel_is_the_torch_engine(folder: Path, expected: dict[str, A
     exported = load_file(folder / f"export-{TENSOR.name}" / "model.safetensors")
     assert exported.keys() == found["published"].keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in found["published"].items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    make_policy(tmp_path / "policy", tied=False)
+    if not (folder / f"saved-by-{TENSOR.name}").exists():
+        train(folder, TENSOR)
+    (tmp_path / f"saved-by-{TENSOR.name}").symlink_to(folder / f"saved-by-{TENSOR.name}")
+    with pytest.raises(AssertionError, match=r"is of another model; \d+ tensors differ, such as .*output_layer"):
+        train(tmp_path, Layout(1), resumed=TENSOR.name)

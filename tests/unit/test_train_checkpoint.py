@@ -54,6 +54,11 @@ class TestCheckpoint:
         other.load(str(tmp_path))
         assert_same(weights(other), weights(engine))
 
+    def test_of_another_engine_is_refused(self, policy: str, tmp_path: Path):
+        (tmp_path / "trainer.json").write_text('{"format": 1, "engine": "megatron", "step": 2}')
+        with pytest.raises(UserError, match="is of engine megatron"):
+            TorchTrainEngine(make_config(policy)).load(str(tmp_path))
+
     def test_of_another_model_is_refused(self, policy: str, tmp_path: Path):
         (tmp_path / "other").mkdir()
         (tmp_path / "save").mkdir()
