@@ -67,7 +67,7 @@ def test_tokens_follow_the_distribution(row: SamplingParams) -> None:
 def test_the_extreme_uniforms_draw_possible_tokens(seed: int, row: SamplingParams, u: float) -> None:
     logits = np.random.default_rng(seed).normal(0, 30, 40).astype(np.float32)
     token, logprob = draw(logits[None], np.array([u]), [row])
-    assert reference(logits, row)[token[0]] > 1e-45
+    assert reference(logits, row)[token[0]] > 2.0**-151  # from half of 2^-149 on, float32 rounds to what is above 0
     assert np.isfinite(logprob).all()
 
 
