@@ -18,6 +18,7 @@ from runtime.engines.core_folder import CoreFolder, columns, read_description
 from runtime.engines.families import Family, Layout, family_for
 from runtime.engines.families.family import EMBEDDING
 from runtime.engines.megatron import facade
+from runtime.engines.megatron.plain import PLAIN
 from runtime.errors import InvariantViolated, UserError
 
 TOKENS = 64  # of the one sequence that both models read
@@ -136,7 +137,6 @@ def _model(family: Family, config: Mapping[str, Any], where: Path) -> torch.nn.M
 
 
 def _transformer_config(family: Family, config: Mapping[str, Any], names: set[str], normed: bool) -> Any:
-    import torch.nn.functional as F
     from megatron.core.transformer import TransformerConfig
 
     shape = family.shape
@@ -157,23 +157,11 @@ def _transformer_config(family: Family, config: Mapping[str, Any], names: set[st
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
-        normalization="RMSNorm",
         layernorm_epsilon=config.get("rms_norm_eps", 1e-6),
         qk_layernorm=normed,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         add_qkv_bias="decoder.layers.0.self_attention.linear_qkv.bias" in names,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        perform_initialization=False,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **PLAIN,
         **routing,
     )
 

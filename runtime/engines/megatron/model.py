@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from runtime.config import Trainer
 from runtime.engines import decoder
 from runtime.engines.hf_weights import ModelConfig
+from runtime.engines.megatron.plain import PLAIN
 from runtime.engines.packed_attention import packed_attention
 from runtime.engines.train_batch import MicroBatch
 from runtime.errors import UserError
@@ -124,7 +125,7 @@ def require_stages(shape: ModelConfig, settings: Trainer) -> None:
 
 
 def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype) -> TransformerConfig:
-    """What megatron-core needs to know of a model of this shape: no dropout, and no kernels that only CUDA has."""
+    """What megatron-core needs to know of a model of this shape."""
     parallel = settings.parallel
     recomputed: dict[str, Any] = {}
     if settings.activation_checkpointing:
@@ -136,15 +137,9 @@ def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
-        normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.sequence,
@@ -155,14 +150,8 @@ def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype
         variable_seq_lengths=True,  # every micro-batch has its own
         moe_token_dispatcher_type="alltoall",  # which that asks for
         calculate_per_token_loss=True,  # gradients are sums; the step divides them
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
+        **PLAIN,
         **recomputed,
     )
