@@ -73,7 +73,7 @@ def _environment(role: Process, threads: int) -> dict[str, str]:
     """The role's own variables over Sluice's. Several pools of threads on the same cores slow each other down severely."""
     count = str(role.threads or threads)
     own: dict[str, str] = {}
-    if isinstance(role, Trainer) and role.parallel.tensor > 1:
+    if isinstance(role, Trainer) and max(role.parallel.tensor, role.parallel.context) > 1:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",

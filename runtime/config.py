@@ -367,12 +367,15 @@ class Scorer(Process, frozen=True):
 
 
 class Parallel(Section, frozen=True):
-    """How engine megatron spreads a model: over `tensor` x `pipeline` processes. There are as many such blocks as there is room
-    for, and data is shared out over them.
+    """How engine megatron spreads a model: over `tensor` x `context` x `pipeline` processes. There are `data` such blocks, by
+    default as many as there is room for, and data is shared out over them.
     """
 
     tensor: Positive = 1
     pipeline: Positive = 1
+    data: Positive | None = None
+    context: Positive = 1  # ranks that share each micro-batch's tokens
+    layers_per_stage: list[Positive] = []  # of each pipeline stage; []: the same number for all
     sequence: bool = False  # activations between the tensor-parallel parts are spread as well
 
 

@@ -42,7 +42,7 @@ def uses_reference(config: Config) -> bool:
 def data_leaders(settings: Trainer) -> range:
     """The ranks of trainer or critic that are given data: the first one of each block that holds the model.
 
-    Ranks count tensor-parallel first, then blocks, pipeline stages last, as megatron-core has it.
+    Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it.
     """
     parallel = settings.parallel
-    return range(0, settings.processes // parallel.pipeline, parallel.tensor)
+    return range(0, settings.processes // parallel.pipeline, parallel.tensor * parallel.context)

@@ -37,6 +37,7 @@ class MicroBatch:
     columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
     samples: np.ndarray  # int64 [B], which of the rows; on the host
     places: np.ndarray  # int64 [N], where the trained token lies in the flat arrays; on the host
+    sequences: np.ndarray  # int64 [prompts and replies, (begin, tokens, begin of its prompt, tokens of that)]; on the host
     padding: int  # cells of the attention rows that hold no token
     attended: int  # all cells of the attention rows
 
@@ -84,7 +85,8 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     def column(array: np.ndarray) -> torch.Tensor:
         return send(rows.grid(array, chosen) if array.ndim == 1 else array[chosen, :width].astype(np.float32))
 
-    packing = attention_rows(prompt_begin[prompt_of], own_prompt, reply_begin, fed, len(tokens), device)
+    begin_of_prompt = prompt_begin[prompt_of]
+    packing = attention_rows(begin_of_prompt, own_prompt, reply_begin, fed, len(tokens), device)
     attended = sum(part.numel() for part in packing.rows)
     return MicroBatch(
         input_ids=send(tokens.astype(np.int64)[None]),
@@ -97,6 +99,12 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
         columns={name: column(array) for name, array in columns.items()},
         samples=chosen,
         places=where[kept],
+        sequences=np.concatenate(
+            [
+                np.stack([prompt_begin, prompt_length, 0 * prompt_begin, 0 * prompt_begin], 1),
+                np.stack([reply_begin, fed, begin_of_prompt, own_prompt], 1),
+            ]
+        ),
         padding=attended - int((own_prompt + fed).sum()),
         attended=attended,
     )
@@ -150,6 +158,7 @@ def nothing(names: Iterable[str], device: torch.device) -> MicroBatch:
         columns=dict.fromkeys(names, none),
         samples=np.zeros(0, np.int64),
         places=np.zeros(0, np.int64),
+        sequences=np.array([[0, 1, 0, 0]]),
         padding=0,
         attended=0,
     )

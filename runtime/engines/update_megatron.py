@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from runtime import codec
 from runtime.config import Config, Optimizer, Trainer
 from runtime.engines import hf_weights, train_batch
-from runtime.engines.megatron import facade, state
+from runtime.engines.megatron import context, facade, state
 from runtime.engines.megatron.grid import Grid
 from runtime.engines.megatron.model import PackedModel, require_stages, transformer_config
 from runtime.engines.megatron.optimizer import Updates
@@ -85,7 +85,7 @@ class MegatronUpdateEngine(UpdateLoop):
         """What `report` gives for each of `batches` on the last stage; nothing on the others."""
 
         def step(waiting: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            batch = train_batch.padded(next(waiting), self._multiple)
+            batch = self._share(next(waiting))
             return model(batch), partial(report, batch)
 
         if not batches:
@@ -102,12 +102,19 @@ class MegatronUpdateEngine(UpdateLoop):
             )
         return found
 
+    def _share(self, batch: MicroBatch) -> MicroBatch:
+        """What this rank computes of `batch`."""
+        if self._grid.context > 1:
+            return context.part_of(batch, self._grid.context_group, self._multiple)
+        return train_batch.padded(batch, self._multiple)
+
     def _given_loss(self, batch: MicroBatch, outputs: torch.Tensor) -> Loss:
         loss = self._loss(batch, outputs)
         return loss, torch.ones((), dtype=torch.int, device=loss.device), loss.detach()
 
     def _given_numbers(self, batch: MicroBatch, outputs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        return self._numbers(batch, outputs)
+        numbers = self._numbers(batch, outputs)
+        return batch.whole(numbers) if isinstance(batch, context.Part) else numbers
 
     def _of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """`parts`, float32 of these sizes, on every stage."""

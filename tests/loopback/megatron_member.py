@@ -1,14 +1,15 @@
-"""One rank of a trainer in some layout: `python -m tests.loopback.megatron_member FOLDER RANK COUNT TENSOR PIPELINE SEQUENCE
-ROLE [RESUMED]`.
+"""One rank of a trainer in some layout: `python -m tests.loopback.megatron_member FOLDER RANK COUNT LAYOUT ROLE [RESUMED]`.
 
 It trains FOLDER/policy, or as the critic FOLDER/critic, for some steps, from the beginning or from what the layout RESUMED
-saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. Tensor 0 is the torch engine.
+saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. LAYOUT is `Layout` as JSON; tensor 0 is the torch engine.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +39,22 @@ class Layout(NamedTuple):
     pipeline: int = 1
     sequence: bool = False
     processes: int = 1
+    context: int = 1
+    layers_per_stage: Sequence[int] = ()
+    dtype: str = "float32"
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, self))
+        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype]))
 
     def config(self, folder: Path, role: str) -> Config:
-        parallel = Parallel(tensor=max(1, self.tensor), pipeline=self.pipeline, sequence=self.sequence)
+        parallel = Parallel(
+            tensor=max(1, self.tensor),
+            pipeline=self.pipeline,
+            sequence=self.sequence,
+            context=self.context,
+            layers_per_stage=list(self.layers_per_stage),
+        )
         engine: Any = "megatron" if self.tensor else "torch"
         settings = Trainer(
             processes=self.processes,
@@ -53,8 +63,8 @@ class Layout(NamedTuple):
             activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
         )
         if role == "trainer":
-            return make_config(str(folder / "policy"), trainer=settings, **SECTIONS)
-        config = make_config(str(folder / "policy"), **SECTIONS | {"algorithm": CRITIC})
+            return make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
+        config = make_config(str(folder / "policy"), dtype=self.dtype, **SECTIONS | {"algorithm": CRITIC})
         critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(max_grad_norm=0.5))
         return replace(config, critic=critic, services=replace(config.services, critic=settings))
 
@@ -62,7 +72,7 @@ class Layout(NamedTuple):
 def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer") -> dict[str, Any]:
     """What rank 0 found: log-probabilities (or values) before each step, metrics, and the tensors published in the end, by
     name."""
-    arguments = (str(layout.tensor), str(layout.pipeline), str(int(layout.sequence)), role, *([resumed] if resumed else []))
+    arguments = (json.dumps(layout), role, *([resumed] if resumed else []))
     if not resumed:
         shutil.rmtree(folder / f"saved-by-{layout.name}", ignore_errors=True)
     run_ranks(__name__, folder, layout.processes, *arguments)
@@ -75,9 +85,7 @@ def groups_of(step: int) -> list[TrainGroup]:
 
 
 def member(rank: int, folder: Path) -> None:
-    tensor, pipeline, sequence = map(int, sys.argv[4:7])
-    role, resumed = sys.argv[7], sys.argv[8:]
-    layout = Layout(tensor, pipeline, bool(sequence), int(sys.argv[3]))
+    layout, role, resumed = Layout(*json.loads(sys.argv[4])), sys.argv[5], sys.argv[6:]
     config = layout.config(folder, role)
     device = torch.device("cpu")
     kind: Any = train_rank.engine_type if role == "trainer" else critic_rank.engine_type

@@ -16,7 +16,8 @@ from runtime.engines.families import Layout
 
 
 class Grid:
-    """The process groups of megatron-core, made once a process. Ranks count tensor-parallel first, pipeline stages last.
+    """The process groups of megatron-core, made once a process. Ranks count tensor-parallel first, then context-parallel, then
+    blocks, pipeline stages last.
 
     All ranks of a model-parallel block are given the same data; blocks have different data.
     """
@@ -25,7 +26,8 @@ class Grid:
         """Collective over torch's default group; a single rank that has none gets one."""
         parallel = settings.parallel
         self.device = device
-        self.layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline)
+        stages = tuple(parallel.layers_per_stage)
+        self.layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, layers_per_stage=stages)
         if not dist.is_initialized():
             backend = platform.collective_backend("auto", device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout))
@@ -33,19 +35,24 @@ class Grid:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
+                context_parallel_size=parallel.context,
                 distributed_timeout_minutes=math.ceil(timeout / 60),
             )
             # Without dropout nothing draws from its generators: the kind meant for inference has none to keep.
             tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.context_rank = parallel_state.get_context_parallel_rank()
+        self.data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        """Among those that hold the same part of the model: context-parallel ranks of all blocks."""
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.context_group = parallel_state.get_context_parallel_group()
+        self.context = parallel_state.get_context_parallel_world_size()
         self.data_group = parallel_state.get_data_parallel_group()
         self.blocks = parallel_state.get_data_parallel_world_size()
         self.model_group = parallel_state.get_model_parallel_group()
-        self.leads = self.tensor_rank == self.pipeline_rank == 0
+        self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0
         """Whether this rank is the first of its block, which is given the block's data."""
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
         self.last = self.pipeline_rank == parallel.pipeline - 1
@@ -69,8 +76,10 @@ class Grid:
 
     def bytes_of_leader(self, data: bytes) -> bytes:
         """What the first rank of this rank's block has."""
-        ranks = dist.get_process_group_ranks(self.model_group)
-        return data if len(ranks) == 1 else self._broadcast(data, ranks[0], self.model_group)
+        for group in (self.context_group, self.model_group):
+            ranks = dist.get_process_group_ranks(group)
+            data = data if len(ranks) == 1 else self._broadcast(data, ranks[0], group)
+        return data
 
     def _broadcast(self, data: bytes, source: int, group: Any) -> bytes:
         size = torch.tensor([len(data)], device=self.device)

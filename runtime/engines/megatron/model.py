@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import megatron.core
@@ -32,15 +33,22 @@ class Norm(torch.nn.RMSNorm):
 
 
 class PackedAttention(torch.nn.Module):
-    """The core attention. How tokens are packed comes as the attention's bias: nothing on the way looks at that."""
+    """The core attention. How tokens are packed comes as the attention's bias: nothing on the way looks at that.
+
+    Context-parallel ranks have T tokens each, and gather their keys and values; these gradients are summed over the ranks.
+    """
 
     def __init__(self, *_: Any, **__: Any):
         super().__init__()
+        self._group = parallel_state.get_context_parallel_group()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, attention_bias: Any, **_: Any
     ) -> torch.Tensor:
         """[T, 1, heads, d] each, key and value of fewer heads -> [T, 1, heads · d]."""
+        if self._group.size() > 1:
+            both = torch.cat((key, value), -1)
+            key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).chunk(2, -1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias)
         return output[0].flatten(1).unsqueeze(1)
@@ -124,6 +132,14 @@ def require_stages(shape: ModelConfig, settings: Trainer) -> None:
         )
 
 
+def _stages(layers: Sequence[int]) -> dict[str, Any]:
+    """Where the pipeline's stages differ. Those in the middle are alike; of two, the last has the rest."""
+    if not layers:
+        return {}
+    last = {"num_layers_in_last_pipeline_stage": layers[-1]} if len(layers) > 2 else {}
+    return {"num_layers_in_first_pipeline_stage": layers[0], **last}
+
+
 def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype) -> TransformerConfig:
     """What megatron-core needs to know of a model of this shape."""
     parallel = settings.parallel
@@ -142,6 +158,8 @@ def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype
         add_qkv_bias=shape.qkv_bias,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        **_stages(parallel.layers_per_stage),
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,

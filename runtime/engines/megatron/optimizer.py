@@ -27,7 +27,7 @@ class Updates:
         """`model` holds the weights to begin with. Biases and norms do not decay."""
         self._decay = options.weight_decay
         self.device = device
-        self._blocks = parallel_state.get_data_parallel_group()
+        self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
         config: Any = model.config
         self.model = DistributedDataParallel(
             config=config,

@@ -25,7 +25,8 @@ def read_family(path: str, value_head: bool) -> Family:
 
 
 class ModelWeights:
-    """The weights of this rank's `model`. Every method is a collective over the first block, which the other blocks pass by."""
+    """The weights of this rank's `model`. Every method is a collective over the ranks that hold the model first; the
+    others pass it by."""
 
     def __init__(self, family: Family, model: torch.nn.Module, grid: Grid):
         self._family, self._grid = family, grid
