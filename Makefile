@@ -14,7 +14,7 @@ run: install
 test: install-dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback
 
-test-all: install-dev
+test-all: install-dev .megatron-0.12/installed
 	$(TEST_ENV) $(BIN)/python -m pytest tests/system
 
 check: install-dev
@@ -47,5 +47,10 @@ install-dev: .venv/installed-dev
 	$(PIP) --editable '.[dev]'
 	touch $@
 
+# The version that MindSpeed pairs with, in a folder that its tests put before what .venv has.
+.megatron-0.12/installed: | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .megatron-0.12 megatron-core==0.12.1
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

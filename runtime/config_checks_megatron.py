@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from runtime.config import Config, Parallel, Trainer
 from runtime.engines.families import Layout, family_for
 from runtime.errors import UserError
+from runtime.topology import block_size
 
 INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
 
@@ -22,16 +24,21 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             yield from _processes(key, settings)
             yield from _unsupported(key, config, settings)
             if model is not None:
-                yield from _layout(key, config, settings.parallel, model)
+                yield from _layout(key, config, settings, model)
         elif settings.parallel != Parallel():
             yield f"{key}.parallel: is for engine megatron; engine torch spreads models over all its processes"
 
 
 def _processes(key: str, settings: Trainer) -> Iterator[str]:
-    tensor, pipeline = settings.parallel.tensor, settings.parallel.pipeline
-    if settings.processes % (tensor * pipeline):
-        yield f"{key}.processes: {settings.processes} is not a multiple of parallel.tensor {tensor} x pipeline {pipeline}"
-    if settings.parallel.sequence and tensor == 1:
+    parallel, processes = settings.parallel, settings.processes
+    block = block_size(parallel)
+    product = f"parallel.tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline}"
+    if parallel.data is None and processes % block:
+        yield f"{key}.processes: {processes} is not a multiple of {product}"
+    if parallel.data is not None and processes != block * parallel.data:
+        expected = block * parallel.data
+        yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
+    if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
     # An interpreter of its own has other packages; the process says so itself.
     if not settings.python and not _installed():
@@ -45,10 +52,16 @@ def _unsupported(key: str, config: Config, settings: Trainer) -> Iterator[str]:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
 
 
-def _layout(key: str, config: Config, parallel: Parallel, policy: Mapping[str, Any]) -> Iterator[str]:
-    made = (
-        {"model_type": "qwen2", "vocab_size": 1, "intermediate_size": config.warmup.intermediate_size} if config.warmup else {}
-    )
+def _layout(key: str, config: Config, settings: Trainer, policy: Mapping[str, Any]) -> Iterator[str]:
+    parallel, stages = settings.parallel, settings.parallel.layers_per_stage
+    made: dict[str, Any] = {}
+    if config.warmup:
+        made = {
+            "model_type": "qwen2",
+            "vocab_size": 1,
+            "intermediate_size": config.warmup.intermediate_size,
+            "tie_word_embeddings": True,
+        }
     try:
         family = family_for({**made, **policy} if not config.model.path else policy, "model.path")
     except UserError as error:
@@ -57,8 +70,32 @@ def _layout(key: str, config: Config, parallel: Parallel, policy: Mapping[str, A
     if family.shape.experts is not None:
         yield f"{key}.engine: megatron trains no mixture of experts yet; the model is of type {family.model_type}"
         return
-    for fault in Layout(tensor=parallel.tensor, pipeline=parallel.pipeline).faults(family.shape):
+    layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, layers_per_stage=tuple(stages))
+    for fault in layout.faults(family.shape):
         yield f"{key}.parallel: {fault}"
+    if len(set(stages[1:-1])) > 1:
+        yield f"{key}.parallel.layers_per_stage: {stages}: all but the first and the last number must be equal in megatron-core"
+    version = "" if settings.python else _version()
+    if key == "services.trainer" and (fault := uncut(family.tied, parallel.pipeline, version)):
+        yield f"{key}.{fault}"
+
+
+def uncut(tied: bool, pipeline: int, version: str) -> str:
+    """What keeps megatron-core of this version from cutting such a model into pipeline stages; "" for nothing."""
+    if not (tied and pipeline > 1 and version.startswith("0.12.")):
+        return ""
+    return (
+        f"parallel.pipeline: {pipeline}: megatron-core {version} cannot cut up a model whose head is its embedding; "
+        "must be 1, or take version 0.16.1"
+    )
+
+
+def _version() -> str:
+    """Of the installed package, without importing it; "" where there is none."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _installed() -> bool:

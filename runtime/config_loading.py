@@ -18,8 +18,9 @@ import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
-from runtime.config import Algorithm, Config, Section
+from runtime.config import Algorithm, Config, Parallel, Section
 from runtime.errors import ConfigError
+from runtime.topology import block_size
 
 S = TypeVar("S", bound=Section)
 
@@ -73,7 +74,7 @@ for _tag, _pattern, _first in _CORE_SCHEMA:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, fill in the algorithm's preset, and decode.
+    """Read `path`, apply `key.path=value` overrides, fill in the algorithm's preset and what layouts imply, and decode.
 
     Raises ConfigError with every fault found.
     """
@@ -82,6 +83,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     faults += _fill_preset(raw)
     if faults:
         raise ConfigError(faults)
+    _fill_processes(raw)
     return msgspec.convert(raw, Config)
 
 
@@ -153,6 +155,15 @@ def _fill_preset(raw: dict[Any, Any]) -> list[str]:
         return [f"algorithm.preset: {path}: names a preset itself; they do not nest"]
     raw["algorithm"] = preset | algorithm
     return [f"algorithm.preset: {path}: {fault}" for fault in _faults(preset, _ALGORITHM, "")]
+
+
+def _fill_processes(raw: dict[Any, Any]) -> None:
+    """Give a section that leaves out `processes`, of trainer or critic on megatron-core, as many as its layout has places."""
+    for role in ("trainer", "critic"):
+        section = raw.get("services", {}).get(role, {})
+        if section.get("engine") == "megatron" and "processes" not in section:
+            parallel = msgspec.convert(section.get("parallel", {}), Parallel)
+            section["processes"] = block_size(parallel) * (parallel.data or 1)
 
 
 def _read(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:

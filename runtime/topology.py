@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.config import Config, Trainer
+from runtime.config import Config, Parallel, Trainer
 
 
 class Member(Struct, frozen=True):
@@ -37,6 +37,11 @@ def members(config: Config, trains: bool = True) -> list[Member]:
 def uses_reference(config: Config) -> bool:
     """Whether the run needs a reference service: log-probabilities of the frozen model that come from nowhere else."""
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
+
+
+def block_size(parallel: Parallel) -> int:
+    """The processes that hold one model between them."""
+    return parallel.tensor * parallel.context * parallel.pipeline
 
 
 def data_leaders(settings: Trainer) -> range:

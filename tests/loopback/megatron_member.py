@@ -6,6 +6,7 @@ saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. LAYOUT is `L
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import sys
@@ -109,7 +110,9 @@ def member(rank: int, folder: Path) -> None:
         metrics.append(run_step(engine, share[:1], share[1:]).metrics)
     published = publish(engine, rank, folder / f"export-{layout.name}") if role == "trainer" else {}
     if rank == 0:
-        torch.save({"numbers": numbers, "metrics": metrics, "published": published}, folder / f"{layout.name}.pt")
+        version = importlib.metadata.version("megatron-core")
+        found = {"numbers": numbers, "metrics": metrics, "published": published, "megatron": version}
+        torch.save(found, folder / f"{layout.name}.pt")
 
 
 def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, count: int) -> None:

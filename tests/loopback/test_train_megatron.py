@@ -1,4 +1,4 @@
-"""The trainer on megatron-core, its model spread over two ranks, does what the torch engine does on one."""
+"""The trainer on megatron-core, its model or its tokens spread over two ranks, does what the torch engine does on one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.training_cases import make_policy
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 
-TORCH, TENSOR = Layout(0), Layout(2, processes=2)
+TORCH, TENSOR, CONTEXT = Layout(0), Layout(2, processes=2), Layout(1, processes=2, context=2)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,10 @@ def test_tensor_parallel_is_the_torch_engine(folder: Path, expected: dict[str, A
     exported = load_file(folder / f"export-{TENSOR.name}" / "model.safetensors")
     assert exported.keys() == found["published"].keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in found["published"].items())
+
+
+def test_context_parallel_is_the_torch_engine(folder: Path, expected: dict[str, Any]) -> None:
+    assert_equal(train(folder, CONTEXT), expected)
 
 
 def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

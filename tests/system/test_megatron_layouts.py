@@ -24,7 +24,11 @@ LAYOUTS = {
     "data": Layout(1, processes=2),
     "tensor and pipeline": Layout(2, 2, processes=4),
     "tensor and data": Layout(2, processes=4),
+    "tensor with sequence and context": Layout(2, sequence=True, processes=4, context=2),
+    "context and pipeline": Layout(1, 2, processes=4, context=2),
 }
+CONTEXT = Layout(1, processes=2, context=2)
+BFLOAT16 = 2**-7  # its relative rounding error, twice
 FAMILIES = {"qwen2_untied": "pipeline", "qwen3": "tensor with sequence", "llama": "tensor", "llama3_scaled": "one rank"}
 
 
@@ -43,6 +47,33 @@ def expected(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_is_the_torch_engine(folder: Path, expected: dict[str, Any], layout: Layout) -> None:
     assert_equal(train(folder, layout), expected)
+
+
+def test_it_goes_on_with_context_parallelism_and_without(folder: Path, expected: dict[str, Any]) -> None:
+    assert_equal(train(folder, CONTEXT), expected)
+    resumed = train(folder, LAYOUTS["pipeline"], resumed=CONTEXT.name)
+    assert_equal(resumed, expected, last=STEPS - SAVED)
+    train(folder, TENSOR)
+    assert_equal(train(folder, CONTEXT, resumed=TENSOR.name), expected, last=STEPS - SAVED)
+
+
+def test_stages_of_different_lengths(tmp_path: Path) -> None:
+    make_policy(tmp_path / "policy", layers=4)
+    expected = train(tmp_path, TORCH)
+    three = Layout(1, 3, processes=3, layers_per_stage=(1, 2, 1))
+    assert_equal(train(tmp_path, three), expected)
+    two = Layout(1, 2, processes=2, layers_per_stage=(3, 1))
+    assert_equal(train(tmp_path, two, resumed=three.name), expected, last=STEPS - SAVED)
+
+
+def test_in_bfloat16_layouts_agree_as_far_as_it_goes(folder: Path) -> None:
+    alone = train(folder, Layout(1, dtype="bfloat16"))
+    spread = train(folder, Layout(2, processes=2, dtype="bfloat16"))
+    for own, other in zip(spread["numbers"], alone["numbers"], strict=True):
+        difference = (own - other).abs()
+        assert difference.mean() < BFLOAT16 and difference.max() < 10 * BFLOAT16
+    for own, other in zip(spread["metrics"], alone["metrics"], strict=True):
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * BFLOAT16)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pipeline", "data"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from runtime import config_checks_megatron
 from runtime.config import Config, Trainer
 from runtime.config_checks import semantic_faults
 from runtime.config_checks_megatron import megatron_faults
+from runtime.config_loading import load
 from runtime.topology import data_leaders
 
 MODEL: dict[str, Any] = {
@@ -22,12 +24,14 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
 }
+PROCESSES = "services.trainer.processes"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_checks_megatron, "_installed", lambda: True)
+    monkeypatch.setattr(config_checks_megatron, "_version", lambda: "0.16.1")
 
 
 def faults(model: dict[str, Any] | None = MODEL, role: str = "trainer", **sections: Any) -> list[str]:
@@ -47,6 +51,10 @@ def services(processes: int, role: str = "trainer", **parallel: Any) -> dict[str
         (2, {"tensor": 2, "sequence": True}),
         (12, {"tensor": 4, "pipeline": 3}),
         (24, {"tensor": 2, "pipeline": 6}),
+        (24, {"tensor": 2, "pipeline": 2, "context": 3}),
+        (24, {"tensor": 2, "pipeline": 2, "context": 3, "data": 2}),
+        (4, {"pipeline": 4, "layers_per_stage": [1, 2, 2, 1]}),
+        (2, {"pipeline": 2, "layers_per_stage": [2, 4]}),
     ],
 )
 def test_layouts_that_divide(processes: int, parallel: dict[str, Any]) -> None:
@@ -56,15 +64,42 @@ def test_layouts_that_divide(processes: int, parallel: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("processes", "parallel", "fault"),
     [
-        (3, {"tensor": 2}, "services.trainer.processes: 3 is not a multiple of parallel.tensor 2 x pipeline 1"),
-        (2, {"tensor": 2, "pipeline": 2}, "services.trainer.processes: 2 is not a multiple of parallel.tensor 2 x pipeline 2"),
+        (3, {"tensor": 2}, f"{PROCESSES}: 3 is not a multiple of parallel.tensor 2 x context 1 x pipeline 1"),
+        (2, {"context": 2, "pipeline": 2}, f"{PROCESSES}: 2 is not a multiple of parallel.tensor 1 x context 2 x pipeline 2"),
+        (
+            4,
+            {"tensor": 2, "data": 3},
+            f"{PROCESSES}: 4 is not parallel.tensor 2 x context 1 x pipeline 1 x data 3; must be 6, or left out",
+        ),
         (1, {"sequence": True}, "services.trainer.parallel.sequence: true needs parallel.tensor > 1"),
         (4, {"pipeline": 4}, "services.trainer.parallel: pipeline parallel is 4; must divide the layers (6)"),
         (8, {"tensor": 8}, "services.trainer.parallel: tensor parallel is 8; must divide attention heads (12)"),
+        (
+            2,
+            {"pipeline": 2, "layers_per_stage": [2, 3]},
+            "services.trainer.parallel: layers per stage are 2,3; must be positive and add up to the layers (6)",
+        ),
+        (
+            4,
+            {"pipeline": 4, "layers_per_stage": [1, 1, 3, 1]},
+            "services.trainer.parallel.layers_per_stage: [1, 1, 3, 1]: all but the first and the last number must be equal",
+        ),
     ],
 )
 def test_layouts_that_do_not(processes: int, parallel: dict[str, Any], fault: str) -> None:
     assert faults(**services(processes, **parallel))[0].startswith(fault)
+
+
+def test_an_older_version_does_not_cut_up_a_tied_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    tied, cut = MODEL | {"tie_word_embeddings": True}, services(2, pipeline=2)
+    assert faults(tied, **cut) == []
+    monkeypatch.setattr(config_checks_megatron, "_version", lambda: "0.12.1")
+    (fault,) = faults(tied, **cut)
+    assert fault.startswith("services.trainer.parallel.pipeline: 2: megatron-core 0.12.1 cannot cut up a model whose head")
+    assert faults(**cut) == []
+    assert faults(tied, "critic", critic={}, **services(2, "critic", pipeline=2)) == []
+    cut["services"]["trainer"]["python"] = "/other/python"  # which has another version, perhaps
+    assert faults(tied, **cut) == []
 
 
 def test_the_critics_model_is_its_own() -> None:
@@ -109,3 +144,18 @@ def test_the_first_rank_of_each_block_is_given_data() -> None:
     assert leaders(processes=2, parallel={"tensor": 2}) == [0]
     assert leaders(processes=8, parallel={"tensor": 2, "pipeline": 2}) == [0, 2]
     assert leaders(processes=6, parallel={"pipeline": 2}) == [0, 1, 2]
+    assert leaders(processes=16, parallel={"tensor": 2, "context": 2, "pipeline": 2}) == [0, 4]
+
+
+def test_processes_that_are_left_out_are_as_many_as_the_layout_has_places(tmp_path: Path) -> None:
+    def processes(trainer: str, *overrides: str) -> list[int]:
+        file = tmp_path / "config.yaml"
+        file.write_text(f"{{run: {{name: a}}, services: {{trainer: {{{trainer}}}, critic: {{engine: megatron}}}}}}")
+        services = load(file, overrides).services
+        return [services.trainer.processes, services.critic.processes]
+
+    assert processes("engine: megatron, parallel: {tensor: 2, context: 3, pipeline: 2}") == [12, 1]
+    assert processes("engine: megatron, parallel: {tensor: 2}", "services.trainer.parallel.data=4") == [8, 1]
+    assert processes("engine: megatron, parallel: {tensor: 2}", "services.critic.parallel.tensor=2") == [2, 2]
+    assert processes("engine: megatron, processes: 8, parallel: {tensor: 2}") == [8, 1]
+    assert processes("engine: torch, parallel: {tensor: 2}") == [1, 1]

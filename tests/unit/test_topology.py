@@ -54,14 +54,17 @@ def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
     assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
 
 
-def test_tensor_parallel_ranks_launch_their_kernels_in_order() -> None:
-    def connections(**trainer: Any) -> str | None:
-        config = make(services={"trainer": {"engine": "megatron", "processes": 2, **trainer}})
-        (spec,) = (spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "trainer")
+def test_tensor_and_context_parallel_ranks_launch_their_kernels_in_order() -> None:
+    def connections(role: str = "trainer", **settings: Any) -> str | None:
+        config = make(critic={}, services={role: {"engine": "megatron", "processes": 2, **settings}})
+        (spec,) = (spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == role)
         return spec.env.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     assert connections(parallel={"pipeline": 2}) is None
     assert connections(parallel={"tensor": 2}) == "1"
+    assert connections(parallel={"context": 2}) == "1"
+    assert connections("critic", parallel={"tensor": 2}) == "1"
+    assert connections("critic") is None
     assert connections(parallel={"tensor": 2}, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == "8"
 
 

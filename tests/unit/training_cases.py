@@ -14,8 +14,8 @@ from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, Segment
 VOCAB = 61
 
 
-def make_policy(folder: Path, *, tied: bool = True, **options: Any) -> str:
-    """Save a random two-layer Qwen2 model with a stand-in for tokenizer files; returns its path."""
+def make_policy(folder: Path, *, tied: bool = True, layers: int = 2, **options: Any) -> str:
+    """Save a random Qwen2 model with a stand-in for tokenizer files; returns its path."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -25,7 +25,7 @@ def make_policy(folder: Path, *, tied: bool = True, **options: Any) -> str:
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from runtime.config import Trainer
+from runtime.config_checks_megatron import uncut
 from runtime.engines import decoder
 from runtime.engines.hf_weights import ModelConfig
 from runtime.engines.megatron.plain import PLAIN
@@ -125,16 +126,13 @@ class PackedModel(GPTModel):
 
 def require_stages(shape: ModelConfig, settings: Trainer) -> None:
     """Raises UserError where this version of megatron-core cannot cut such a model into pipeline stages."""
-    if shape.tied and settings.parallel.pipeline > 1 and megatron.core.__version__.startswith("0.12."):
-        raise UserError(
-            f"parallel.pipeline: {settings.parallel.pipeline}: megatron-core {megatron.core.__version__} cannot cut up a model "
-            "whose head is its embedding; must be 1, or take version 0.16.1"
-        )
+    if fault := uncut(shape.tied, settings.parallel.pipeline, megatron.core.__version__):
+        raise UserError(fault)
 
 
 def _stages(layers: Sequence[int]) -> dict[str, Any]:
     """Where the pipeline's stages differ. Those in the middle are alike; of two, the last has the rest."""
-    if not layers:
+    if len(layers) < 2:
         return {}
     last = {"num_layers_in_last_pipeline_stage": layers[-1]} if len(layers) > 2 else {}
     return {"num_layers_in_first_pipeline_stage": layers[0], **last}
