@@ -1,4 +1,4 @@
-"""The training engine of the policy on megatron-core: tensor, pipeline and data parallelism, and its distributed optimizer."""
+"""The training engine of the policy on megatron-core: its layouts, and its distributed optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in bfloat16 loses no update: the float32 master weights take each, however small, and the model is their rounding."""
+"""Training in bfloat16 loses no update: the float32 master weights take each, and the model is their rounding."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def member(rank: int, folder: Path) -> None:
         master = engine._updates.gather(parameter)["master"]
         moved = (expected[name].weights - before[name].double()).abs()
         assert moved.min() > 0.5 * RATE * UPDATES
-        torch.testing.assert_close(master.double(), expected[name].weights, rtol=2**-22, atol=1e-8, msg=name)
+        torch.testing.assert_close(master.double(), expected[name].weights, rtol=2**-20, atol=1e-8, msg=name)
         assert torch.equal(parameter, master.bfloat16())
-        if parameter.ndim > 1:  # norms begin at 1, to which rounding takes all of them back
-            assert torch.equal(parameter[parameter.abs() > 0.5], before[name][parameter.abs() > 0.5])
+        large = parameter.abs() > 0.5  # rounded, these are where they began
+        assert torch.equal(parameter[large], before[name][large])
 
 
 class Adam:
