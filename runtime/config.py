@@ -386,12 +386,24 @@ class Trainer(Process, frozen=True):
     cpu_offload: bool = False
 
 
+class ReferenceScorer(Scorer, frozen=True):
+    """Engine torch: `replicas` of one process each. Engine megatron: one SPMD group of `processes`, as `parallel` says."""
+
+    processes: Positive = 1
+    engine: Literal["torch", "megatron"] = "torch"
+    parallel: Parallel = Parallel()
+
+
+Spread = Trainer | ReferenceScorer
+"""The roles whose model may be spread over several processes."""
+
+
 class Services(Section, frozen=True):
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
-    reference: Scorer = Scorer()
+    reference: ReferenceScorer = ReferenceScorer()
     trainer: Trainer = Trainer()
     critic: Trainer = Trainer()
 

@@ -21,7 +21,7 @@ from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
-from runtime.topology import data_leaders
+from runtime.topology import data_leaders, uses_reference
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -71,7 +71,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *megatron_faults(config, _trained_models(config, policy)),
+        *megatron_faults(config, _spread_models(config, policy)),
     ]
 
 
@@ -168,6 +168,11 @@ def _reference(config: Config) -> Iterator[str]:
         yield f"reference.mode: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"
     if mode == "adapter_off" and config.lora is None:
         yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
+    settings = config.services.reference
+    if settings.engine == "torch" and settings.processes > 1:
+        yield f"services.reference.processes: {settings.processes} is for engine megatron; engine torch takes replicas"
+    if settings.engine == "megatron" and settings.replicas > 1:
+        yield f"services.reference.replicas: {settings.replicas} is for engine torch; engine megatron takes processes"
 
 
 def _values(config: Config) -> Iterator[str]:
@@ -310,11 +315,14 @@ def _lora(config: Config) -> Iterator[str]:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
 
 
-def _trained_models(config: Config, policy: ModelConfig | None) -> dict[str, ModelConfig | None]:
-    """By role."""
-    if config.critic is None:
-        return {"trainer": policy}
-    return {"trainer": policy, "critic": _model_config(config.critic.path) if config.critic.path else policy}
+def _spread_models(config: Config, policy: ModelConfig | None) -> dict[str, ModelConfig | None]:
+    """By role: of those that may be on megatron-core."""
+    models = {"trainer": policy}
+    if config.critic is not None:
+        models["critic"] = _model_config(config.critic.path) if config.critic.path else policy
+    if uses_reference(config):
+        models["reference"] = _model_config(config.model.reference) if config.model.reference else policy
+    return models
 
 
 def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:

@@ -1,4 +1,4 @@
-"""Checks of a configuration whose trainer or critic runs on megatron-core. Loads neither torch nor megatron-core."""
+"""Checks of a configuration whose trainer, critic or reference runs on megatron-core. Loads neither torch nor megatron-core."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.config import Config, Parallel, Trainer
+from runtime.config import Config, Parallel, Spread, Trainer
 from runtime.engines.families import Layout, family_for
 from runtime.errors import UserError
 
 INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
 
 
+_SHARDS = "engine torch spreads models over all its processes"
+_ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}
+
+
 def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     """One line per fault. `models`: by role, the contents of its model's config.json, as far as it is known."""
     for role, model in models.items():
-        settings: Trainer = getattr(config.services, role)
+        settings: Spread = getattr(config.services, role)
         key = f"services.{role}"
         if settings.engine == "megatron":
             yield from _processes(key, settings)
@@ -24,10 +28,10 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             if model is not None:
                 yield from _layout(key, config, settings.parallel, model)
         elif settings.parallel != Parallel():
-            yield f"{key}.parallel: is for engine megatron; engine torch spreads models over all its processes"
+            yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
 
 
-def _processes(key: str, settings: Trainer) -> Iterator[str]:
+def _processes(key: str, settings: Spread) -> Iterator[str]:
     tensor, pipeline = settings.parallel.tensor, settings.parallel.pipeline
     if settings.processes % (tensor * pipeline):
         yield f"{key}.processes: {settings.processes} is not a multiple of parallel.tensor {tensor} x pipeline {pipeline}"
@@ -38,10 +42,10 @@ def _processes(key: str, settings: Trainer) -> Iterator[str]:
         yield f"{key}.engine: {INSTALL}"
 
 
-def _unsupported(key: str, config: Config, settings: Trainer) -> Iterator[str]:
+def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
     if config.lora is not None and key == "services.trainer":
         yield "lora: engine megatron trains whole models; take services.trainer.engine torch"
-    if settings.cpu_offload:
+    if isinstance(settings, Trainer) and settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
 
 

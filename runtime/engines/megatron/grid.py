@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from runtime import platform
-from runtime.config import Trainer
+from runtime.config import Spread
 from runtime.engines.families import Layout
 
 
@@ -21,7 +21,7 @@ class Grid:
     All ranks of a model-parallel block are given the same data; blocks have different data.
     """
 
-    def __init__(self, settings: Trainer, device: torch.device, seed: int, timeout: float):
+    def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
         """Collective over torch's default group; a single rank that has none gets one."""
         parallel = settings.parallel
         self.device = device
