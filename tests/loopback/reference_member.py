@@ -1,15 +1,12 @@
-"""One rank of a reference on megatron-core: `python -m tests.loopback.reference_member FOLDER RANK COUNT TENSOR PIPELINE SEQUENCE`.
+"""One of two ranks of a reference on megatron-core: `python -m tests.loopback.reference_member FOLDER RANK COUNT`.
 
-It scores its share of the requests, twice, with the model FOLDER/policy; each data leader writes what it found to
-FOLDER/logprobs-RANK.npz, by group.
+In each of LAYOUTS it scores its share of the requests by the model FOLDER/policy; each data leader writes what it found to
+FOLDER/LAYOUT-RANK.npz, by group.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +16,15 @@ from runtime.config import Config, Parallel, ReferenceScorer
 from runtime.engines.group_rank import use_megatron
 from runtime.topology import data_leaders
 from runtime.types import LogprobRequest
-from tests.loopback.ranks import as_rank, run_ranks
+from tests.loopback.ranks import as_rank, run_two
 from tests.unit.training_cases import make_config, make_groups
 
+LAYOUTS = {
+    "tensor": Parallel(tensor=2),
+    "sequence": Parallel(tensor=2, sequence=True),
+    "pipeline": Parallel(pipeline=2),
+    "data": Parallel(),
+}
 BUDGET = 60
 TEMPERATURES = (0.7, 1.0, 1.3, 1.0, 1.0)
 CPU = torch.device("cpu")
@@ -36,14 +39,12 @@ def requests() -> list[LogprobRequest]:
     ]
 
 
-def spread(folder: Path, processes: int, tensor: int = 1, pipeline: int = 1, sequence: bool = False) -> dict[int, np.ndarray]:
-    """The values that a reference of this layout finds, by group."""
-    for old in folder.glob("logprobs-*.npz"):
-        old.unlink()
-    run_ranks(__name__, folder, processes, str(tensor), str(pipeline), str(int(sequence)))
-    found: dict[int, np.ndarray] = {}
-    for file in folder.glob("logprobs-*.npz"):
-        found |= {int(name): values for name, values in np.load(file).items()}
+def spread(folder: Path) -> dict[str, dict[int, np.ndarray]]:
+    """The values that two ranks find, by layout and group."""
+    run_two(__name__, folder)
+    found: dict[str, dict[int, np.ndarray]] = {name: {} for name in LAYOUTS}
+    for file in folder.glob("*-?.npz"):
+        found[file.stem[:-2]] |= {int(group): values for group, values in np.load(file).items()}
     return found
 
 
@@ -55,34 +56,28 @@ def alone(folder: Path) -> dict[int, np.ndarray]:
     return {result.group_id: result.values for result in scorer.logprobs(requests())}
 
 
-def config_of(folder: Path, processes: int, tensor: int, pipeline: int, sequence: bool) -> Config:
+def config_of(folder: Path, parallel: Parallel) -> Config:
     config = make_config(str(folder / "policy"))
-    settings = ReferenceScorer(
-        processes=processes,
-        engine="megatron",
-        parallel=Parallel(tensor=tensor, pipeline=pipeline, sequence=sequence),
-        max_tokens_per_microbatch=BUDGET,
-    )
+    settings = ReferenceScorer(processes=2, engine="megatron", parallel=parallel, max_tokens_per_microbatch=BUDGET)
     return replace(config, services=replace(config.services, reference=settings))
 
 
 def member(rank: int, folder: Path) -> None:
-    count, tensor, pipeline, sequence = map(int, sys.argv[3:7])
-    config = config_of(folder, count, tensor, pipeline, bool(sequence))
-    use_megatron(config.services.reference, CPU)
-    from runtime.engines.scorer_megatron import MegatronScorer
+    for name, parallel in LAYOUTS.items():
+        config = config_of(folder, parallel)
+        use_megatron(config.services.reference, CPU)
+        from runtime.engines.scorer_megatron import MegatronScorer
 
-    scorer = MegatronScorer(config, rank, count, CPU)
-    assert not any(parameter.requires_grad for parameter in scorer._model.parameters())
-    leaders = data_leaders(config.services.reference)
-    share: Sequence[Any] = requests()[leaders.index(rank) :: len(leaders)] if rank in leaders else []
-    first, again = scorer.logprobs(share), scorer.logprobs(share)
-    assert [result.group_id for result in first] == [request.group_id for request in share]
-    for one, other in zip(first, again, strict=True):
-        np.testing.assert_array_equal(one.values, other.values)
-    assert scorer.logprobs([]) == []
-    if share:
-        np.savez(folder / f"logprobs-{rank}.npz", **{str(result.group_id): result.values for result in first})
+        scorer = MegatronScorer(config, rank, 2, CPU)
+        assert not any(parameter.requires_grad for parameter in scorer._model.parameters())
+        leaders = data_leaders(config.services.reference)
+        share = requests()[leaders.index(rank) :: len(leaders)] if rank in leaders else []
+        found = scorer.logprobs(share)
+        assert [result.group_id for result in found] == [request.group_id for request in share]
+        assert scorer.logprobs([]) == []
+        if share:
+            np.savez(folder / f"{name}-{rank}.npz", **{str(result.group_id): result.values for result in found})
+        scorer._grid.close()
 
 
 if __name__ == "__main__":
