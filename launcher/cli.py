@@ -148,8 +148,11 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    import msgspec
+
     from launcher.known import known_names
     from runtime import config_checks, config_loading
+    from runtime.config_checks_megatron import memory_of_ranks
     from runtime.errors import ConfigError
     from runtime.topology import members
 
@@ -158,6 +161,9 @@ def _validate(options: argparse.Namespace) -> int:
         raise ConfigError(faults)
     print(f"{options.config}: valid")
     print("processes: coordinator, " + ", ".join(member.name for member in members(config)))
+    for role, held in memory_of_ranks(config, config_checks.spread_models(config)).items():
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
+        print(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
     return 0
 
 

@@ -399,6 +399,11 @@ Spread = Trainer | ReferenceScorer
 
 
 class Services(Section, frozen=True):
+    """`preset` names a file of these keys (configs/models/NAME.yaml, or a path): a layout of one model on one kind of node. The
+    file's values stand in for the keys that the configuration leaves out.
+    """
+
+    preset: str = ""
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()

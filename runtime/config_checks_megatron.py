@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.config import Config, Parallel, Spread, Trainer
 from runtime.engines.families import Layout, family_for
+from runtime.engines.families.memory import RankBytes, Work, rank_bytes
 from runtime.errors import UserError
 
 INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
@@ -61,8 +62,37 @@ def _layout(key: str, config: Config, parallel: Parallel, policy: Mapping[str, A
     if family.shape.experts is not None:
         yield f"{key}.engine: megatron trains no mixture of experts yet; the model is of type {family.model_type}"
         return
-    for fault in Layout(tensor=parallel.tensor, pipeline=parallel.pipeline).faults(family.shape):
+    for fault in layout_of(parallel).faults(family.shape):
         yield f"{key}.parallel: {fault}"
+
+
+def layout_of(parallel: Parallel) -> Layout:
+    return Layout(tensor=parallel.tensor, pipeline=parallel.pipeline)
+
+
+def memory_of_ranks(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> dict[str, RankBytes]:
+    """By role, of those on megatron-core whose model is known: what a rank holds on accelerators. The configuration is valid."""
+    return {
+        role: _memory(role, config, getattr(config.services, role), model)
+        for role, model in models.items()
+        if model is not None and "model_type" in model and getattr(config.services, role).engine == "megatron"
+    }
+
+
+def _memory(role: str, config: Config, settings: Spread, model: Mapping[str, Any]) -> RankBytes:
+    family = family_for(model, value_head=role == "critic")
+    trains = isinstance(settings, Trainer)
+    dtype = config.model.dtype if isinstance(settings, Trainer) else settings.dtype
+    tokens = config.training if isinstance(settings, Trainer) else settings
+    work = Work(
+        ranks=settings.processes,
+        tokens=tokens.max_tokens_per_microbatch,
+        width=4 if dtype == "float32" else 2,
+        trains=trains,
+        sequence=settings.parallel.sequence,
+        checkpointing=isinstance(settings, Trainer) and settings.activation_checkpointing,
+    )
+    return rank_bytes(family, layout_of(settings.parallel), work)
 
 
 def _installed() -> bool:
