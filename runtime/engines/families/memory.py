@@ -41,9 +41,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_bytes(family: Family, layout: Layout, work: Work) -> RankBytes:
-    """The largest over the stages of a pipeline. Every element of a weight costs `width` bytes, and in training 4 of its gradient.
-    Master weight and moments, 12 (8 where the weight itself is float32), are shared out over the ranks that hold the same: the
-    blocks, and of experts those blocks that have the same ones.
+    """The largest over the stages of a pipeline. An element of a weight costs `width` bytes, and in training 4 of its gradient.
+    Master weight and moments, 12 (8 where the weight itself is float32), are shared out over the ranks that hold the same:
+    the blocks, and of experts those blocks that have the same ones.
     """
     return max((_of_stage(family, layout, work, stage) for stage in range(layout.pipeline)), key=lambda each: each.total)
 
