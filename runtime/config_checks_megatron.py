@@ -71,7 +71,7 @@ def layout_of(parallel: Parallel) -> Layout:
 
 
 def memory_of_ranks(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> dict[str, RankBytes]:
-    """By role, of those on megatron-core whose model is known: what a rank holds on accelerators. The configuration is valid."""
+    """By role, of those on megatron-core whose model is known: what a rank holds on accelerators."""
     return {
         role: _memory(role, config, getattr(config.services, role), model)
         for role, model in models.items()
