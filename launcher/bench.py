@@ -10,6 +10,7 @@ import asyncio
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -32,7 +33,7 @@ class Machine(Struct):
 
 def run(name: str, json_path: Path | None, quick: bool = False, data: Path | None = None) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import bench_engine, bench_packing, bench_rewards, bench_staleness, bench_train
+    from launcher import bench_engine, bench_engines, bench_packing, bench_rewards, bench_staleness, bench_train
 
     if quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
@@ -44,11 +45,14 @@ def run(name: str, json_path: Path | None, quick: bool = False, data: Path | Non
         raise UserError(f"--json: there is no folder {json_path.parent}")
     console = Console()
     tables: list[Table]
-    report: bench_engine.Report | bench_packing.Report | bench_rewards.Report | bench_train.Report | bench_staleness.Report
+    report: Any
     with console.status("starting") as status:
         if name == "engine":
             report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings(), status.update))
             tables = [bench_engine.render(report)]
+        elif name == "engines":
+            report = asyncio.run(bench_engines.measure(FOLDER / name, bench_engines.Settings(), status.update))
+            tables = bench_engines.render(report)
         elif name == "staleness":
             settings = bench_staleness.QUICK if quick else bench_staleness.Settings()
             report = asyncio.run(bench_staleness.measure(FOLDER / name, settings, status.update, console.print))

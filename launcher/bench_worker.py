@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from launcher.engines_trial import EngineTrial
 from launcher.packing_trial import BATCHES as TRIAL_BATCHES
 from launcher.packing_trial import WAYS, PackingTrial
 from runtime import config_loading, os_process
@@ -104,6 +105,9 @@ class Bench:
             "train": self.train,
             "plain": self.plain,
             **{way: partial(self.trial, way) for way in WAYS},
+            "passes": self.passes,
+            "save": lambda _: Measured(1, self._engine_trial.save()),
+            "load": lambda _: Measured(1, self._engine_trial.load()),
         }
 
     # ------------------------------------------------------------------------------------------ Sluice's engines
@@ -297,6 +301,20 @@ class Bench:
     @cached_property
     def _trial(self) -> PackingTrial:
         return PackingTrial(self._config)
+
+    # ------------------------------------------------------------------------------------------ engines
+
+    def passes(self, seconds: float) -> Measured:
+        """Real tokens that ran forward and backward, prompts included; all batches, as often as it takes."""
+        trial = self._engine_trial
+        done, spent = trial.real_tokens, trial.passes()
+        while spent < seconds:
+            done, spent = done + trial.real_tokens, spent + trial.passes()
+        return Measured(done, spent)
+
+    @cached_property
+    def _engine_trial(self) -> EngineTrial:
+        return EngineTrial(self._config)
 
 
 def main() -> None:

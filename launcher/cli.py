@@ -74,9 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     hf2mcore.add_argument("--value-head", action="store_true", help="a critic: one number a token in place of the vocabulary")
 
     bench = commands.add_parser(
-        "bench", help="measure this machine (engine, packing, rewards, train), or the cost of staleness"
+        "bench", help="measure this machine (engine, engines, packing, rewards, train), or the cost of staleness"
     )
-    bench.add_argument("name", choices=("engine", "packing", "rewards", "train", "staleness"))
+    bench.add_argument("name", choices=("engine", "engines", "packing", "rewards", "train", "staleness"))
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -148,8 +148,11 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    import msgspec
+
     from launcher.known import known_names
     from runtime import config_checks, config_loading
+    from runtime.config_checks_megatron import memory_of_ranks
     from runtime.errors import ConfigError
     from runtime.topology import members
 
@@ -158,6 +161,9 @@ def _validate(options: argparse.Namespace) -> int:
         raise ConfigError(faults)
     print(f"{options.config}: valid")
     print("processes: coordinator, " + ", ".join(member.name for member in members(config)))
+    for role, held in memory_of_ranks(config, config_checks.spread_models(config)).items():
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
+        print(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
     return 0
 
 

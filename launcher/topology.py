@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from runtime.config import Config, Process, Trainer
+from runtime.config import Config, Process, Spread
 from runtime.topology import Member, members
 
 
@@ -58,7 +58,7 @@ def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], pyt
             continue
         role = settings[member.role]
         start: tuple[str, ...] = (role.python or python, "-m")
-        ranks = role.processes if isinstance(role, Trainer) else 1
+        ranks = role.processes if isinstance(role, Spread) else 1
         if ranks > 1:
             start += ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m")
         yield ProcessSpec(
@@ -73,7 +73,7 @@ def _environment(role: Process, threads: int) -> dict[str, str]:
     """The role's own variables over Sluice's. Several pools of threads on the same cores slow each other down severely."""
     count = str(role.threads or threads)
     own: dict[str, str] = {}
-    if isinstance(role, Trainer) and max(role.parallel.tensor, role.parallel.context) > 1:
+    if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.types import PolicyVersion, TrainGroup, ValueRequest
+from runtime.types import LogprobRequest, PolicyVersion, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 
 
@@ -95,7 +95,18 @@ class ComputeValues(Command, frozen=True):
         return type(self).__name__, 0, self.part
 
 
-Shared = Accumulate | ComputeValues
+class ComputeLogprobs(Command, frozen=True):
+    """`part` numbers these calls: every data-parallel leader of the reference gets each part, perhaps without groups."""
+
+    part: int
+    groups: list[LogprobRequest]
+
+    @property
+    def slot(self) -> Slot:
+        return type(self).__name__, 0, self.part
+
+
+Shared = Accumulate | ComputeValues | ComputeLogprobs
 """Commands of which every data-parallel leader gets its own share of the groups."""
 
 

@@ -389,12 +389,29 @@ class Trainer(Process, frozen=True):
     cpu_offload: bool = False
 
 
+class ReferenceScorer(Scorer, frozen=True):
+    """Engine torch: `replicas` of one process each. Engine megatron: one SPMD group of `processes`, as `parallel` says."""
+
+    processes: Positive = 1
+    engine: Literal["torch", "megatron"] = "torch"
+    parallel: Parallel = Parallel()
+
+
+Spread = Trainer | ReferenceScorer
+"""The roles whose model may be spread over several processes."""
+
+
 class Services(Section, frozen=True):
+    """`preset` names a file of these keys (configs/models/NAME.yaml, or a path): a layout of one model on one kind of node. The
+    file's values stand in for the keys that the configuration leaves out.
+    """
+
+    preset: str = ""
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
-    reference: Scorer = Scorer()
+    reference: ReferenceScorer = ReferenceScorer()
     trainer: Trainer = Trainer()
     critic: Trainer = Trainer()
 

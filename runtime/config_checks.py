@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
+from runtime.config import Algorithm, Config, Process, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
-from runtime.topology import data_leaders
+from runtime.topology import data_leaders, uses_reference
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -47,7 +47,7 @@ def semantic_faults(
     name may be empty. `trains`: False for an evaluation alone, which needs problems to evaluate on, and nothing that only
     training does.
     """
-    policy = _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
+    policy = _policy(config)
     if available_bytes is None:
         available_bytes = psutil.virtual_memory().available
     faults = [
@@ -71,7 +71,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *megatron_faults(config, _trained_models(config, policy)),
+        *megatron_faults(config, spread_models(config)),
     ]
 
 
@@ -168,6 +168,11 @@ def _reference(config: Config) -> Iterator[str]:
         yield f"reference.mode: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"
     if mode == "adapter_off" and config.lora is None:
         yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
+    settings = config.services.reference
+    if settings.engine == "torch" and settings.processes > 1:
+        yield f"services.reference.processes: {settings.processes} is for engine megatron; engine torch takes replicas"
+    if settings.engine == "megatron" and settings.replicas > 1:
+        yield f"services.reference.replicas: {settings.replicas} is for engine torch; engine megatron takes processes"
 
 
 def _values(config: Config) -> Iterator[str]:
@@ -295,7 +300,8 @@ def _updates(config: Config) -> Iterator[str]:
 
 def _processes(config: Config) -> Iterator[str]:
     for role in config.services.__struct_fields__:
-        python = getattr(config.services, role).python
+        settings = getattr(config.services, role)
+        python = settings.python if isinstance(settings, Process) else ""
         if python and shutil.which(python) is None:
             yield f"services.{role}.python: '{python}' is not an executable"
 
@@ -310,11 +316,19 @@ def _lora(config: Config) -> Iterator[str]:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
 
 
-def _trained_models(config: Config, policy: ModelConfig | None) -> dict[str, ModelConfig | None]:
-    """By role."""
-    if config.critic is None:
-        return {"trainer": policy}
-    return {"trainer": policy, "critic": _model_config(config.critic.path) if config.critic.path else policy}
+def spread_models(config: Config) -> dict[str, ModelConfig | None]:
+    """By role, of those that may be on megatron-core: the contents of the model's config.json, as far as it is known."""
+    policy = _policy(config)
+    models = {"trainer": policy}
+    if config.critic is not None:
+        models["critic"] = _model_config(config.critic.path) if config.critic.path else policy
+    if uses_reference(config):
+        models["reference"] = _model_config(config.model.reference) if config.model.reference else policy
+    return models
+
+
+def _policy(config: Config) -> ModelConfig | None:
+    return _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
 
 
 def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:

@@ -1,4 +1,4 @@
-"""Checks of a configuration whose trainer or critic runs on megatron-core. Loads neither torch nor megatron-core."""
+"""Checks of a configuration whose trainer, critic or reference runs on megatron-core. Loads neither torch nor megatron-core."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.config import Config, Parallel, Trainer
+from runtime.config import Config, Parallel, Spread, Trainer
 from runtime.engines.families import Layout, family_for
+from runtime.engines.families.memory import RankBytes, Work, rank_bytes
 from runtime.errors import UserError
 from runtime.topology import block_size
 
 INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
 
 
+_SHARDS = "engine torch spreads models over all its processes"
+_ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}
+
+
 def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     """One line per fault. `models`: by role, the contents of its model's config.json, as far as it is known."""
     for role, model in models.items():
-        settings: Trainer = getattr(config.services, role)
+        settings: Spread = getattr(config.services, role)
         key = f"services.{role}"
         if settings.engine == "megatron":
             yield from _processes(key, settings)
@@ -26,10 +31,10 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             if model is not None:
                 yield from _layout(key, config, settings, model)
         elif settings.parallel != Parallel():
-            yield f"{key}.parallel: is for engine megatron; engine torch spreads models over all its processes"
+            yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
 
 
-def _processes(key: str, settings: Trainer) -> Iterator[str]:
+def _processes(key: str, settings: Spread) -> Iterator[str]:
     parallel, processes = settings.parallel, settings.processes
     block = block_size(parallel)
     product = f"parallel.tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline}"
@@ -45,14 +50,14 @@ def _processes(key: str, settings: Trainer) -> Iterator[str]:
         yield f"{key}.engine: {INSTALL}"
 
 
-def _unsupported(key: str, config: Config, settings: Trainer) -> Iterator[str]:
+def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
     if config.lora is not None and key == "services.trainer":
         yield "lora: engine megatron trains whole models; take services.trainer.engine torch"
-    if settings.cpu_offload:
+    if isinstance(settings, Trainer) and settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
 
 
-def _layout(key: str, config: Config, settings: Trainer, policy: Mapping[str, Any]) -> Iterator[str]:
+def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any]) -> Iterator[str]:
     parallel, stages = settings.parallel, settings.parallel.layers_per_stage
     made: dict[str, Any] = {}
     if config.warmup:
@@ -70,8 +75,7 @@ def _layout(key: str, config: Config, settings: Trainer, policy: Mapping[str, An
     if family.shape.experts is not None:
         yield f"{key}.engine: megatron trains no mixture of experts yet; the model is of type {family.model_type}"
         return
-    layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, layers_per_stage=tuple(stages))
-    for fault in layout.faults(family.shape):
+    for fault in layout_of(parallel).faults(family.shape):
         yield f"{key}.parallel: {fault}"
     if len(set(stages[1:-1])) > 1:
         yield f"{key}.parallel.layers_per_stage: {stages}: all but the first and the last number must be equal in megatron-core"
@@ -96,6 +100,36 @@ def _version() -> str:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def layout_of(parallel: Parallel) -> Layout:
+    stages = tuple(parallel.layers_per_stage)
+    return Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, layers_per_stage=stages)
+
+
+def memory_of_ranks(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> dict[str, RankBytes]:
+    """By role, of those on megatron-core whose model is known: what a rank holds on accelerators."""
+    return {
+        role: _memory(role, config, getattr(config.services, role), model)
+        for role, model in models.items()
+        if model is not None and "model_type" in model and getattr(config.services, role).engine == "megatron"
+    }
+
+
+def _memory(role: str, config: Config, settings: Spread, model: Mapping[str, Any]) -> RankBytes:
+    family = family_for(model, value_head=role == "critic")
+    trains = isinstance(settings, Trainer)
+    dtype = config.model.dtype if isinstance(settings, Trainer) else settings.dtype
+    tokens = config.training if isinstance(settings, Trainer) else settings
+    work = Work(
+        ranks=settings.processes,
+        tokens=tokens.max_tokens_per_microbatch // settings.parallel.context,
+        width=4 if dtype == "float32" else 2,
+        trains=trains,
+        sequence=settings.parallel.sequence,
+        checkpointing=isinstance(settings, Trainer) and settings.activation_checkpointing,
+    )
+    return rank_bytes(family, layout_of(settings.parallel), work)
 
 
 def _installed() -> bool:

@@ -18,15 +18,17 @@ import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
-from runtime.config import Algorithm, Config, Parallel, Section
+from runtime.config import Algorithm, Config, Parallel, Section, Services
 from runtime.errors import ConfigError
 from runtime.topology import block_size
 
 S = TypeVar("S", bound=Section)
 
 _ROOT = inspect.type_info(Config)
-_ALGORITHM = inspect.type_info(Algorithm)
-_PRESETS = Path(__file__).parent / "presets"  # configs/algorithms of the source tree
+_PRESETS = {  # by section: its schema, and the folder of its presets, which are configs/algorithms and configs/models
+    "algorithm": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
+    "services": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
+}
 _SHOWN_CHARACTERS = 60
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -80,7 +82,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     raw, faults = _overridden(_read(Path(path)), overrides, _ROOT)
     faults += _faults(raw, _ROOT, "")
-    faults += _fill_preset(raw)
+    for section in _PRESETS:
+        faults += _fill_preset(raw, section)
     if faults:
         raise ConfigError(faults)
     _fill_processes(raw)
@@ -130,36 +133,54 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def preset_names() -> list[str]:
-    """What `algorithm.preset` may name besides a file."""
-    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+def preset_names(section: str) -> list[str]:
+    """What `SECTION.preset` may name besides a file."""
+    return sorted(path.stem for path in _PRESETS[section][1].glob("*.yaml"))
 
 
-def _fill_preset(raw: dict[Any, Any]) -> list[str]:
-    """Give the section `algorithm` those of its preset's keys that it lacks; returns the faults found instead."""
-    algorithm = raw.get("algorithm")
-    name = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    if not algorithm or not name or not isinstance(name, str):
-        return []
-    if algorithm.keys() >= {field.encode_name for field in _fields(_ALGORITHM)}:
+def _fill_preset(raw: dict[Any, Any], section: str) -> list[str]:
+    """Give the section those of its preset's keys that it lacks; returns the faults found instead."""
+    own = raw.get(section)
+    name = own.get("preset") if isinstance(own, dict) else None
+    kind, folder = _PRESETS[section]
+    if not own or not name or not isinstance(name, str) or _whole(own, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
-    own = name.endswith((".yaml", ".yml"))
-    path = Path(name) if own else _PRESETS / f"{name}.yaml"
-    if not own and name not in preset_names():
-        return [f"algorithm.preset: '{name}' is not one of {', '.join(preset_names())}, nor a path to FILE.yaml"]
+    key, is_path = f"{section}.preset", name.endswith((".yaml", ".yml"))
+    path = Path(name) if is_path else folder / f"{name}.yaml"
+    if not is_path and name not in preset_names(section):
+        return [f"{key}: '{name}' is not one of {', '.join(preset_names(section))}, nor a path to FILE.yaml"]
     try:
-        preset = _read(path, "at least one key of section algorithm is needed")
+        preset = _read(path, f"at least one key of section {section} is needed")
     except ConfigError as error:
-        return [f"algorithm.preset: {fault}" for fault in error.faults]
+        return [f"{key}: {fault}" for fault in error.faults]
     if "preset" in preset:
-        return [f"algorithm.preset: {path}: names a preset itself; they do not nest"]
-    raw["algorithm"] = preset | algorithm
-    return [f"algorithm.preset: {path}: {fault}" for fault in _faults(preset, _ALGORITHM, "")]
+        return [f"{key}: {path}: names a preset itself; they do not nest"]
+    raw[section] = _filled(own, preset)
+    return [f"{key}: {path}: {fault}" for fault in _faults(preset, kind, "")]
+
+
+def _whole(value: object, kind: inspect.Type) -> bool:
+    """Whether no key of the section is left out, nor of those within."""
+    if not isinstance(kind, inspect.StructType):
+        return True
+    return isinstance(value, dict) and all(
+        field.encode_name in value and _whole(value[field.encode_name], field.type) for field in kind.fields
+    )
+
+
+def _filled(own: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
+    """`own`, with what it lacks from `preset`, in the sections within too."""
+    both = {key: _filled(own[key], value) for key, value in preset.items() if _are_sections(own.get(key), value)}
+    return preset | own | both
+
+
+def _are_sections(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _fill_processes(raw: dict[Any, Any]) -> None:
-    """Give a section that leaves out `processes`, of trainer or critic on megatron-core, as many as its layout has places."""
-    for role in ("trainer", "critic"):
+    """Give a section that leaves out `processes`, of a role on megatron-core, as many as its layout has places."""
+    for role in ("trainer", "critic", "reference"):
         section = raw.get("services", {}).get(role, {})
         if section.get("engine") == "megatron" and "processes" not in section:
             parallel = msgspec.convert(section.get("parallel", {}), Parallel)

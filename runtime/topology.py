@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.config import Config, Parallel, Trainer
+from runtime.config import Config, Parallel, ReferenceScorer, Spread
 
 
 class Member(Struct, frozen=True):
@@ -27,11 +27,18 @@ def members(config: Config, trains: bool = True) -> list[Member]:
     if not trains:
         return out
     if uses_reference(config):
-        out += [Member("reference", f"reference-{index}") for index in range(services.reference.replicas)]
+        out += _references(services.reference)
     out += [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
     if config.critic is not None:
         out += [Member("critic", f"critic-{rank}", rank) for rank in range(services.critic.processes)]
     return out
+
+
+def _references(settings: ReferenceScorer) -> list[Member]:
+    """Independent replicas, or the ranks of one group."""
+    spread = settings.engine == "megatron"
+    count = settings.processes if spread else settings.replicas
+    return [Member("reference", f"reference-{index}", index if spread else 0) for index in range(count)]
 
 
 def uses_reference(config: Config) -> bool:
@@ -44,8 +51,8 @@ def block_size(parallel: Parallel) -> int:
     return parallel.tensor * parallel.context * parallel.pipeline
 
 
-def data_leaders(settings: Trainer) -> range:
-    """The ranks of trainer or critic that are given data: the first one of each block that holds the model.
+def data_leaders(settings: Spread) -> range:
+    """The ranks of a group that are given data: the first one of each block that holds the model.
 
     Ranks count tensor-parallel first, then context-parallel, then blocks, pipeline stages last, as megatron-core has it.
     """

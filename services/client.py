@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from runtime import commands
-from runtime.batching import balance, balance_each
+from runtime.batching import balance_each
 from runtime.config import Deadlines, Publication
 from runtime.status import Status, Stop
 from runtime.types import (
@@ -23,6 +22,7 @@ from runtime.types import (
     ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest
+from services.parts import Parts
 from services.session import Session
 
 
@@ -80,6 +80,22 @@ class ReferenceClient(Peer):
         return await self.session.call("Logprobs", request, self._deadlines.score)
 
 
+class ReferenceGroupClient(Peer):
+    """A reference that is a group of ranks. Log-probabilities that are asked for together are computed together."""
+
+    def __init__(
+        self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
+    ):  # fmt: skip
+        super().__init__(sessions[0], deadlines, publication)
+        # A payload has about as many bytes as it has tokens, times a constant.
+        self._parts: Parts[LogprobRequest] = Parts(
+            sessions, leaders, "Logprobs", commands.ComputeLogprobs, lambda request: len(request.payload), deadlines.score
+        )
+
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        return await self._parts.ask(request)
+
+
 class UpdateClient(Peer):
     """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself.
 
@@ -130,54 +146,19 @@ class TrainerClient(UpdateClient, WeightPeer):
         return self.session.post("Export", commands.Export(folder), self._deadlines.save)
 
 
-Asked = tuple[ValueRequest, "asyncio.Future[bytes]"]  # and its answer to come
-
-
 class CriticClient(UpdateClient):
-    """Values that are asked for in one turn of the event loop are one part, shared out over the leaders."""
+    """Values that are asked for together are computed together."""
 
     def __init__(
         self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
     ):  # fmt: skip
         super().__init__(sessions, deadlines, publication, leaders)
-        self._asked: list[Asked] = []
-        self._parts = itertools.count()
-        self._computing: set[asyncio.Task[None]] = set()
+        self._parts: Parts[ValueRequest] = Parts(
+            sessions, leaders, "Values", commands.ComputeValues, lambda request: request.tokens, deadlines.train
+        )
 
     async def values(self, request: ValueRequest) -> bytes:
-        loop = asyncio.get_running_loop()
-        if not self._asked:
-            loop.call_soon(self._flush)
-        future: asyncio.Future[bytes] = loop.create_future()
-        self._asked.append((request, future))
-        return await future
-
-    def _flush(self) -> None:
-        asked, self._asked = self._asked, []
-        task = asyncio.ensure_future(self._compute(next(self._parts), asked))
-        self._computing.add(task)
-        task.add_done_callback(self._computing.discard)
-
-    async def _compute(self, part: int, asked: list[Asked]) -> None:
-        """One part. It is carried through even when those who asked withdraw: the leaders compute it together."""
-        balanced = balance([request.tokens for request, _ in asked], len(self._leaders))
-        of_leader = dict(zip(self._leaders, balanced, strict=True))
-        shares = [of_leader.get(rank, []) for rank in range(len(self._sessions))]
-        calls = (
-            session.call("Values", commands.ComputeValues(part, [asked[i][0] for i in share]), self._deadlines.train)
-            for session, share in zip(self._sessions, shares, strict=True)
-        )
-        try:
-            replies: list[list[bytes]] = await asyncio.gather(*calls)
-            values = {i: one for share, reply in zip(shares, replies, strict=True) for i, one in zip(share, reply, strict=True)}
-        except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
-            for _, future in asked:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for index, (_, future) in enumerate(asked):
-            if not future.done():
-                future.set_result(values[index])
+        return await self._parts.ask(request)
 
 
 def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:

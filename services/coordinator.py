@@ -31,16 +31,31 @@ from runtime.ledger import Ledger
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.roles import EvaluationRoles, Roles
 from runtime.pipeline.run import INTERRUPTED, Material, Run
+from runtime.ports import ReferencePort
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.topology import Member, data_leaders, members
 from runtime.trackers import Trackers
-from services.client import CriticClient, Peer, ReferenceClient, RewardClient, RolloutClient, TrainerClient
+from services.client import (
+    CriticClient,
+    Peer,
+    ReferenceClient,
+    ReferenceGroupClient,
+    RewardClient,
+    RolloutClient,
+    TrainerClient,
+)
 from services.server import Handler, Server
 from services.session import Session
 
 log = logging.getLogger("sluice")
 
-SERVICES = {"reward_model": "Reward"}  # by role, where it is not the role's name
+
+def service_of(role: str, config: Config) -> str:
+    """The name in proto/ of the service that a process of `role` serves."""
+    if role == "reference" and config.services.reference.engine == "megatron":
+        return "ReferenceGroup"
+    return "Reward" if role == "reward_model" else role.capitalize()
+
 
 T = TypeVar("T")
 
@@ -175,8 +190,7 @@ class Coordinator:
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
         by_role: dict[str, list[Session]] = defaultdict(list)
         for member in self._members:
-            service = SERVICES.get(member.role, member.role.capitalize())
-            session = Session(self._registered[member].address, member.name, service)
+            session = Session(self._registered[member].address, member.name, service_of(member.role, self._config))
             self._sessions.append(session)
             by_role[member.role].append(session)
         await asyncio.gather(*(session.open(timeout) for session in self._sessions))
@@ -192,10 +206,16 @@ class Coordinator:
             rollouts=answering.rollouts,
             rewards=answering.rewards,
             reward_models=answering.reward_models,
-            references=[ReferenceClient(session, *self._settings) for session in by_role["reference"]],
+            references=self._references(by_role["reference"]),
             trainer=TrainerClient(by_role["trainer"], *self._settings, data_leaders(services.trainer)),
             critic=critic,
         )
+
+    def _references(self, sessions: list[Session]) -> list[ReferencePort]:
+        settings = self._config.services.reference
+        if sessions and settings.engine == "megatron":
+            return [ReferenceGroupClient(sessions, *self._settings, data_leaders(settings))]
+        return [ReferenceClient(session, *self._settings) for session in sessions]
 
     def _evaluation_roles(self, by_role: dict[str, list[Session]]) -> EvaluationRoles:
         return EvaluationRoles(

@@ -1,4 +1,7 @@
-"""The reference role: log-probabilities of a frozen model. `python -m services.reference`."""
+"""The reference role: log-probabilities of a frozen model. `python -m services.reference`, or under torchrun.
+
+On torch each process is a replica of its own; on megatron-core the ranks are one group that shares the model.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from runtime import codec
 from runtime.actor import Letter
 from runtime.config import Config
 from services import process
+from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
+    from runtime.engines.reference_rank import ReferenceRank
     from runtime.engines.scorer_torch import TorchScorer
 
 
 class ReferenceService(process.Service):
-    """Everything that lies in the mailbox is scored in one go. It always loads its own model, never a checkpoint."""
+    """A replica: everything that lies in the mailbox is scored in one go. It always loads its own model, never a checkpoint."""
 
     role = "reference"
     service = "Reference"
@@ -63,5 +68,20 @@ class ReferenceService(process.Service):
         return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}
 
 
+def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:
+    from runtime.engines import reference_rank
+
+    return reference_rank.make(config, rank, world_size)
+
+
+ROLE = SpmdRole("reference", "ReferenceGroup", make_rank)
+
+
+def make(config: Config, name: str, rank: int) -> process.Service:
+    if config.services.reference.engine == "torch":
+        return ReferenceService(config, name, rank)
+    return Follower(ROLE, config, name, rank) if rank else Leader(ROLE, config, name, rank)
+
+
 if __name__ == "__main__":
-    process.main(ReferenceService)
+    process.main(make)

@@ -23,7 +23,7 @@ from runtime.types import PolicyVersion
 from services import process
 
 if TYPE_CHECKING:
-    from runtime.engines.update_rank import UpdateRank
+    from runtime.engines.group_rank import GroupRank
     from runtime.spmd import Relay
 
 
@@ -33,7 +33,7 @@ class SpmdRole:
 
     name: str
     service: str
-    make_rank: Callable[[Config, int, int], UpdateRank[Any]]
+    make_rank: Callable[[Config, int, int], GroupRank]
 
 
 class SpmdService(process.Service):
@@ -44,7 +44,7 @@ class SpmdService(process.Service):
         self.role, self.service = role.name, role.service
         self._make_rank = role.make_rank
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._worker: UpdateRank[Any]
+        self._worker: GroupRank
         self._relay: Relay[Any] | None = None
 
     def load(self) -> None:
@@ -118,7 +118,7 @@ class Follower(SpmdService):
 
     def _share(self, slot: Slot) -> Letter:
         """This rank's share of a part. Raises DeadlineExceeded."""
-        timeout = self.config.deadlines.train
+        timeout = self._worker.timeout
         try:
             letter = self._part(slot).result(timeout)
         except FutureTimeout:

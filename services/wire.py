@@ -186,6 +186,12 @@ METHODS: dict[tuple[str, str], Method] = {
             _raw(reference_pb2.LogprobReply, "logprobs"),
         ),
         Method(
+            "ReferenceGroup",
+            "Logprobs",
+            _struct(reference_pb2.LogprobsPartRequest, commands.ComputeLogprobs),
+            _raw_list(reference_pb2.LogprobsPartReply, "logprobs"),
+        ),
+        Method(
             "Trainer",
             "HostWeights",
             _struct(weights_pb2.HostWeightsRequest, commands.HostWeights),

@@ -11,8 +11,9 @@ import torch
 from runtime import checkpoint, codec
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Save
 from runtime.config import Config
+from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import CriticEngine
-from runtime.engines.update_rank import UpdateRank, join_group, use_megatron
+from runtime.engines.update_rank import UpdateRank
 
 
 class CriticRank(UpdateRank[CriticEngine]):
@@ -31,7 +32,7 @@ class CriticRank(UpdateRank[CriticEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> CriticRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(config, world_size)
+    device = join_group(world_size, config.deadlines.train)
     engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return CriticRank(engine, config, rank, world_size)
 

@@ -5,7 +5,7 @@ B samples, R reply tokens of the longest, T packed tokens, N trained ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import batching
-from runtime.engines import ragged
+from runtime.engines import ragged, train_sharding
 from runtime.engines.packed_attention import Packing
 from runtime.engines.train_rows import Rows
 
@@ -44,6 +44,18 @@ class MicroBatch:
     def grid(self, values: torch.Tensor) -> torch.Tensor:
         """Values [N] of the trained tokens as [B, R], 0 elsewhere."""
         return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
+
+
+def micro_batches(
+    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, device: torch.device, world_size: int
+) -> Iterator[MicroBatch]:
+    """The samples `chosen` (bool [B]), each micro-batch within `budget` tokens.
+
+    As many on every rank, so that all take part in the collectives of each.
+    """
+    made = plan(rows, np.flatnonzero(chosen), budget)
+    for index in range(train_sharding.largest([len(made)], device, world_size)[0]):
+        yield pack(rows, made[index], columns, device) if index < len(made) else nothing(columns, device)
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int) -> list[np.ndarray]:

@@ -62,9 +62,7 @@ class CriticLoop(UpdateLoop, CriticEngine):
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
         rows = train_rows.decode_samples(groups, self._vocab_size)
-        flat = self._forward_only(rows)
-        ends = np.cumsum(np.bincount(rows.group, weights=rows.length, minlength=len(groups)).astype(np.int64))
-        parts = np.split(flat, ends[:-1]) if groups else []
+        parts = rows.by_group(self._forward_only(rows))
         return [Values(group_id=group.group_id, values=part) for group, part in zip(groups, parts, strict=True)]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from runtime.chosen_algorithm import choose, kl_control, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
-from runtime.engines import train_batch, train_rows, train_sharding
+from runtime.engines import train_batch, train_rows
 from runtime.engines.lr_schedule import learning_rate
 from runtime.engines.train_advantages import RowAdvantages
 from runtime.engines.train_base import UpdateEngine
@@ -176,13 +176,9 @@ class UpdateLoop(UpdateEngine):
         return batch
 
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
-        """The samples `chosen` (bool [B]). As many on every rank, so that all take part in the collectives of each."""
-        plan = train_batch.plan(rows, np.flatnonzero(chosen), self._config.training.max_tokens_per_microbatch)
-        for index in range(train_sharding.largest([len(plan)], self._device, self._world_size)[0]):
-            if index < len(plan):
-                yield train_batch.pack(rows, plan[index], columns, self._device)
-            else:
-                yield train_batch.nothing(columns, self._device)
+        """The samples `chosen` (bool [B])."""
+        budget = self._config.training.max_tokens_per_microbatch
+        return train_batch.micro_batches(rows, chosen, columns, budget, self._device, self._world_size)
 
     @torch.no_grad()
     def _forward_only(self, rows: Rows) -> np.ndarray:

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from runtime import checkpoint, platform
 from runtime.commands import Accumulate, Apply, BeginStep, Export, Save, SendWeights
 from runtime.config import Config
+from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import TrainEngine
-from runtime.engines.update_rank import UpdateRank, join_group, use_megatron
+from runtime.engines.update_rank import UpdateRank
 from runtime.weights.plan import Manifest
 from runtime.weights.sender import WeightSender
 
@@ -53,7 +54,7 @@ class TrainRank(UpdateRank[TrainEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(config, world_size)
+    device = join_group(world_size, config.deadlines.train)
     engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return TrainRank(engine, config, rank, world_size, device)
 

@@ -14,7 +14,7 @@ import numpy as np
 from runtime import codec
 from runtime.engines import ragged
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, Logprobs, TrainGroup, ValueRequest, Values
+from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
 
 _SAMPLE_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int64"}
 
@@ -49,6 +49,11 @@ class Rows:
         out[np.repeat(np.arange(len(rows)), lengths), ragged.ramps(lengths)] = flat[ragged.spans(self.start[rows], lengths)]
         return out
 
+    def by_group(self, flat: np.ndarray) -> list[np.ndarray]:
+        """`flat` of the replies of each group."""
+        sizes = np.bincount(self.group, weights=self.length, minlength=len(self.group_id)).astype(np.int64)
+        return [flat[begin : begin + size] for begin, size in zip(ragged.starts(sizes), sizes, strict=True)]
+
     def trained(self) -> np.ndarray:
         """bool [B]: whether the sample has a token to train on."""
         totals = np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
@@ -77,13 +82,13 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
     return _rows(groups, payloads, references, values)
 
 
-def decode_samples(requests: Sequence[ValueRequest], vocab_size: int) -> Rows:
+def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int) -> Rows:
     """As `decode_groups`, of groups that are not scored yet: rewards are 0, and all samples valid."""
     payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
     groups = [
         TrainGroup(
             group_id=request.group_id,
-            tokens=request.tokens,
+            tokens=0,  # which nobody asks for
             payload=request.payload,
             rewards=np.zeros(len(payload.samples), np.float32),
             valid=np.ones(len(payload.samples), np.uint8),

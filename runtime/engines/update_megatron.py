@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime import codec
 from runtime.config import Config, Optimizer, Trainer
-from runtime.engines import hf_weights, train_batch
-from runtime.engines.megatron import context, facade, state
-from runtime.engines.megatron.grid import Grid
-from runtime.engines.megatron.model import PackedModel, require_stages, transformer_config
+from runtime.engines.megatron import state
 from runtime.engines.megatron.optimizer import Updates
-from runtime.engines.megatron.weights import ModelWeights, read_family
+from runtime.engines.megatron.passes import Passes
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_loop import UpdateLoop
 from runtime.engines.train_model import Placement
@@ -28,7 +22,7 @@ from runtime.types import TrainGroup
 Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as megatron-core has it: the sum, its tokens, what to report
 
 
-class MegatronUpdateEngine(UpdateLoop):
+class MegatronUpdateEngine(Passes, UpdateLoop):
     """Every block of ranks that holds the model has its own share of the data: that of its first rank."""
 
     def __init__(
@@ -44,23 +38,12 @@ class MegatronUpdateEngine(UpdateLoop):
         value_head: bool = False,
     ):
         """Load the Hugging Face folder `source`, with `value_head` as a critic. Raises UserError for what it gets wrong."""
-        device = placement.device
-        family, shape = read_family(source, value_head), hf_weights.read_config(source)
-        grid = Grid(settings, device, config.run.seed, config.deadlines.train)
-        grid.layout.require(family.shape)
-        if not value_head:
-            require_stages(shape, settings)
-        padded = grid.layout.padded_vocab(family.shape)
-        with facade.moving(device):
-            made = PackedModel(transformer_config(shape, settings, compute), shape, padded, value_head)
-        self._model = made.to(device, compute).train()
-        self._weights = ModelWeights(family, self._model, grid)
-        self._weights.load(source)
-        self._grid = grid
+        device, seed, timeout = placement.device, config.run.seed, config.deadlines.train
+        self._build(source, settings, compute, device, seed=seed, timeout=timeout, value_head=value_head)
         self._source = source
-        self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
-        self._updates = Updates(self._model, options, compute, device)
-        super().__init__(config, options, needs, placement, shape.vocab_size)
+        self._updates = Updates(self._model.train(), options, compute, device)
+        self._passed = self._updates.model
+        super().__init__(config, options, needs, placement, self._shape.vocab_size)
 
     def accumulate(self, groups: Sequence[TrainGroup]) -> None:
         shared = codec.decode(list[TrainGroup], self._grid.bytes_of_leader(codec.encode(list(groups))))
@@ -75,53 +58,11 @@ class MegatronUpdateEngine(UpdateLoop):
         return self._of_last_stage([loss[None] for loss in losses], [1] * len(held))
 
     def _infer(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        held = list(batches)
-        sizes = [len(batch.targets) for batch in held]
-        with torch.no_grad():
-            numbers = self._pipeline(held, self._given_numbers, forward_only=True, collect_non_loss_data=True)
-        yield from zip(held, self._of_last_stage(numbers, sizes), strict=True)
-
-    def _pipeline(self, batches: list[MicroBatch], report: Any, **options: Any) -> list[torch.Tensor]:
-        """What `report` gives for each of `batches` on the last stage; nothing on the others."""
-
-        def step(waiting: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            batch = self._share(next(waiting))
-            return model(batch), partial(report, batch)
-
-        if not batches:
-            return []
-        with facade.moving(self._device):
-            found: list[torch.Tensor] = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(batches),
-                model=[self._updates.model],
-                num_microbatches=len(batches),
-                seq_length=1,  # stages tell each other how long each is
-                micro_batch_size=1,
-                **options,
-            )
-        return found
-
-    def _share(self, batch: MicroBatch) -> MicroBatch:
-        """What this rank computes of `batch`."""
-        if self._grid.context > 1:
-            return context.part_of(batch, self._grid.context_group, self._multiple)
-        return train_batch.padded(batch, self._multiple)
+        return self._inferred(batches, self._numbers)
 
     def _given_loss(self, batch: MicroBatch, outputs: torch.Tensor) -> Loss:
         loss = self._loss(batch, outputs)
         return loss, torch.ones((), dtype=torch.int, device=loss.device), loss.detach()
-
-    def _given_numbers(self, batch: MicroBatch, outputs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-        numbers = self._numbers(batch, outputs)
-        return batch.whole(numbers) if isinstance(batch, context.Part) else numbers
-
-    def _of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """`parts`, float32 of these sizes, on every stage."""
-        flat = torch.empty(sum(sizes), device=self._device)
-        if self._grid.last and sizes:
-            torch.cat([part.detach().float() for part in parts], out=flat)
-        return list(self._grid.of_last_stage(flat).split(list(sizes)))
 
     # ------------------------------------------------------------------------------------------ updates
 

@@ -166,6 +166,22 @@ def test_what_is_asked_in_one_turn_is_one_part_shared_out_by_tokens() -> None:
     run(test())
 
 
+def test_what_is_asked_while_two_parts_are_on_their_way_is_the_next() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            calls = []
+            for request in asked(1, 2, 3, 4, 5):
+                calls.append(asyncio.ensure_future(group.client.values(request)))
+                for _ in range(3):
+                    await asyncio.sleep(0)  # a turn of the loop: too few for an answer
+            answers = [answer(encoded)[0] for encoded in await asyncio.gather(*calls)]
+            assert answers == [1, 2, 3, 4, 5]
+            parts = [sorted(number for share in part for number in share) for part in zip(*group.seen("values"), strict=True)]
+            assert parts == [[1], [2], [3, 4, 5]]
+
+    run(test())
+
+
 def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() -> None:
     async def test() -> None:
         async with group_of() as group:

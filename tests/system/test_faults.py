@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from tests.system.runs import Live, check_gone, eventually, listening, one_line,
 pytestmark = pytest.mark.timeout(240)
 
 LONG = ("training.steps=100000",)  # nobody waits for its end
+no_megatron = importlib.util.find_spec("megatron") is None
 TOLD = 30.0  # seconds until a run whose process was killed has ended
 STUCK = 40.0  # and one whose process does not answer: the deadlines below, and what it takes to end everything
 
@@ -58,12 +60,24 @@ def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: s
         assert "SIGKILL" in line
 
 
-def test_a_rank_that_is_killed_ends_its_group_and_the_run(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, "services.trainer.processes=2", folder=tmp_path / "run") as run:
+MEGATRON_REFERENCE = ("services.reference.engine=megatron", "services.reference.parallel.pipeline=2")
+
+
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [
+        ("trainer", ()),
+        pytest.param("reference", MEGATRON_REFERENCE, marks=pytest.mark.skipif(no_megatron, reason="needs megatron-core")),
+    ],
+)
+def test_a_rank_that_is_killed_ends_its_group_and_the_run(
+    config: Path, tmp_path: Path, role: str, settings: tuple[str, ...]
+) -> None:
+    with started(config, *LONG, *settings, f"services.{role}.processes=2", folder=tmp_path / "run") as run:
         run.reaches(2)
         ending = Ending(run)
-        run.member("trainer-0", rank=1).kill()
-        assert "trainer" in ending.told(TOLD)
+        run.member(f"{role}-0", rank=1).kill()
+        assert role in ending.told(TOLD)
 
 
 @pytest.mark.parametrize("name", ["rollout-1", "trainer-0"])

@@ -17,6 +17,7 @@ RUN = 200.0
 STEPS = 3
 TENSOR = ["services.trainer.engine=megatron", "services.trainer.processes=2", "services.trainer.parallel.tensor=2"]
 PIPELINE = ["services.trainer.engine=megatron", "services.trainer.processes=2", "services.trainer.parallel.pipeline=2"]
+REFERENCE = ["services.reference.engine=megatron", "services.reference.processes=2"]  # two blocks, each with its own groups
 
 
 def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tmp
     alone = trained(config, folder=tmp_path / "torch", timeout=RUN)
     begun = trained(config, *TENSOR, f"training.steps={STEPS - 1}", folder=tmp_path / "megatron", timeout=RUN)
     assert len(steps(begun.folder)) == STEPS - 1
-    spread = trained(config, *PIPELINE, "run.resume=auto", folder=tmp_path / "megatron", timeout=RUN)
+    spread = trained(config, *PIPELINE, *REFERENCE, "run.resume=auto", folder=tmp_path / "megatron", timeout=RUN)
     for own, other in zip(steps(spread.folder), steps(alone.folder), strict=True):
         assert other["grad_norm"] > 1e-3
         for name in COMPARED:

@@ -1,7 +1,8 @@
-"""What is refused of a trainer or critic on megatron-core, before anything is started."""
+"""What is refused of a trainer, critic or reference on megatron-core, before anything is started."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,36 @@ def test_an_older_version_does_not_cut_up_a_tied_model(monkeypatch: pytest.Monke
 def test_the_critics_model_is_its_own() -> None:
     found = faults(MODEL | {"num_key_value_heads": 3}, "critic", critic={}, **services(4, "critic", tensor=4))
     assert found == ["services.critic.parallel: tensor parallel is 4; must divide key-value heads (3)"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"engine": "megatron", "processes": 4, "parallel": {"tensor": 4}}, None),
+        (
+            {"engine": "megatron", "processes": 8, "parallel": {"tensor": 8}},
+            "services.reference.parallel: tensor parallel is 8; must divide attention heads (12)",
+        ),
+        (
+            {"engine": "megatron", "replicas": 2},
+            "services.reference.replicas: 2 is for engine torch; engine megatron takes processes",
+        ),
+        ({"processes": 2}, "services.reference.processes: 2 is for engine megatron; engine torch takes replicas"),
+        (
+            {"parallel": {"tensor": 2}},
+            "services.reference.parallel: is for engine megatron; engine torch has one process a replica",
+        ),
+    ],
+)
+def test_the_reference_is_spread_or_has_replicas(tmp_path: Path, settings: dict[str, Any], fault: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def told(**sections: Any) -> list[str]:
+        sections = {"run": {"name": "a"}, "model": {"path": str(tmp_path)}, "services": {"reference": settings}, **sections}
+        return [each for each in semantic_faults(msgspec.convert(sections, Config)) if each.startswith("services.reference")]
+
+    found = told(algorithm={"kl_coefficient": 0.1})
+    assert (found[0].startswith(fault) if fault else not found) and len(found) <= 2
 
 
 def test_the_warm_ups_model_is_checked_too() -> None:

@@ -40,7 +40,7 @@ IMPURE = {  # what reads a clock, the system or the configuration
 }
 OPTIONAL = {  # what only some machines have, and the files and folders that may name it
     "vllm": {"runtime/engines/rollout_vllm.py"},
-    "megatron": {"runtime/engines/megatron/", "runtime/engines/update_megatron.py"},
+    "megatron": {"runtime/engines/megatron/"},
     "mindspeed": {"runtime/engines/megatron/"},
     "torch_npu": {"runtime/platform.py", "runtime/weights/group.py"},
 }

@@ -37,6 +37,24 @@ def test_a_reference_service_is_there_only_where_it_is_asked(mode: str, coeffici
     assert ("reference-0" in names(config)) is used
 
 
+def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
+    kl = {"algorithm": {"kl_coefficient": 0.1}}
+    replicas = make(**kl, services={"reference": {"replicas": 2}})
+    assert [member for member in members(replicas) if member.role == "reference"] == [
+        Member("reference", "reference-0"),
+        Member("reference", "reference-1"),
+    ]
+    group = make(**kl, services={"reference": {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}}})
+    assert [member for member in members(group) if member.role == "reference"] == [
+        Member("reference", "reference-0", 0),
+        Member("reference", "reference-1", 1),
+    ]
+    (spec,) = (spec for spec in service_specs(group, Path("c.yaml"), "python", "host:1", 8) if spec.role == "reference")
+    assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
+    assert spec.command[8:10] == ("-m", "services.reference")
+    assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_every_rank_of_a_critic_is_a_member() -> None:
     config = make(critic={}, services={"critic": {"processes": 2}})
     assert members(config)[-2:] == [Member("critic", "critic-0", 0), Member("critic", "critic-1", 1)]

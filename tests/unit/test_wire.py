@@ -159,6 +159,10 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         ),
     ),
     ("Reference", "Logprobs"): (LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75), b"\x00\xffraw"),
+    ("ReferenceGroup", "Logprobs"): (
+        commands.ComputeLogprobs(3, [LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75)]),
+        [b"\x00\xffraw", b""],
+    ),
     ("Trainer", "HostWeights"): (commands.HostWeights(4, 9), commands.WeightsHosted(ADDRESS, MANIFEST)),
     ("Trainer", "SendWeights"): (commands.SendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Trainer", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from runtime import platform
-from runtime.config import Trainer
-from runtime.engines.families import Layout
+from runtime.config import Spread
+from runtime.config_checks_megatron import layout_of
 
 
 class Grid:
@@ -22,12 +22,11 @@ class Grid:
     All ranks of a model-parallel block are given the same data; blocks have different data.
     """
 
-    def __init__(self, settings: Trainer, device: torch.device, seed: int, timeout: float):
+    def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
         """Collective over torch's default group; a single rank that has none gets one."""
         parallel = settings.parallel
         self.device = device
-        stages = tuple(parallel.layers_per_stage)
-        self.layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, layers_per_stage=stages)
+        self.layout = layout_of(parallel)
         if not dist.is_initialized():
             backend = platform.collective_backend("auto", device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout))

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from runtime.config import Trainer
+from runtime.config import Spread, Trainer
 from runtime.config_checks_megatron import uncut
 from runtime.engines import decoder
 from runtime.engines.hf_weights import ModelConfig
@@ -124,7 +124,7 @@ class PackedModel(GPTModel):
         return values[:, 0].float()
 
 
-def require_stages(shape: ModelConfig, settings: Trainer) -> None:
+def require_stages(shape: ModelConfig, settings: Spread) -> None:
     """Raises UserError where this version of megatron-core cannot cut such a model into pipeline stages."""
     if fault := uncut(shape.tied, settings.parallel.pipeline, megatron.core.__version__):
         raise UserError(fault)
@@ -138,11 +138,11 @@ def _stages(layers: Sequence[int]) -> dict[str, Any]:
     return {"num_layers_in_first_pipeline_stage": layers[0], **last}
 
 
-def transformer_config(shape: ModelConfig, settings: Trainer, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype) -> TransformerConfig:
     """What megatron-core needs to know of a model of this shape."""
     parallel = settings.parallel
     recomputed: dict[str, Any] = {}
-    if settings.activation_checkpointing:
+    if isinstance(settings, Trainer) and settings.activation_checkpointing:
         recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,

@@ -1,0 +1,67 @@
+"""What `sluice bench engines` measures: one training engine's passes on packed samples, and its checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.packing_trial import PackingTrial
+from runtime.config import Config
+
+if TYPE_CHECKING:
+    from runtime.engines.train_base import TrainEngine
+
+
+class EngineTrial:
+    """The engine that `services.trainer.engine` names, on one rank, built when first used."""
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._material = PackingTrial(config)
+
+    @property
+    def real_tokens(self) -> int:
+        """Of all batches, prompts included."""
+        return self._material.real_tokens
+
+    def passes(self) -> float:
+        """Seconds of the forward and backward passes of all batches; the weights stay as they are."""
+        engine, batches = self._engine, self._material.groups
+        begun = time.perf_counter()
+        for groups in batches:
+            engine.begin_step(0)
+            engine.accumulate(groups)
+        return time.perf_counter() - begun
+
+    def save(self) -> float:
+        """Seconds to write a checkpoint of weights and optimizer, which takes the place of the one before."""
+        engine = self._engine
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        begun = time.perf_counter()
+        engine.save(str(self._folder))
+        return time.perf_counter() - begun
+
+    def load(self) -> float:
+        """Seconds to read back what `save` wrote."""
+        begun = time.perf_counter()
+        self._engine.load(str(self._folder))
+        return time.perf_counter() - begun
+
+    @cached_property
+    def _engine(self) -> TrainEngine:
+        import torch
+
+        from runtime.engines import train_rank
+
+        device = torch.device("cpu")
+        return train_rank.engine_type(self._config, device)(self._config, device=device)
+
+    @cached_property
+    def _folder(self) -> Path:
+        self._scratch = tempfile.TemporaryDirectory(prefix="sluice-bench-")  # which goes with the process
+        return Path(self._scratch.name) / "checkpoint"

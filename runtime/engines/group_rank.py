@@ -1,0 +1,66 @@
+"""One rank of a group of processes that share a model: its place in the group, and the relay of its commands."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from runtime import platform
+from runtime.config import Config, Spread
+from runtime.spmd import Relay
+from runtime.types import PolicyVersion
+
+
+class GroupRank(ABC):
+    """Every method runs in the engine's thread, in the same order on every rank.
+
+    A subclass names its `role` and the commands that rank 0 relays.
+    """
+
+    role: ClassVar[str]
+    relayed: ClassVar[Any]  # a union of commands
+
+    def __init__(self, config: Config, rank: int, world_size: int, timeout: float):
+        """`timeout`: seconds within which a rank's share of a command's data has to come."""
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self.version = PolicyVersion()
+        """Of the weights as they are."""
+
+    def connect_relay(self) -> Relay[Any] | None:
+        """The command relay of this group; None when there is but one rank."""
+        if self.world_size == 1:
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        interface = self.config.network.interface
+        return Relay(store, self.rank, self.world_size, self.relayed, name=self.role, interface=interface)
+
+    @abstractmethod
+    def execute(self, command: Any) -> Any:
+        """Carry out one command; returns its answer. Raises InvalidMessage for what is no command of this role."""
+
+
+def join_group(world_size: int, timeout: float) -> torch.device:
+    """This rank's device; with several ranks, join torchrun's default group first. `timeout`: seconds of its collectives."""
+    device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
+    if world_size > 1:
+        backend = platform.collective_backend("auto", device)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return device
+
+
+def use_megatron(settings: Spread, device: torch.device) -> bool:
+    """Whether the engine is on megatron-core, which is then ready to be imported. Raises UserError when it is missing."""
+    if settings.engine != "megatron":
+        return False
+    from runtime.engines.megatron import facade
+
+    facade.prepare(device)
+    return True

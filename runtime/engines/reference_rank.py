@@ -1,0 +1,38 @@
+"""One rank of a reference that is spread over several: log-probabilities of its share of the groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from runtime import codec
+from runtime.commands import ComputeLogprobs
+from runtime.config import Config
+from runtime.engines.group_rank import GroupRank, join_group, use_megatron
+from runtime.errors import InvalidMessage
+
+if TYPE_CHECKING:
+    from runtime.engines.scorer_megatron import MegatronScorer
+
+
+class ReferenceRank(GroupRank):
+    role = "reference"
+    relayed = ComputeLogprobs
+
+    def __init__(self, scorer: MegatronScorer, config: Config, rank: int, world_size: int):
+        super().__init__(config, rank, world_size, config.deadlines.score)
+        self._scorer = scorer
+
+    def execute(self, command: Any) -> Any:
+        """The encoded Logprobs of this rank's groups, in their order."""
+        if not isinstance(command, ComputeLogprobs):
+            raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
+        return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
+
+
+def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
+    """Build this rank's scorer; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    device = join_group(world_size, config.deadlines.score)
+    use_megatron(config.services.reference, device)
+    from runtime.engines.scorer_megatron import MegatronScorer
+
+    return ReferenceRank(MegatronScorer(config, rank, world_size, device), config, rank, world_size)
