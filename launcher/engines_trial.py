@@ -25,16 +25,15 @@ class EngineTrial:
 
     @property
     def real_tokens(self) -> int:
-        """Of all batches, prompts included."""
-        return self._material.real_tokens
+        """Of the batch, prompts included."""
+        return sum(sum(group.samples) for group in self._material.lengths[0])
 
     def passes(self) -> float:
-        """Seconds of the forward and backward passes of all batches; the weights stay as they are."""
-        engine, batches = self._engine, self._material.groups
+        """Seconds of the forward and backward passes of a batch; the weights stay as they are."""
+        engine, groups = self._engine, self._material.groups[0]
         begun = time.perf_counter()
-        for groups in batches:
-            engine.begin_step(0)
-            engine.accumulate(groups)
+        engine.begin_step(0)
+        engine.accumulate(groups)
         return time.perf_counter() - begun
 
     def save(self) -> float:
