@@ -305,7 +305,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------ engines
 
     def passes(self, seconds: float) -> Measured:
-        """Real tokens that ran forward and backward, prompts included; all batches, as often as it takes."""
+        """Real tokens that ran forward and backward, prompts included; one batch, as often as it takes."""
         trial = self._engine_trial
         done, spent = trial.real_tokens, trial.passes()
         while spent < seconds:

@@ -15,6 +15,8 @@ from runtime.config import Config
 if TYPE_CHECKING:
     from runtime.engines.train_base import TrainEngine
 
+STEP = 1  # which the engine stands at: the optimizer has its moments from the one before
+
 
 class EngineTrial:
     """The engine that `services.trainer.engine` names, on one rank, built when first used."""
@@ -25,16 +27,15 @@ class EngineTrial:
 
     @property
     def real_tokens(self) -> int:
-        """Of all batches, prompts included."""
-        return self._material.real_tokens
+        """Of the batch, prompts included."""
+        return sum(sum(group.samples) for group in self._material.lengths[0])
 
     def passes(self) -> float:
-        """Seconds of the forward and backward passes of all batches; the weights stay as they are."""
-        engine, batches = self._engine, self._material.groups
+        """Seconds of the forward and backward passes of a batch; the weights stay as they are."""
+        engine, groups = self._engine, self._material.groups[0]
         begun = time.perf_counter()
-        for groups in batches:
-            engine.begin_step(0)
-            engine.accumulate(groups)
+        engine.begin_step(STEP)
+        engine.accumulate(groups)
         return time.perf_counter() - begun
 
     def save(self) -> float:
@@ -59,7 +60,12 @@ class EngineTrial:
         from runtime.engines import train_rank
 
         device = torch.device("cpu")
-        return train_rank.engine_type(self._config, device)(self._config, device=device)
+        engine = train_rank.engine_type(self._config, device)(self._config, device=device)
+        for step in range(STEP):
+            engine.begin_step(step)
+            engine.accumulate(self._material.groups[0])
+            engine.apply()
+        return engine
 
     @cached_property
     def _folder(self) -> Path:
