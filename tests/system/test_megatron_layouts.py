@@ -22,13 +22,13 @@ LAYOUTS = {
     "tensor with sequence": Layout(2, sequence=True, processes=2),
     "pipeline": Layout(1, 2, processes=2),
     "data": Layout(1, processes=2),
+    "context": Layout(1, processes=2, context=2),
     "tensor and pipeline": Layout(2, 2, processes=4),
     "tensor and data": Layout(2, processes=4),
     "tensor with sequence and context": Layout(2, sequence=True, processes=4, context=2),
     "context and pipeline": Layout(1, 2, processes=4, context=2),
 }
-CONTEXT = Layout(1, processes=2, context=2)
-BFLOAT16 = 2**-7  # its relative rounding error, twice
+BFLOAT16 = 2**-5  # of logits of about 10 whose last bit is 2**-5 to 2**-4: what half of it comes to
 FAMILIES = {"qwen2_untied": "pipeline", "qwen3": "tensor with sequence", "llama": "tensor", "llama3_scaled": "one rank"}
 
 
@@ -44,17 +44,14 @@ def expected(folder: Path) -> dict[str, Any]:
     return train(folder, TORCH)
 
 
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    return train(folder, TENSOR)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_is_the_torch_engine(folder: Path, expected: dict[str, Any], layout: Layout) -> None:
     assert_equal(train(folder, layout), expected)
-
-
-def test_it_goes_on_with_context_parallelism_and_without(folder: Path, expected: dict[str, Any]) -> None:
-    assert_equal(train(folder, CONTEXT), expected)
-    resumed = train(folder, LAYOUTS["pipeline"], resumed=CONTEXT.name)
-    assert_equal(resumed, expected, last=STEPS - SAVED)
-    train(folder, TENSOR)
-    assert_equal(train(folder, CONTEXT, resumed=TENSOR.name), expected, last=STEPS - SAVED)
 
 
 def test_stages_of_different_lengths(tmp_path: Path) -> None:
@@ -71,14 +68,13 @@ def test_in_bfloat16_layouts_agree_as_far_as_it_goes(folder: Path) -> None:
     spread = train(folder, Layout(2, processes=2, dtype="bfloat16"))
     for own, other in zip(spread["numbers"], alone["numbers"], strict=True):
         difference = (own - other).abs()
-        assert difference.mean() < BFLOAT16 and difference.max() < 10 * BFLOAT16
+        assert difference.mean() < BFLOAT16 and difference.max() < 8 * BFLOAT16
     for own, other in zip(spread["metrics"], alone["metrics"], strict=True):
-        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=10 * BFLOAT16)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=BFLOAT16)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pipeline", "data"])
-def test_what_tensor_parallel_saved_goes_on_in_another_layout(folder: Path, layout: str) -> None:
-    whole = train(folder, TENSOR)
+@pytest.mark.parametrize("layout", ["one rank", "pipeline", "data", "context"])
+def test_what_tensor_parallel_saved_goes_on_in_another_layout(folder: Path, whole: dict[str, Any], layout: str) -> None:
     found = train(folder, LAYOUTS[layout], resumed=TENSOR.name)
     assert_equal(found, whole, last=STEPS - SAVED)
     for own, other in zip(found["metrics"], whole["metrics"][SAVED:], strict=True):
@@ -92,7 +88,7 @@ def test_a_family_is_the_torch_engine(tmp_path: Path, family: str) -> None:
     assert_equal(train(tmp_path, LAYOUTS[FAMILIES[family]]), train(tmp_path, TORCH))
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence", "tensor and pipeline"])
+@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence and context", "tensor and pipeline"])
 def test_the_critic_is_the_torch_engines(folder: Path, layout: str) -> None:
     make_reward_model(folder / "policy", folder / "critic")
     found = train(folder, LAYOUTS[layout], role="critic")
