@@ -368,11 +368,12 @@ class Scorer(Process, frozen=True):
 
 class Parallel(Section, frozen=True):
     """How engine megatron spreads a model: over `tensor` x `pipeline` processes. There are as many such blocks as there is room
-    for, and data is shared out over them.
+    for, and data is shared out over them. Experts are spread over `expert` of these blocks as well.
     """
 
     tensor: Positive = 1
     pipeline: Positive = 1
+    expert: Positive = 1
     sequence: bool = False  # activations between the tensor-parallel parts are spread as well
 
 

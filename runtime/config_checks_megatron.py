@@ -29,8 +29,14 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
 
 def _processes(key: str, settings: Trainer) -> Iterator[str]:
     tensor, pipeline = settings.parallel.tensor, settings.parallel.pipeline
-    if settings.processes % (tensor * pipeline):
+    blocks, left = divmod(settings.processes, tensor * pipeline)
+    if left:
         yield f"{key}.processes: {settings.processes} is not a multiple of parallel.tensor {tensor} x pipeline {pipeline}"
+    elif blocks % settings.parallel.expert:
+        yield (
+            f"{key}.parallel.expert: {settings.parallel.expert} does not divide the blocks of parallel.tensor {tensor} x "
+            f"pipeline {pipeline}, of which {settings.processes} processes make {blocks}"
+        )
     if settings.parallel.sequence and tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
     # An interpreter of its own has other packages; the process says so itself.
@@ -54,11 +60,10 @@ def _layout(key: str, config: Config, parallel: Parallel, policy: Mapping[str, A
     except UserError as error:
         yield str(error)
         return
-    if family.shape.experts is not None:
-        yield f"{key}.engine: megatron trains no mixture of experts yet; the model is of type {family.model_type}"
-        return
-    for fault in Layout(tensor=parallel.tensor, pipeline=parallel.pipeline).faults(family.shape):
+    for fault in Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert).faults(family.shape):
         yield f"{key}.parallel: {fault}"
+    if family.shape.experts is not None and parallel.tensor > 1 and not parallel.sequence:
+        yield f"{key}.parallel.sequence: must be true for a mixture of experts with parallel.tensor {parallel.tensor}"
 
 
 def _installed() -> bool:

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from runtime import codec
 from runtime.config import Config, Optimizer, Trainer
 from runtime.engines import hf_weights, train_batch
+from runtime.engines.families import FAMILIES
 from runtime.engines.megatron import facade, state
 from runtime.engines.megatron.grid import Grid
 from runtime.engines.megatron.model import PackedModel, require_stages, transformer_config
@@ -45,14 +46,15 @@ class MegatronUpdateEngine(UpdateLoop):
     ):
         """Load the Hugging Face folder `source`, with `value_head` as a critic. Raises UserError for what it gets wrong."""
         device = placement.device
-        family, shape = read_family(source, value_head), hf_weights.read_config(source)
+        family, shape = read_family(source, value_head), hf_weights.read_config(source, FAMILIES)
         grid = Grid(settings, device, config.run.seed, config.deadlines.train)
         grid.layout.require(family.shape)
         if not value_head:
             require_stages(shape, settings)
         padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
-            made = PackedModel(transformer_config(shape, settings, compute), shape, padded, value_head)
+            described = transformer_config(shape, family.shape.experts, settings, compute)
+            made = PackedModel(described, shape, padded, value_head)
         self._model = made.to(device, compute).train()
         self._weights = ModelWeights(family, self._model, grid)
         self._weights.load(source)

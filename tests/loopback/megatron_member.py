@@ -1,5 +1,5 @@
 """One rank of a trainer in some layout: `python -m tests.loopback.megatron_member FOLDER RANK COUNT TENSOR PIPELINE SEQUENCE
-ROLE [RESUMED]`.
+EXPERT ROLE [RESUMED]`.
 
 It trains FOLDER/policy, or as the critic FOLDER/critic, for some steps, from the beginning or from what the layout RESUMED
 saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. Tensor 0 is the torch engine.
@@ -38,13 +38,14 @@ class Layout(NamedTuple):
     pipeline: int = 1
     sequence: bool = False
     processes: int = 1
+    expert: int = 1
 
     @property
     def name(self) -> str:
         return "-".join(map(str, self))
 
     def config(self, folder: Path, role: str) -> Config:
-        parallel = Parallel(tensor=max(1, self.tensor), pipeline=self.pipeline, sequence=self.sequence)
+        parallel = Parallel(tensor=max(1, self.tensor), pipeline=self.pipeline, expert=self.expert, sequence=self.sequence)
         engine: Any = "megatron" if self.tensor else "torch"
         settings = Trainer(
             processes=self.processes,
@@ -62,7 +63,8 @@ class Layout(NamedTuple):
 def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer") -> dict[str, Any]:
     """What rank 0 found: log-probabilities (or values) before each step, metrics, and the tensors published in the end, by
     name."""
-    arguments = (str(layout.tensor), str(layout.pipeline), str(int(layout.sequence)), role, *([resumed] if resumed else []))
+    numbers = (layout.tensor, layout.pipeline, int(layout.sequence), layout.expert)
+    arguments = (*map(str, numbers), role, *([resumed] if resumed else []))
     if not resumed:
         shutil.rmtree(folder / f"saved-by-{layout.name}", ignore_errors=True)
     run_ranks(__name__, folder, layout.processes, *arguments)
@@ -75,9 +77,9 @@ def groups_of(step: int) -> list[TrainGroup]:
 
 
 def member(rank: int, folder: Path) -> None:
-    tensor, pipeline, sequence = map(int, sys.argv[4:7])
-    role, resumed = sys.argv[7], sys.argv[8:]
-    layout = Layout(tensor, pipeline, bool(sequence), int(sys.argv[3]))
+    tensor, pipeline, sequence, expert = map(int, sys.argv[4:8])
+    role, resumed = sys.argv[8], sys.argv[9:]
+    layout = Layout(tensor, pipeline, bool(sequence), int(sys.argv[3]), expert)
     config = layout.config(folder, role)
     device = torch.device("cpu")
     kind: Any = train_rank.engine_type if role == "trainer" else critic_rank.engine_type

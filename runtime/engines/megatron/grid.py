@@ -25,7 +25,7 @@ class Grid:
         """Collective over torch's default group; a single rank that has none gets one."""
         parallel = settings.parallel
         self.device = device
-        self.layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline)
+        self.layout = Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert)
         if not dist.is_initialized():
             backend = platform.collective_backend("auto", device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout))
@@ -33,16 +33,19 @@ class Grid:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
+                expert_model_parallel_size=parallel.expert,
                 distributed_timeout_minutes=math.ceil(timeout / 60),
             )
             # Without dropout nothing draws from its generators: the kind meant for inference has none to keep.
             tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.expert_rank = parallel_state.get_expert_model_parallel_rank()
+        self.expert_data_rank = parallel_state.get_expert_data_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
+        self.expert_group = parallel_state.get_expert_model_parallel_group()
         self.blocks = parallel_state.get_data_parallel_world_size()
         self.model_group = parallel_state.get_model_parallel_group()
         self.leads = self.tensor_rank == self.pipeline_rank == 0
