@@ -368,7 +368,8 @@ class Scorer(Process, frozen=True):
 
 class Parallel(Section, frozen=True):
     """How engine megatron spreads a model: over `tensor` x `context` x `pipeline` processes. There are `data` such blocks, by
-    default as many as there is room for, and data is shared out over them.
+    default as many as there is room for, and data is shared out over them. Experts are spread over `expert` of the ranks that
+    hold the same part otherwise.
     """
 
     tensor: Positive = 1
@@ -376,6 +377,7 @@ class Parallel(Section, frozen=True):
     data: Positive | None = None
     context: Positive = 1  # ranks that share each micro-batch's tokens
     layers_per_stage: list[Positive] = []  # of each pipeline stage; []: the same number for all
+    expert: Positive = 1
     sequence: bool = False  # activations between the tensor-parallel parts are spread as well
 
 

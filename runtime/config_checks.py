@@ -59,6 +59,7 @@ def semantic_faults(
         *_models(config, policy, trains),
         *_lengths(config, policy),
         *_kv_memory(config, policy, available_bytes),
+        *_experts(config, policy, trains),
         *_processes(config),
     ]
     if not trains:
@@ -282,6 +283,23 @@ def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> It
             f"services.rollout.slots: {rollout.slots} slots of {length} tokens in {rollout.replicas} replica(s) need "
             f"{needed / 2**30:.1f} GiB of KV cache; {available / 2**30:.1f} GiB are available"
         )
+
+
+def _experts(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
+    """What does without transformers, and without vLLM, has no mixture of experts."""
+    kind = _kind_with_experts(policy)
+    if kind and config.services.rollout.engine == "torch":
+        yield f"services.rollout.engine: torch generates with no mixture of experts, and model.path is a {kind}; must be vllm"
+    reference = config.model.reference
+    kind = _kind_with_experts(_model_config(reference)) if reference else kind
+    if kind and trains and uses_reference(config) and config.services.reference.engine == "torch":
+        yield f"services.reference.engine: torch computes no mixture of experts, and the reference is a {kind}; must be megatron"
+
+
+def _kind_with_experts(model: ModelConfig | None) -> str:
+    """Its model_type; "" for a model without experts."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return str((model or {}).get("model_type")) if any((model or {}).get(count) for count in counts) else ""
 
 
 def _updates(config: Config) -> Iterator[str]:

@@ -43,6 +43,12 @@ def _processes(key: str, settings: Spread) -> Iterator[str]:
     if parallel.data is not None and processes != block * parallel.data:
         expected = block * parallel.data
         yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
+    alike = processes // (parallel.tensor * parallel.pipeline)
+    if processes % block == 0 and alike % parallel.expert:
+        yield (
+            f"{key}.parallel.expert: {parallel.expert} does not divide the ranks that hold the same part of the model, of "
+            f"which {processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
+        )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
     # An interpreter of its own has other packages; the process says so itself.
@@ -72,11 +78,10 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
     except UserError as error:
         yield str(error)
         return
-    if family.shape.experts is not None:
-        yield f"{key}.engine: megatron trains no mixture of experts yet; the model is of type {family.model_type}"
-        return
     for fault in layout_of(parallel).faults(family.shape):
         yield f"{key}.parallel: {fault}"
+    if family.shape.experts is not None and parallel.tensor > 1 and not parallel.sequence:
+        yield f"{key}.parallel.sequence: must be true for a mixture of experts with parallel.tensor {parallel.tensor}"
     if len(set(stages[1:-1])) > 1:
         yield f"{key}.parallel.layers_per_stage: {stages}: all but the first and the last number must be equal in megatron-core"
     version = "" if settings.python else _version()
@@ -103,8 +108,12 @@ def _version() -> str:
 
 
 def layout_of(parallel: Parallel) -> Layout:
-    stages = tuple(parallel.layers_per_stage)
-    return Layout(tensor=parallel.tensor, pipeline=parallel.pipeline, layers_per_stage=stages)
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        expert=parallel.expert,
+        layers_per_stage=tuple(parallel.layers_per_stage),
+    )
 
 
 def memory_of_ranks(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> dict[str, RankBytes]:

@@ -62,6 +62,7 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
             names = ", ".join(sorted(map(str, wrong))[:3])
             raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
     _require_packable(model, path, key)
+    _require_experts_apart(model, path, key)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy must be the one that sampled
@@ -77,6 +78,18 @@ def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
         raise UserError(
             f"{key}: {path!r}: a {model.config.model_type} model cannot run packed "
             f"({', '.join(sorted(kinds)) or 'its attention is not exchangeable'}); all layers must be full or sliding attention"
+        )
+
+
+def _require_experts_apart(model: PreTrainedModel, path: str, key: str) -> None:
+    """What is published and saved has the names that the folder has. transformers 5 joins the experts of a layer."""
+    import transformers
+
+    name = next((name for name, _ in model.named_parameters() if ".experts." in name), None)
+    if name is not None and not has_tensor(path, name):
+        raise UserError(
+            f"{key}: {path!r}: transformers {transformers.__version__} holds experts otherwise than the folder does ({name}); "
+            "needs a version below 5, or engine megatron"
         )
 
 

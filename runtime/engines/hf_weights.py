@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.errors import UserError
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3")
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a decoder-only model. Sizes in elements."""
 
-    family: str  # one of FAMILIES
+    family: str  # config.json's model_type
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -47,8 +47,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
 
 
-def read_config(folder: str | Path) -> ModelConfig:
-    """Parse `folder`/config.json. Raises UserError when it is missing, malformed or of a model that is not supported."""
+def read_config(folder: str | Path, families: Collection[str] = DENSE) -> ModelConfig:
+    """Parse `folder`/config.json. Raises UserError when it is missing, malformed or of a model that is none of `families`."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"model {folder}: no such folder")
@@ -60,8 +60,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     except json.JSONDecodeError as error:
         raise UserError(f"model {path}: not valid JSON: {error}") from error
     family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(f"model {path}: model_type {family!r} is not supported; must be one of {', '.join(FAMILIES)}")
+    if family not in families:
+        raise UserError(f"model {path}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
     try:
         return _parse(family, raw, path)
     except KeyError as error:
@@ -93,7 +93,7 @@ def _parse(family: str, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         "tied": bool(raw.get("tie_word_embeddings", False)),
         "qkv_bias": family == "qwen2" or attention_bias,
         "output_bias": attention_bias,
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
     config = msgspec.convert(fields, ModelConfig)
     if config.heads % config.kv_heads or config.head_dim % 2:

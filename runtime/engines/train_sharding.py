@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.errors import UserError
+
 
 def shard(model: torch.nn.Module, device: torch.device, world_size: int, compute: torch.dtype, cpu_offload: bool) -> None:
     """Apply FSDP2 in place over the default process group: one unit a decoder layer, and one for the rest.
 
-    float32 master shards, gathered and computed in `compute`, gradients summed (not averaged) in float32.
+    float32 master shards, gathered and computed in `compute`, gradients summed (not averaged) in float32. Raises UserError for
+    a mixture of experts where torch cannot spread one.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -31,6 +34,18 @@ def shard(model: torch.nn.Module, device: torch.device, world_size: int, compute
         # A sum over ranks is what the step's one division at its end expects, and gloo has no other reduction.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    if getattr(model.config, "num_experts", 0):
+        _sum_unused(model)
+
+
+def _sum_unused(model: Any) -> None:
+    """An expert that no token of one rank was given to has a gradient on others: all take part in its sum."""
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise UserError(
+            f"model: torch {torch.__version__} cannot spread a mixture of experts over several processes; must be one process, "
+            "a newer torch, or engine megatron"
+        )
+    model.set_reduce_scatter_unused_params(True)
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -43,10 +43,11 @@ class Layout(NamedTuple):
     context: int = 1
     layers_per_stage: Sequence[int] = ()
     dtype: str = "float32"
+    expert: int = 1
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype]))
+        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert]))
 
     def config(self, folder: Path, role: str) -> Config:
         parallel = Parallel(
@@ -54,6 +55,7 @@ class Layout(NamedTuple):
             pipeline=self.pipeline,
             sequence=self.sequence,
             context=self.context,
+            expert=self.expert,
             layers_per_stage=list(self.layers_per_stage),
         )
         engine: Any = "megatron" if self.tensor else "torch"

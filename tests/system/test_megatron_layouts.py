@@ -29,6 +29,14 @@ LAYOUTS = {
     "context and pipeline": Layout(1, 2, processes=4, context=2),
 }
 BFLOAT16 = 2**-5  # of logits of about 10 whose last bit is 2**-5 to 2**-4: what half of it comes to
+EXPERTS = {
+    "one rank": Layout(1),
+    "tensor with sequence": Layout(2, sequence=True, processes=2),
+    "expert, twice": Layout(1, processes=4, expert=2),
+    "expert and tensor": Layout(2, sequence=True, processes=4, expert=2),
+    "expert and pipeline": Layout(1, 2, processes=4, expert=2),
+    "expert and context": Layout(1, processes=2, context=2, expert=2),
+}
 FAMILIES = {"qwen2_untied": "pipeline", "qwen3": "tensor with sequence", "llama": "tensor", "llama3_scaled": "one rank"}
 
 
@@ -88,6 +96,48 @@ def test_a_family_is_the_torch_engine(tmp_path: Path, family: str) -> None:
     assert_equal(train(tmp_path, LAYOUTS[FAMILIES[family]]), train(tmp_path, TORCH))
 
 
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    save_model(folder / "policy", "qwen3_moe_tied")
+    (folder / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected_of_experts(of_experts: Path) -> dict[str, Any]:
+    return train(of_experts, TORCH)
+
+
+@pytest.mark.parametrize("layout", EXPERTS.values(), ids=EXPERTS)
+def test_a_mixture_of_experts_is_the_torch_engine(
+    of_experts: Path, expected_of_experts: dict[str, Any], layout: Layout
+) -> None:
+    assert_equal(train(of_experts, layout), expected_of_experts)
+
+
+def test_fsdp_has_a_gradient_for_experts_that_one_rank_has_no_token_for(
+    of_experts: Path, expected_of_experts: dict[str, Any]
+) -> None:
+    assert_equal(train(of_experts, Layout(0, processes=2)), expected_of_experts)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence", "expert, twice"])
+def test_what_expert_and_tensor_parallel_saved_goes_on_in_another_layout(of_experts: Path, layout: str) -> None:
+    saved = EXPERTS["expert and tensor"]
+    if not (of_experts / f"{saved.name}.pt").exists():
+        train(of_experts, saved)
+    whole = torch.load(of_experts / f"{saved.name}.pt")
+    assert_equal(train(of_experts, EXPERTS[layout], resumed=saved.name), whole, last=STEPS - SAVED)
+
+
+def test_the_critic_may_have_experts(of_experts: Path) -> None:
+    make_reward_model(of_experts / "policy", of_experts / "critic")
+    layout = Layout(1, processes=2, expert=2)
+    assert_equal(train(of_experts, layout, role="critic"), train(of_experts, TORCH, role="critic"))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence", "tensor and pipeline"])
 @pytest.mark.parametrize("layout", ["one rank", "tensor with sequence and context", "tensor and pipeline"])
 def test_the_critic_is_the_torch_engines(folder: Path, layout: str) -> None:
     make_reward_model(folder / "policy", folder / "critic")

@@ -497,6 +497,21 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     ]
 
 
+def test_a_mixture_of_experts_is_generated_and_referenced_by_no_embedded_engine(sound: dict[str, Any], tmp_path: Path) -> None:
+    sparse = str(model_folder(tmp_path / "sparse", model_type="qwen3_moe", num_experts=4))
+    rollouts = (
+        "services.rollout.engine: torch generates with no mixture of experts, and model.path is a qwen3_moe; must be vllm"
+    )
+    reference = (
+        "services.reference.engine: torch computes no mixture of experts, and the reference is a qwen3_moe; must be megatron"
+    )
+    assert checked(sound, model={"path": sparse}) == [rollouts]
+    diverging = {"algorithm": {"kl_coefficient": 0.1}}
+    assert checked(sound, model={"path": sparse}, **diverging) == [rollouts, reference]
+    assert checked(sound, model={"reference": sparse}, **diverging) == [reference]
+    assert checked(sound, model={"path": sparse, "reference": sound["model"]["path"]}, **diverging) == [rollouts]
+
+
 def test_kv_cache(sound: dict[str, Any]) -> None:
     # Qwen2.5-7B: 28 layers, 4 KV heads of 128; bf16 costs 57,344 bytes a token.
     qwen = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584}

@@ -26,7 +26,7 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 PROCESSES = "services.trainer.processes"
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 8}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,36 @@ def test_an_older_version_does_not_cut_up_a_tied_model(monkeypatch: pytest.Monke
     assert faults(tied, **cut) == []
 
 
+@pytest.mark.parametrize(
+    ("processes", "parallel"),
+    [(1, {}), (8, {"expert": 2}), (4, {"expert": 4}), (16, {"tensor": 2, "pipeline": 2, "expert": 4, "sequence": True})],
+)
+def test_layouts_of_experts_that_divide(processes: int, parallel: dict[str, Any]) -> None:
+    assert faults(MODEL | EXPERTS, **services(processes, **parallel)) == []
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "fault"),
+    [
+        (
+            4,
+            {"tensor": 2, "expert": 4, "sequence": True},
+            "services.trainer.parallel.expert: 4 does not divide the ranks that hold the same part of the model, of which 4 "
+            "processes of parallel.tensor 2 x pipeline 1 make 2",
+        ),
+        (3, {"expert": 3}, "services.trainer.parallel: expert parallel is 3; must divide the experts of a layer (4)"),
+        (2, {"tensor": 2}, "services.trainer.parallel.sequence: must be true for a mixture of experts with parallel.tensor 2"),
+    ],
+)
+def test_layouts_of_experts_that_do_not(processes: int, parallel: dict[str, Any], fault: str) -> None:
+    assert faults(MODEL | EXPERTS, **services(processes, **parallel)) == [fault]
+
+
+def test_a_dense_model_has_no_experts_to_spread() -> None:
+    (fault,) = faults(**services(2, expert=2))
+    assert fault == "services.trainer.parallel: expert parallel is 2; must be 1 for a model without experts"
+
+
 def test_the_critics_model_is_its_own() -> None:
     found = faults(MODEL | {"num_key_value_heads": 3}, "critic", critic={}, **services(4, "critic", tensor=4))
     assert found == ["services.critic.parallel: tensor parallel is 4; must divide key-value heads (3)"]
@@ -149,8 +179,6 @@ def test_what_it_does_not_do() -> None:
     assert faults(lora={}, **whole) == ["lora: engine megatron trains whole models; take services.trainer.engine torch"]
     (fault,) = faults(services={"trainer": whole["services"]["trainer"] | {"cpu_offload": True}})
     assert fault == "services.trainer.cpu_offload: is engine torch's; must be false for engine megatron"
-    (fault,) = faults(MODEL | EXPERTS, **whole)
-    assert fault == "services.trainer.engine: megatron trains no mixture of experts yet; the model is of type qwen3_moe"
     (fault,) = faults(MODEL | {"model_type": "deepseek_v3"}, **whole)
     assert "multi-head latent attention" in fault
     (fault,) = faults(services={"trainer": {"processes": 2, "parallel": {"tensor": 2}}})

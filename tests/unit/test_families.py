@@ -218,6 +218,8 @@ class TestRefusals:
             ({**CONFIGS["qwen2"], "num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
             ({**CONFIGS["qwen3_moe"], "num_experts": None}, "num_experts is None"),
             ({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+            ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 5}, "num_experts_per_tok is 5; must be at most num_experts 4"),
+            ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok 1 is not supported"),
         ],
     )
     def test_models_without_a_mapping(self, config: dict[str, Any], told: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from runtime import codec
 from runtime.config import Config, Trainer
-from runtime.engines import packed_attention, train_objective
+from runtime.engines import hf_policy, packed_attention, train_objective
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import UserError
 from runtime.types import GroupPayload, Logprobs, TrainGroup
@@ -162,7 +162,7 @@ def test_invalid_samples_weigh_nothing(policy: str):
     assert_same(weights(engines[0]), weights(engines[1]))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3_scaled", "llama_biased"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama3_scaled", "llama_biased"])
 def test_other_families(tmp_path: Path, family: str):
     save_model(tmp_path, family)
     config = make_config(str(tmp_path), algorithm=LOSS_TERMS)
@@ -170,6 +170,13 @@ def test_other_families(tmp_path: Path, family: str):
     expected, _ = Oracle(str(tmp_path)).gradients(groups, config)
     got = comparable(run_step(TorchTrainEngine(config), groups))
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_experts_that_transformers_holds_under_other_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_model(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(hf_policy, "has_tensor", lambda path, name: False)  # as of a model whose experts are joined
+    with pytest.raises(UserError, match=r"^model.path: .* holds experts otherwise than the folder does .*mlp.experts"):
+        TorchTrainEngine(make_config(str(tmp_path)))
 
 
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):

@@ -27,6 +27,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_untied": ("Qwen2", {"tie_word_embeddings": False}),
@@ -34,6 +42,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama3_scaled": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 500.0, "tie_word_embeddings": False}),
     "llama_biased": ("Llama", {"attention_bias": True, "tie_word_embeddings": False}),
+}
+
+
+WITH_EXPERTS = {
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 12, "tie_word_embeddings": False, **_EXPERTS}),
+    "qwen3_moe_tied": (
+        "Qwen3Moe",
+        {"head_dim": 12, "tie_word_embeddings": True, **_EXPERTS, "norm_topk_prob": False, "num_hidden_layers": 4},
+    ),
 }
 
 
@@ -48,7 +65,7 @@ def save_classifier(folder: Path, name: str = "qwen2", seed: int = 0, **options:
 
 
 def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any], save: dict[str, Any]) -> Any:
-    family, extra = FAMILIES[name]
+    family, extra = (FAMILIES | WITH_EXPERTS)[name]
     torch.manual_seed(seed)
     no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = getattr(transformers, f"{family}Config")(**_SHAPE | extra | no_specials | options)

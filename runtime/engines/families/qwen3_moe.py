@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from runtime.engines.families.blocks import Entry, attention, dense, experts
 from runtime.engines.families.family import Family
 from runtime.engines.families.shape import Experts, Shape, number, read_shape
+from runtime.errors import UserError
 
 
 class Qwen3Moe(Family):
@@ -23,14 +24,18 @@ class Qwen3Moe(Family):
         step = number(config, "decoder_sparse_step", where) if "decoder_sparse_step" in config else 1
         single = set(config.get("mlp_only_layers") or ())
         sparse = frozenset(layer for layer in range(shape.layers) if (layer + 1) % step == 0 and layer not in single)
-        return replace(
-            shape,
-            experts=Experts(
-                count=number(config, "num_experts", where),
-                intermediate_size=number(config, "moe_intermediate_size", where),
-                layers=sparse,
-            ),
+        experts = Experts(
+            count=number(config, "num_experts", where),
+            intermediate_size=number(config, "moe_intermediate_size", where),
+            per_token=number(config, "num_experts_per_tok", where),
+            normalized=bool(config.get("norm_topk_prob", False)),
+            layers=sparse,
         )
+        if experts.per_token > experts.count:
+            raise UserError(f"{where}: num_experts_per_tok is {experts.per_token}; must be at most num_experts {experts.count}")
+        if experts.per_token == 1 and experts.normalized:
+            raise UserError(f"{where}: norm_topk_prob with num_experts_per_tok 1 is not supported with megatron-core")
+        return replace(shape, experts=experts)
 
     def layer(self, number: int) -> Iterator[Entry]:
         assert self.shape.experts is not None

@@ -15,6 +15,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int  # in each of these layers
     intermediate_size: int  # of one expert
+    per_token: int  # experts that a token is given to
+    normalized: bool  # the weights of those add up to 1
     layers: frozenset[int]  # those that have experts; the others have one MLP
 
 

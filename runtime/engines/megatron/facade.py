@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from runtime.config_checks_megatron import INSTALL
+from runtime.engines.megatron import uneven
 from runtime.errors import UserError
 
 _USED = (
@@ -83,15 +84,31 @@ class _Facade(types.ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
+class _Stream:
+    """The one order in which a CPU computes, where megatron-core means a stream or an event of CUDA's."""
+
+    def wait_stream(self, other: _Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+
 def _put_on_cpu() -> None:
+    stream = _Stream()
     cuda = _Facade(
         torch.cuda,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda _: contextlib.nullcontext(),
         current_device=lambda: _CPU,
         synchronize=lambda *_: None,
         empty_cache=lambda: None,
         manual_seed=lambda _: None,
     )
-    facade = _Facade(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    collectives = _Facade(torch.distributed, all_gather=uneven.all_gather, reduce_scatter=uneven.reduce_scatter)
+    facade = _Facade(torch, cuda=cuda, distributed=collectives, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = facade  # type: ignore[attr-defined]
@@ -99,6 +116,13 @@ def _put_on_cpu() -> None:
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0)
     random._set_cuda_rng_state = lambda *_, **__: None
+    dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+
+def _on_host(tensor: torch.Tensor | None, as_numpy: bool = False, **_: Any) -> Any:
+    """What megatron-core does with tensors of CUDA alone: collectives want numbers of tokens as an array."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -35,6 +35,7 @@ class Grid:
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
                 context_parallel_size=parallel.context,
+                expert_model_parallel_size=parallel.expert,
                 distributed_timeout_minutes=math.ceil(timeout / 60),
             )
             # Without dropout nothing draws from its generators: the kind meant for inference has none to keep.
@@ -42,13 +43,14 @@ class Grid:
         self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
         self.context_rank = parallel_state.get_context_parallel_rank()
-        self.data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        """Among those that hold the same part of the model: context-parallel ranks of all blocks."""
+        self.expert_rank = parallel_state.get_expert_model_parallel_rank()
+        self.expert_data_rank = parallel_state.get_expert_data_parallel_rank()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
         self.context_group = parallel_state.get_context_parallel_group()
         self.context = parallel_state.get_context_parallel_world_size()
         self.data_group = parallel_state.get_data_parallel_group()
+        self.expert_group = parallel_state.get_expert_model_parallel_group()
         self.blocks = parallel_state.get_data_parallel_world_size()
         self.model_group = parallel_state.get_model_parallel_group()
         self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0

@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from runtime.config import Spread, Trainer
 from runtime.config_checks_megatron import uncut
 from runtime.engines import decoder
+from runtime.engines.families.shape import Experts
 from runtime.engines.hf_weights import ModelConfig
-from runtime.engines.megatron.plain import PLAIN
 from runtime.engines.packed_attention import packed_attention
 from runtime.engines.train_batch import MicroBatch
 from runtime.errors import UserError
@@ -61,15 +62,9 @@ class PackedModel(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
-        spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-        parts: Any = spec.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-        parts.self_attention.submodules.core_attention = PackedAttention
-        if shape.qk_norm:
-            parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=Norm),
+            TransformerBlockSubmodules(layer_specs=_layers(config), layer_norm=Norm),
             vocab_size=padded_vocabulary,
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -124,6 +119,24 @@ class PackedModel(GPTModel):
         return values[:, 0].float()
 
 
+def _layers(config: TransformerConfig) -> list[ModuleSpec]:
+    """Of this rank's stage."""
+    sparse: Any = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    kinds = {kind: _layer(config, config.num_moe_experts if kind else None) for kind in set(sparse)}
+    first = get_transformer_layer_offset(config)
+    return [kinds[sparse[first + index]] for index in range(get_num_layers_to_build(config))]
+
+
+def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
+    return spec
+
+
 def require_stages(shape: ModelConfig, settings: Spread) -> None:
     """Raises UserError where this version of megatron-core cannot cut such a model into pipeline stages."""
     if fault := uncut(shape.tied, settings.parallel.pipeline, megatron.core.__version__):
@@ -138,12 +151,14 @@ def _stages(layers: Sequence[int]) -> dict[str, Any]:
     return {"num_layers_in_first_pipeline_stage": layers[0], **last}
 
 
-def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(shape: ModelConfig, experts: Experts | None, settings: Spread, dtype: torch.dtype) -> TransformerConfig:
     """What megatron-core needs to know of a model of this shape."""
     parallel = settings.parallel
-    recomputed: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if isinstance(settings, Trainer) and settings.activation_checkpointing:
-        recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if experts is not None:
+        options |= _routing(experts, shape.layers, parallel.expert)
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
@@ -168,6 +183,33 @@ def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype)
         calculate_per_token_loss=True,  # gradients are sums; the step divides them
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
-        **PLAIN,
-        **recomputed,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,  # the weights are read from a folder
+        # No kernels that only CUDA, or only Apex, has.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **options,
     )
+
+
+def _routing(experts: Experts, layers: int, parallel: int) -> dict[str, Any]:
+    """As transformers routes: logits in the model's dtype, their softmax in float32. No token is dropped, no loss balances."""
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(layers)],
+        "moe_router_topk": experts.per_token,
+        # The softmax over the chosen experts alone is that over all of them, normalised.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel,
+    }

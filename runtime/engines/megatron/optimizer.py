@@ -28,6 +28,7 @@ class Updates:
         self._decay = options.weight_decay
         self.device = device
         self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._expert_blocks = parallel_state.get_expert_data_parallel_group()
         config: Any = model.config
         self.model = DistributedDataParallel(
             config=config,
@@ -102,14 +103,16 @@ class Updates:
                     group["step"] = count
 
     def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """By kind, float32 of the parameter's shape: what the blocks share out. Collective over the blocks."""
+        """By kind, float32 of the parameter's shape: what the blocks share out. Collective over those that hold it."""
         wholes = torch.zeros(len(KINDS), parameter.numel(), device=self.device)
         held = self._held(parameter)
         if held is not None:
             begin, end, parts = held
             for whole, kind in zip(wholes, KINDS, strict=True):
                 whole[begin:end] = parts[kind]
-        dist.all_reduce(wholes, group=self._blocks)
+        # megatron-core so marks what other expert ranks do not hold.
+        everywhere = getattr(parameter, "allreduce", True)
+        dist.all_reduce(wholes, group=self._blocks if everywhere else self._expert_blocks)
         return {kind: whole.view(parameter.shape) for kind, whole in zip(KINDS, wholes, strict=True)}
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime.config import Spread
 from runtime.engines import hf_weights, train_batch
+from runtime.engines.families import FAMILIES
 from runtime.engines.megatron import context, facade
 from runtime.engines.megatron.grid import Grid
 from runtime.engines.megatron.model import PackedModel, require_stages, transformer_config
@@ -39,14 +40,15 @@ class Passes:
 
         `timeout`: seconds of a collective. Raises UserError for what the folder or the layout gets wrong.
         """
-        family, shape = read_family(source, value_head), hf_weights.read_config(source)
+        family, shape = read_family(source, value_head), hf_weights.read_config(source, FAMILIES)
         grid = Grid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if not value_head:
             require_stages(shape, settings)
         padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
-            made = PackedModel(transformer_config(shape, settings, compute), shape, padded, value_head)
+            described = transformer_config(shape, family.shape.experts, settings, compute)
+            made = PackedModel(described, shape, padded, value_head)
         self._model = made.to(device, compute)
         self._weights = ModelWeights(family, self._model, grid)
         self._weights.load(source)

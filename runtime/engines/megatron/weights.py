@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby, repeat
 from pathlib import Path
 
 import torch
@@ -25,30 +27,32 @@ def read_family(path: str, value_head: bool) -> Family:
 
 
 class ModelWeights:
-    """The weights of this rank's `model`. Every method is a collective over the ranks that hold the model first; the
-    others pass it by."""
+    """The weights of this rank's `model`. What is collective is so over the first holders of all experts: the other blocks pass
+    it by.
+    """
 
     def __init__(self, family: Family, model: torch.nn.Module, grid: Grid):
         self._family, self._grid = family, grid
         self._parameters = dict(model.named_parameters())
-        for each in self.parameters(grid.pipeline_rank):
+        for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
             # Of what the ranks hold the same, the gradient counts once in the norm. megatron-core says so only where it
             # initialises the weights.
             self._parameters[each.name].tensor_model_parallel = each.split is not None  # type: ignore[attr-defined]
         self.shapes = family.tensors()
         """Of the Hugging Face tensors, in the order in which `wholes` gives them."""
 
-    def parameters(self, stage: int) -> list[Parameter]:
-        """As the ranks of pipeline stage `stage` hold them."""
+    def parameters(self, stage: int, expert_rank: int) -> list[Parameter]:
+        """As the ranks of pipeline stage `stage` hold them that are expert rank `expert_rank`."""
         grid = self._grid
-        return self._family.parameters(grid.layout, tensor_rank=grid.tensor_rank, pipeline_rank=stage)
+        coordinates = {"tensor_rank": grid.tensor_rank, "pipeline_rank": stage, "expert_rank": expert_rank}
+        return self._family.parameters(grid.layout, **coordinates)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Read this rank's part from the Hugging Face folder `path`, and no more. Raises UserError when it does not fit."""
         files = WeightFiles(path)
         self._family.require_tensors(files.shapes, f"model {path}")
-        mine = self.parameters(self._grid.pipeline_rank)
+        mine = self.parameters(self._grid.pipeline_rank, self._grid.expert_rank)
         assert {each.name for each in mine} == self._parameters.keys()
         with files.slices() as read:
             for each in mine:
@@ -60,30 +64,38 @@ class ModelWeights:
     @torch.no_grad()
     def wholes(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """On rank 0 each Hugging Face tensor in `dtype`, one at a time; nothing on the others, which send their pieces."""
-        if self._grid.data_rank:
+        if self._grid.expert_data_rank:
             return
         for stage in range(self._grid.layout.pipeline):
-            for each in self.parameters(stage):
+            for expert_rank, each in self._rows(stage):
                 if not each.copy:
-                    yield from self._whole(each, stage, dtype)
+                    yield from self._whole(each, stage, expert_rank, dtype)
 
-    def _whole(self, each: Parameter, stage: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
+        """All parameters of a stage and the expert rank that each is taken from: a layer's experts in the order of their
+        numbers, the rest from the first."""
+        of_ranks = [self.parameters(stage, expert_rank) for expert_rank in range(self._grid.layout.expert)]
+        for expert, rows in groupby(zip(*of_ranks, strict=True), lambda row: row[0].expert):
+            columns = enumerate(zip(*rows, strict=True))
+            yield from ((rank, each) for rank, column in columns if expert or rank == 0 for each in column)
+
+    def _whole(self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """By way of the stage's first expert rank."""
         grid = self._grid
-        pieces: list[torch.Tensor] = []
-        if grid.pipeline_rank == stage:
+        held: Iterator[torch.Tensor | None] = repeat(None)
+        if (grid.pipeline_rank, grid.expert_rank) == (stage, expert_rank):
             pieces = self._pieces(each, self._parameters[each.name].to(dtype))
-        if grid.tensor_rank or grid.pipeline_rank not in (0, stage):
+            held = (whole for _, whole in each.to_hf(pieces)) if grid.tensor_rank == 0 else held
+        if grid.tensor_rank:
             return
-        if stage == 0:
-            yield from each.to_hf(pieces)
-        elif grid.pipeline_rank == stage:
-            for _, whole in each.to_hf(pieces):
-                dist.send(whole.contiguous(), grid.stages[0], group=grid.pipeline_group)
-        else:
-            for source in each.sources:
-                whole = torch.empty(source.shape, dtype=dtype, device=grid.device)
-                dist.recv(whole, grid.stages[stage], group=grid.pipeline_group)
-                yield source.name, whole
+        for source, whole in zip(each.sources, held):  # noqa: B905 - the one without end
+            empty = partial(torch.empty, source.shape, dtype=dtype, device=grid.device)
+            if grid.pipeline_rank == stage:
+                whole = _at_first(whole, expert_rank, grid.expert_group, empty)
+            if grid.expert_rank == 0:
+                whole = _at_first(whole, stage, grid.pipeline_group, empty)
+                if grid.pipeline_rank == 0 and whole is not None:
+                    yield source.name, whole
 
     def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
         """Those of the tensor-parallel ranks."""
@@ -92,3 +104,17 @@ class ModelWeights:
         pieces = [torch.empty_like(own) for _ in range(each.pieces)]
         dist.all_gather(pieces, own.contiguous(), group=self._grid.tensor_group)
         return pieces
+
+
+def _at_first(
+    tensor: torch.Tensor | None, origin: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
+) -> torch.Tensor | None:
+    """What rank `origin` of `group` has, on the group's first rank; on the others what they have."""
+    ranks = dist.get_process_group_ranks(group)
+    if origin and dist.get_rank() == ranks[origin]:
+        assert tensor is not None
+        dist.send(tensor.contiguous(), ranks[0], group=group)
+    elif origin and dist.get_rank() == ranks[0]:
+        tensor = empty()
+        dist.recv(tensor, ranks[origin], group=group)
+    return tensor
