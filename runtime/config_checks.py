@@ -293,7 +293,7 @@ def _experts(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
     reference = config.model.reference
     kind = _kind_with_experts(_model_config(reference)) if reference else kind
     if kind and trains and uses_reference(config) and config.services.reference.engine == "torch":
-        yield f"services.reference.engine: torch computes no mixture of experts, and the reference is a {kind}; must be megatron"
+        yield f"services.reference.engine: torch computes no mixture of experts, and the model is a {kind}; must be megatron"
 
 
 def _kind_with_experts(model: ModelConfig | None) -> str:

@@ -503,7 +503,7 @@ def test_a_mixture_of_experts_is_generated_and_referenced_by_no_embedded_engine(
         "services.rollout.engine: torch generates with no mixture of experts, and model.path is a qwen3_moe; must be vllm"
     )
     reference = (
-        "services.reference.engine: torch computes no mixture of experts, and the reference is a qwen3_moe; must be megatron"
+        "services.reference.engine: torch computes no mixture of experts, and the model is a qwen3_moe; must be megatron"
     )
     assert checked(sound, model={"path": sparse}) == [rollouts]
     diverging = {"algorithm": {"kl_coefficient": 0.1}}
