@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron-core's")
     directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     hf2mcore = directions.add_parser("hf2mcore", help="a Hugging Face folder into a layout of megatron-core's ranks")
-    mcore2hf = directions.add_parser("mcore2hf", help="any such layout into a Hugging Face folder")
+    mcore2hf = directions.add_parser("mcore2hf", help="any such layout, or a checkpoint, into a Hugging Face folder")
     for command in (hf2mcore, mcore2hf):
         command.add_argument("--in", dest="source", type=Path, required=True, metavar="DIR", help="the folder to convert")
         command.add_argument("--out", dest="target", type=Path, required=True, metavar="DIR", help="a new folder")

@@ -69,11 +69,14 @@ class BeginStep(Command, frozen=True):
 
 
 class Accumulate(Command, frozen=True):
-    """`part` numbers the calls of a step: every data-parallel leader gets each part, perhaps without groups."""
+    """`part` numbers the calls of a step: every data-parallel leader gets each part, perhaps without groups. `last`: nothing
+    more comes before Apply.
+    """
 
     step: int
     part: int
     groups: list[TrainGroup]
+    last: bool = False
 
     @property
     def slot(self) -> Slot:

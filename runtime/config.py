@@ -387,8 +387,18 @@ class Trainer(Process, frozen=True):
     processes: Positive = 1
     engine: Literal["torch", "megatron"] = "torch"
     parallel: Parallel = Parallel()
+    overlap: bool = True  # engine megatron: collectives of an update run beside its passes
     activation_checkpointing: bool = False
     cpu_offload: bool = False
+    # Engine megatron: what is in host memory between a step's publication and the next step's first groups
+    offload_train_optimizer: bool = False
+    offload_train_grad: bool = False
+    offload_train_param: bool = False
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Which of optimizer, grad and param."""
+        return tuple(kind for kind in ("optimizer", "grad", "param") if getattr(self, f"offload_train_{kind}"))
 
 
 class ReferenceScorer(Scorer, frozen=True):
@@ -441,6 +451,7 @@ class Checkpoint(Section, frozen=True):
     every: NonNegative = 0
     keep: Positive = 2
     keep_best: bool = True
+    async_save: bool = False  # engine megatron: training goes on while files are written
 
 
 class Ledger(Section, frozen=True):

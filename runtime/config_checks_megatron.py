@@ -30,8 +30,21 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             yield from _unsupported(key, config, settings)
             if model is not None:
                 yield from _layout(key, config, settings, model)
-        elif settings.parallel != Parallel():
-            yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
+        else:
+            if settings.parallel != Parallel():
+                yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
+            if isinstance(settings, Trainer):
+                yield from _megatrons_own(key, config, settings)
+
+
+def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:
+    """What engine torch has not."""
+    if config.checkpoint.async_save:
+        yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
+    if not settings.overlap:
+        yield f"{key}.overlap: false is for engine megatron; engine torch always overlaps; must be true"
+    for kind in settings.offloaded:
+        yield f"{key}.offload_train_{kind}: true is for engine megatron; engine torch has cpu_offload; must be false"
 
 
 def _processes(key: str, settings: Spread) -> Iterator[str]:
@@ -59,7 +72,11 @@ def _processes(key: str, settings: Spread) -> Iterator[str]:
 def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
     if config.lora is not None and key == "services.trainer":
         yield "lora: engine megatron trains whole models; take services.trainer.engine torch"
-    if isinstance(settings, Trainer) and settings.cpu_offload:
+    if not isinstance(settings, Trainer):
+        return
+    if settings.offload_train_param and key == "services.critic":
+        yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
+    if settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
 
 

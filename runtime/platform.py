@@ -125,6 +125,12 @@ def keeps_master_weights(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
 
 
+def release(where: torch.device) -> None:
+    """Give other processes what the caching allocator holds and nobody uses."""
+    if where.type != "cpu":
+        _accelerator(where.type).empty_cache()
+
+
 def synchronize(where: torch.device) -> None:
     """Wait for the work queued on an accelerator; nothing on the CPU."""
     if where.type != "cpu":

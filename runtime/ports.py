@@ -75,8 +75,8 @@ class UpdatePort(Protocol):
 
     def begin_step(self, step: int) -> Answer[None]: ...
 
-    def accumulate(self, step: int, groups: list[TrainGroup]) -> Answer[None]:
-        """Add the gradient of `groups`."""
+    def accumulate(self, step: int, groups: list[TrainGroup], last: bool) -> Answer[None]:
+        """Add the gradient of `groups`. `last`: they complete the step's batch."""
 
     def apply(self, step: int) -> Answer[StepResult]:
         """Normalise over everything accumulated, clip, and step the optimizer: the weights become those of step + 1."""

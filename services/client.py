@@ -114,14 +114,14 @@ class UpdateClient(Peer):
         self._part = 0
         return self.session.post("BeginStep", commands.BeginStep(step), self._deadlines.train)
 
-    def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
+    def accumulate(self, step: int, groups: list[TrainGroup], last: bool) -> Coroutine[Any, Any, None]:
         """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
         part, self._part = self._part, self._part + 1
         tokens, mini_batches = [group.tokens for group in groups], [group.mini_batch for group in groups]
         shares = dict(zip(self._leaders, balance_each(tokens, mini_batches, len(self._leaders)), strict=True))
         of_rank = [[groups[i] for i in shares.get(rank, [])] for rank in range(len(self._sessions))]
         return _all(
-            session.post("Accumulate", commands.Accumulate(step, part, share), self._deadlines.train)
+            session.post("Accumulate", commands.Accumulate(step, part, share, last), self._deadlines.train)
             for session, share in zip(self._sessions, of_rank, strict=True)
         )
 

@@ -11,20 +11,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
 from runtime.actor import Letter
 from runtime.commands import Shared, Slot
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion
 from services import process
 
 if TYPE_CHECKING:
     from runtime.engines.group_rank import GroupRank
     from runtime.spmd import Relay
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,26 @@ class Leader(SpmdService):
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         (letter,) = letters
-        letter.reply(await self._execute(letter.message))
+        answer = await self._execute(letter.message)
+        if isinstance(answer, Future):
+            self._answer_at_end(letter, answer, "save")
+        else:
+            letter.reply(answer)
+
+    def _answer_at_end(
+        self, letter: Letter, work: Future[T], phase: str, made: Callable[[T], Any] = lambda value: value
+    ) -> None:
+        """Answer `letter` with what is `made` of the result of `work`, which goes on in a thread beside the next commands."""
+        loop = asyncio.get_running_loop()
+
+        def answer() -> None:
+            error = work.exception()
+            if error is None:
+                letter.reply(made(work.result()))
+            else:
+                letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, phase, repr(error)))
+
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(answer))
 
     async def _execute(self, command: Any) -> Any:
         before = time.monotonic()

@@ -20,7 +20,6 @@ from services.spmd_service import Follower, Leader, SpmdRole
 if TYPE_CHECKING:
     from runtime.engines.train_rank import TrainRank
     from runtime.weights.group import WeightGroup
-    from runtime.weights.sender import SendResult
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
@@ -85,21 +84,9 @@ class TrainerService(Leader):
             raise ServiceFault(self.name, "transfer", "there is no publication group")
         group = await asyncio.wait_for(asyncio.wrap_future(self._group), self.config.publication.join_timeout)
         await self._execute(command)
-        loop = asyncio.get_running_loop()
-
-        def done(future: Future[SendResult]) -> None:
-            loop.call_soon_threadsafe(self._sent, letter, future)
-
         assert self._worker.sender is not None  # it is rank 0's
         sending = self._worker.sender.send(group, command.version, self.config.publication.transfer_timeout)
-        sending.add_done_callback(done)
-
-    def _sent(self, letter: Letter, future: Future[SendResult]) -> None:
-        error = future.exception()
-        if error is None:
-            letter.reply(WeightsSent(future.result().nbytes, future.result().seconds))
-        else:
-            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "transfer", repr(error)))
+        self._answer_at_end(letter, sending, "transfer", lambda sent: WeightsSent(sent.nbytes, sent.seconds))
 
 
 def make(config: Config, name: str, rank: int) -> process.Service:

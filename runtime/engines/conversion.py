@@ -17,7 +17,8 @@ import torch
 
 from runtime import checkpoint
 from runtime.engines import hf_policy, value_model
-from runtime.engines.conversion_check import require_same_bits
+from runtime.engines.conversion_check import Reader, require_same_bits
+from runtime.engines.core_checkpoint import OWN, CoreCheckpoint, is_checkpoint
 from runtime.engines.core_folder import (
     LAYOUT,
     Column,
@@ -31,7 +32,7 @@ from runtime.engines.families import Family, Layout, Parameter, family_for
 from runtime.engines.families.family import EMBEDDING
 from runtime.engines.families.parameter import Sliceable
 from runtime.engines.hf_weights import weight_paths
-from runtime.engines.tensor_files import TensorFolder, TensorReader, TensorWriter
+from runtime.engines.tensor_files import TensorFolder, TensorWriter
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
 
@@ -102,26 +103,26 @@ def to_core(
 
 
 def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> Report:
-    """Convert `source`, which is in any of megatron-core's layouts, into the new Hugging Face folder `folder`, and check it.
+    """Convert `source`, which is in any of megatron-core's layouts, or a checkpoint of the trainer on megatron-core, into the
+    new Hugging Face folder `folder`, and check it.
 
     Raises UserError, before anything is allocated, when a file of `source` is missing, torn or of another model, for a folder
     that exists, and too little room; and afterwards when ranks that should hold the same do not.
     """
     _require_new(folder)
-    description = read_description(source)
-    layout = description.layout
-    family = family_for(_read_config(source), str(source / "config.json"), value_head=description.value_head)
-    layout.require(family.shape)
+    model, own, family, layout, core = _open_core(source)
+    if check_logits and model != source:
+        raise UserError(f"--check-logits: is for folders with {LAYOUT}; {source} is a checkpoint")
     compare = _comparison(family) if check_logits else None
-    core = CoreFolder(source, family, layout)
     pieces = list(_pieces(family, layout, core))
     specs = _hf_specs(family, pieces)
     progress = _Progress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
     _require_room(folder, sum(spec.nbytes for spec in specs))
     with checkpoint.atomic_folder(folder) as partial:
         started = time.monotonic()
-        hf_policy.write_description(source, partial, None, but=(LAYOUT,))
-        if description.value_head:
+        # A trainer computes, and saves, in a dtype of its own.
+        hf_policy.write_description(model, partial, None if model == source else getattr(torch, specs[0].dtype), but=(own,))
+        if family.value_head:
             value_model.describe(partial, f"{family.architecture}ForSequenceClassification")
         with hf_policy.ShardWriter(partial, "model", specs) as writer:
             for column in columns(family, layout):
@@ -138,6 +139,20 @@ def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show)
         left_out=[],
         difference=difference,
     )
+
+
+def _open_core(source: Path) -> tuple[Path, str, Family, Layout, CoreFolder | CoreCheckpoint]:
+    """What `source` is by its contents: the folder that describes its model, the one file there that is not Hugging Face's, and
+    where the parameters of which layout are read."""
+    if is_checkpoint(source):
+        core = CoreCheckpoint(source)
+        family = family_for(_read_config(core.path), str(core.path / "config.json"), value_head=core.has_value_head)
+        core.require(family)
+        return core.path, OWN, family, Layout(), core
+    description = read_description(source)
+    family = family_for(_read_config(source), str(source / "config.json"), value_head=description.value_head)
+    description.layout.require(family.shape)
+    return source, LAYOUT, family, description.layout, CoreFolder(source, family, description.layout)
 
 
 def _comparison(family: Family) -> Comparison:
@@ -209,7 +224,7 @@ class _Progress:
         self._show(phase, self._done, self.total)
 
 
-def _pieces(family: Family, layout: Layout, core: CoreFolder) -> Iterator[tuple[Parameter, TensorReader]]:
+def _pieces(family: Family, layout: Layout, core: CoreFolder | CoreCheckpoint) -> Iterator[tuple[Parameter, Reader]]:
     """Every parameter of every file, and where it is read."""
     for column in columns(family, layout):
         for part in column.parts:
@@ -217,7 +232,7 @@ def _pieces(family: Family, layout: Layout, core: CoreFolder) -> Iterator[tuple[
                 yield parameter, core.part(part)
 
 
-def _hf_specs(family: Family, pieces: list[tuple[Parameter, TensorReader]]) -> list[TensorSpec]:
+def _hf_specs(family: Family, pieces: list[tuple[Parameter, Reader]]) -> list[TensorSpec]:
     """The tensors that the pieces make. Raises UserError when those of one tensor are of several dtypes."""
     dtypes: dict[str, str] = {}
     for parameter, reader in pieces:
@@ -228,7 +243,7 @@ def _hf_specs(family: Family, pieces: list[tuple[Parameter, TensorReader]]) -> l
     return [TensorSpec(name, dtypes[name], shape) for name, shape in family.tensors().items()]
 
 
-def _join(column: Column, core: CoreFolder, writer: hf_policy.ShardWriter, progress: _Progress) -> None:
+def _join(column: Column, core: CoreFolder | CoreCheckpoint, writer: hf_policy.ShardWriter, progress: _Progress) -> None:
     """Write the Hugging Face tensors of one column of files."""
     readers = [core.part(part) for part in column.parts]
     for row in column.rows():
@@ -242,7 +257,7 @@ def _join(column: Column, core: CoreFolder, writer: hf_policy.ShardWriter, progr
         progress.add("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))
 
 
-def _join_rows(parameter: Parameter, reader: TensorReader, writer: hf_policy.ShardWriter) -> None:
+def _join_rows(parameter: Parameter, reader: Reader, writer: hf_policy.ShardWriter) -> None:
     """Where the blocks of a piece are rows of the whole, it need not meet the other ranks' pieces."""
     for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
         writer.write(source.name, block, index[0].start)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from runtime.engines.families import Parameter
 from runtime.engines.families.parameter import Sliceable
-from runtime.engines.tensor_files import TensorReader
 from runtime.errors import InvariantViolated, UserError
+from runtime.weights.plan import TensorSpec
 
 AT_ONCE = 16 << 20  # bytes that are compared
 
 
+class Reader(Protocol):
+    """Where a rank's parameters are read, by name."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def get(self, name: str) -> Sliceable: ...
+
+
 def require_same_bits(
-    pieces: Iterable[tuple[Parameter, TensorReader]],
+    pieces: Iterable[tuple[Parameter, Reader]],
     read: Callable[[str], Sliceable],
     checked: Callable[[str, int], None],
 ) -> None:
@@ -33,7 +47,7 @@ def require_same_bits(
         checked("checking", reader.specs[parameter.name].nbytes)
 
 
-def _first_difference(parameter: Parameter, reader: TensorReader, read: Callable[[str], Sliceable]) -> str | None:
+def _first_difference(parameter: Parameter, reader: Reader, read: Callable[[str], Sliceable]) -> str | None:
     """The first source that differs from what the parameter has of it."""
     for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
         step = max(1, AT_ONCE * block.shape[0] // max(1, block.nbytes))

@@ -19,6 +19,12 @@ from runtime.engines.update_rank import UpdateRank
 class CriticRank(UpdateRank[CriticEngine]):
     role = "critic"
     relayed = BeginStep | Accumulate | Apply | ComputeValues | Save
+    last = Apply
+    seconds_of = {  # noqa: RUF012
+        "onload": "timing/critic_onload",
+        "offload": "timing/critic_offload",
+        "save": "timing/critic_save",
+    }
 
     def state(self, folder: Path) -> Path:
         return checkpoint.critic_state(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from runtime.types import StepResult, TrainGroup, ValueRequest, Values
@@ -28,20 +28,40 @@ class UpdateEngine(ABC):
     def begin_step(self, step: int) -> None: ...
 
     @abstractmethod
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
-        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives)."""
+    def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
+        """Add the gradient of this rank's `groups` (perhaps none: the ranks still run the same collectives).
+
+        `last`, the same on all ranks: nothing more is added before `apply`, so that what ranks sum up may begin now.
+        """
 
     @abstractmethod
     def apply(self) -> StepResult:
         """The step's optimizer updates: one, or one a mini-batch and epoch."""
 
     @abstractmethod
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        """Begin to write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes it
+        atomic.
+
+        What it returns writes the rest, and returns when all ranks have. With `checkpoint.async_save` that may be in another
+        thread, while the engine goes on: what is written was copied before.
+        """
+
     def save(self, folder: str) -> None:
-        """Write model, optimizer, schedule and RNG under `folder`, which exists and is empty. The caller makes it atomic."""
+        self.begin_save(folder)()
 
     @abstractmethod
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, bit for bit. Raises UserError when it does not fit the model."""
+
+    def offload(self) -> None:
+        """Take what `offload_train_*` of its service name off the device, gradients included, which are 0 between steps. Until
+        `onload` nothing is called but `values`."""
+        raise NotImplementedError("the configuration's checks leave that to engine megatron")
+
+    def onload(self) -> None:
+        """Bring back what `offload` took off, bit for bit."""
+        raise NotImplementedError("the configuration's checks leave that to engine megatron")
 
 
 class TrainEngine(UpdateEngine):

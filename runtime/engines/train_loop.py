@@ -82,8 +82,11 @@ class UpdateLoop(UpdateEngine):
     # ------------------------------------------------------------------------------------------ what a kind of model says
 
     @abstractmethod
-    def _run(self, batches: Iterable[MicroBatch], backward: bool) -> list[torch.Tensor]:
-        """Forward passes, and with `backward` those that add to the gradients; the losses, a sum for each of `batches`."""
+    def _run(self, batches: Iterable[MicroBatch], backward: bool, last: bool = False) -> list[torch.Tensor]:
+        """Forward passes, and with `backward` those that add to the gradients; the losses, a sum for each of `batches`.
+
+        `last`: nothing more is added before `_reduce`.
+        """
 
     @abstractmethod
     def _infer(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
@@ -133,11 +136,11 @@ class UpdateLoop(UpdateEngine):
         self._statistics = StepStatistics(self._device)
         self._added: list[tuple[Work, np.ndarray]] = []
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         with self._timed():
             rows = train_rows.decode_groups(groups, self._vocab_size, self._needs)
             if self._streams:
-                self._add(self._work(rows), np.ones(len(rows.length), bool))
+                self._add(self._work(rows), np.ones(len(rows.length), bool), last)
             else:
                 self._held.append(rows)
 
@@ -157,19 +160,19 @@ class UpdateLoop(UpdateEngine):
         work = self._work(train_rows.join(self._held or empty))
         for _ in range(self._config.training.epochs):
             for index in range(updates_per_epoch(self._config)):
-                self._add(work, (work.rows.mini_batch == index)[work.rows.group])
+                self._add(work, (work.rows.mini_batch == index)[work.rows.group], last=True)
                 self._update()
 
     def _work(self, rows: Rows) -> Work:
         return Work(rows, *self._columns(rows))
 
-    def _add(self, work: Work, chosen: np.ndarray) -> None:
-        """Add the gradient of the samples `chosen` (bool [B]) of `work`."""
+    def _add(self, work: Work, chosen: np.ndarray, last: bool) -> None:
+        """Add the gradient of the samples `chosen` (bool [B]) of `work`, the `last` ones of an update or not."""
         self._added.append((work, chosen))
         trained = work.rows.trained() & chosen
         for backward, kind in enumerate((~work.live, work.live)):
             batches = self._micro_batches(work.rows, work.columns, trained & kind)
-            self._run(map(self._counted, batches), bool(backward))
+            self._run(map(self._counted, batches), bool(backward), last)
 
     def _counted(self, batch: MicroBatch) -> MicroBatch:
         self._statistics.mean("padding_waste", batch.padding, batch.attended)

@@ -46,12 +46,15 @@ class MegatronTrainEngine(MegatronUpdateEngine, PolicyLoop):
 
     @torch.no_grad()
     def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
+        self._updates.settle()
         for index, (_, whole) in enumerate(self._weights.wholes(self._wire_dtype)):
             if out is not None:
                 out[index].copy_(whole)
 
     @torch.no_grad()
     def export(self, folder: str) -> None:
+        self._updates.settle()
         like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
-        whole = self._weights.wholes(self._wire_dtype)
+        # Copies: numpy, by which files are written, never lets go of memory that it was shown, not even to lend a device out.
+        whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(self._wire_dtype))
         train_state.write_model(Path(folder), like, whole, self._rank, self._wire_dtype, self._source)

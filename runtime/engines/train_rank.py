@@ -22,6 +22,12 @@ from runtime.weights.sender import WeightSender
 class TrainRank(UpdateRank[TrainEngine]):
     role = "trainer"
     relayed = BeginStep | Accumulate | Apply | SendWeights | Save | Export
+    last = SendWeights
+    seconds_of = {  # noqa: RUF012
+        "onload": "timing/resharding_to_train",
+        "offload": "timing/offload",
+        "save": "timing/save",
+    }
 
     def __init__(self, engine: TrainEngine, config: Config, rank: int, world_size: int, device: torch.device):
         super().__init__(engine, config, rank, world_size)
@@ -33,7 +39,7 @@ class TrainRank(UpdateRank[TrainEngine]):
         self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes)
         self.sender = WeightSender(self.manifest, pin=device.type == "cuda") if rank == 0 else None
 
-    def execute(self, command: Any) -> Any:
+    def carry_out(self, command: Any) -> Any:
         if isinstance(command, SendWeights):
             self.version = command.version
             timeout = self.config.publication.transfer_timeout
@@ -42,7 +48,7 @@ class TrainRank(UpdateRank[TrainEngine]):
         if isinstance(command, Export):
             self._export(command)
             return None
-        return super().execute(command)
+        return super().carry_out(command)
 
     def _export(self, command: Export) -> None:
         if self.rank:

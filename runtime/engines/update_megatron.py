@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from runtime import codec
+from runtime import codec, platform
 from runtime.config import Config, Optimizer, Trainer
 from runtime.engines.megatron import state
 from runtime.engines.megatron.optimizer import Updates
 from runtime.engines.megatron.passes import Passes
+from runtime.engines.megatron.writer import Writer
+from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_loop import UpdateLoop
 from runtime.engines.train_model import Placement
@@ -41,19 +43,21 @@ class MegatronUpdateEngine(Passes, UpdateLoop):
         device, seed, timeout = placement.device, config.run.seed, config.deadlines.train
         self._build(source, settings, compute, device, seed=seed, timeout=timeout, value_head=value_head)
         self._source = source
-        self._updates = Updates(self._model.train(), options, compute, device)
+        self._updates = Updates(self._model.train(), options, compute, device, settings.overlap)
         self._passed = self._updates.model
+        self._writer = Writer(self._grid.host_group(config.deadlines.save), self.role, config.deadlines.save)
+        self._shelves = [Shelf(self._updates.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
         super().__init__(config, options, needs, placement, self._shape.vocab_size)
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         shared = codec.decode(list[TrainGroup], self._grid.bytes_of_leader(codec.encode(list(groups))))
-        super().accumulate(shared)
+        super().accumulate(shared, last)
 
     # ------------------------------------------------------------------------------------------ passes
 
-    def _run(self, batches: Iterable[MicroBatch], backward: bool) -> list[torch.Tensor]:
+    def _run(self, batches: Iterable[MicroBatch], backward: bool, last: bool = False) -> list[torch.Tensor]:
         held = list(batches)
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), self._updates.passes(last):
             losses = self._pipeline(held, self._given_loss, forward_only=not backward)
         return self._of_last_stage([loss[None] for loss in losses], [1] * len(held))
 
@@ -83,10 +87,21 @@ class MegatronUpdateEngine(Passes, UpdateLoop):
     def _step_optimizer(self, scale: float, rate: float) -> None:
         self._updates.step(scale, rate)
 
+    def offload(self) -> None:
+        self._updates.settle()
+        for shelf in self._shelves:
+            shelf.put()
+        platform.release(self._device)
+
+    def onload(self) -> None:
+        for shelf in self._shelves:
+            shelf.take()
+
     # ------------------------------------------------------------------------------------------ its state on disk
 
-    def save(self, folder: str) -> None:
-        state.save(Path(folder), self._updates, self._position())
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        self._updates.settle()
+        return state.prepare(Path(folder), self._updates, self._position(), self._source, self._writer)
 
     def load(self, folder: str) -> None:
         self._resume(state.load(Path(folder), self._updates))

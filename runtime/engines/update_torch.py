@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ class TorchUpdateEngine(UpdateLoop):
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """What the model gives for the trained tokens, N rows."""
 
-    def _run(self, batches: Iterable[MicroBatch], backward: bool) -> list[torch.Tensor]:
-        losses = []
+    def _run(self, batches: Iterable[MicroBatch], backward: bool, last: bool = False) -> list[torch.Tensor]:
+        losses = []  # FSDP2 reduces every micro-batch's gradients: it holds none but its own shard of them
         for batch in batches:
             with torch.set_grad_enabled(backward):
                 loss = self._loss(batch, self._forward(batch))
@@ -83,8 +84,8 @@ class TorchUpdateEngine(UpdateLoop):
 
     # ------------------------------------------------------------------------------------------ its state on disk
 
-    def save(self, folder: str) -> None:
-        train_state.save(Path(folder), self._training_state(), self._source)
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        return partial(train_state.save, Path(folder), self._training_state(), self._source)
 
     def load(self, folder: str) -> None:
         self._resume(train_state.load(Path(folder), self._training_state()))

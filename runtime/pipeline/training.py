@@ -84,6 +84,8 @@ class TrainStage:
             if batch is None:
                 break
             saving = await self._checkpoint(step + 1)
+            if saving is not None:
+                await self.saved()  # at most one is being written
             if self._running is not None:
                 await self._running
             version = PolicyVersion(self.incarnation, step + 1)
@@ -91,7 +93,7 @@ class TrainStage:
             self.first_applied = self.first_applied or time.monotonic()
             publication = self._publisher.begin(version)
             if saving is not None:
-                self._saving = tasks.create_task(saving())
+                self._saving = tasks.create_task(self._save(saving()))
             self._running = tasks.create_task(self._finish(step, batch, applying, publication))
         if self._running is not None:
             await self._running
@@ -101,11 +103,13 @@ class TrainStage:
         if self._saving is not None:
             await self._saving
 
+    async def _save(self, saving: Answer[None]) -> None:
+        with self._spans.span("checkpoint"):
+            await saving
+
     async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them on; None when `stop` came first."""
         buffer, batch = self._buffer, list[Group]()
-        for model, _ in self._updated:
-            tasks.create_task(model.begin_step(step))
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
@@ -114,10 +118,14 @@ class TrainStage:
             buffer.ready_changed.clear()
             groups = buffer.take(step, whole=not self._may_stream(len(batch)))
             if groups:
+                if not batch:  # no sooner: between steps the trainer's devices may be lent out
+                    for model, _ in self._updated:
+                        tasks.create_task(model.begin_step(step))
                 batch += groups
+                last = buffer.step != step
                 data = [await self._train_group(group) for group in groups]
                 for model, _ in self._updated:
-                    tasks.create_task(model.accumulate(step, data))
+                    tasks.create_task(model.accumulate(step, data, last))
             else:
                 await buffer.ready_changed.wait()
         return batch

@@ -13,14 +13,16 @@ class StepRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class AccumulateRequest(_message.Message):
-    __slots__ = ("step", "part", "groups")
+    __slots__ = ("step", "part", "groups", "last")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     step: int
     part: int
     groups: bytes
-    def __init__(self, step: _Optional[int] = ..., part: _Optional[int] = ..., groups: _Optional[bytes] = ...) -> None: ...
+    last: bool
+    def __init__(self, step: _Optional[int] = ..., part: _Optional[int] = ..., groups: _Optional[bytes] = ..., last: bool = ...) -> None: ...
 
 class ApplyReply(_message.Message):
     __slots__ = ("result",)

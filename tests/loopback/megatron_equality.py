@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from runtime.engines import conversion
+from tests.loopback.megatron_member import Layout
 
 Found = dict[str, Any]
 
@@ -24,3 +29,14 @@ def assert_equal(found: Found, expected: Found, last: int = 0) -> None:
     assert found["published"].keys() == expected["published"].keys()
     for name, tensor in expected["published"].items():
         torch.testing.assert_close(found["published"][name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def assert_published(folder: Path, layout: Layout, found: Found) -> None:
+    """What was published last is what was exported, and what the checkpoint of that step gives."""
+    converted = folder / f"converted-{layout.name}"
+    conversion.to_hf(folder / f"end-of-{layout.name}", converted, show=lambda *_: None)
+    assert {path.name for path in converted.iterdir()} >= {"config.json", "tokenizer.json"}
+    for made in (folder / f"export-{layout.name}", converted):
+        tensors = load_file(made / "model.safetensors")
+        assert tensors.keys() == found["published"].keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in found["published"].items())

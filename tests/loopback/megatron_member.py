@@ -22,7 +22,8 @@ from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
 from runtime.engines import critic_rank, train_rank, train_rows
 from runtime.topology import data_leaders
 from runtime.types import TrainGroup, ValueRequest
-from tests.loopback.ranks import as_rank, run_ranks
+from runtime.weights.sender import in_thread
+from tests.loopback.ranks import DEADLINE, as_rank, run_ranks
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import run_step
 
@@ -77,7 +78,8 @@ def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer"
     name."""
     arguments = (json.dumps(layout), role, *([resumed] if resumed else []))
     if not resumed:
-        shutil.rmtree(folder / f"saved-by-{layout.name}", ignore_errors=True)
+        for name in ("saved-by", "end-of"):
+            shutil.rmtree(folder / f"{name}-{layout.name}", ignore_errors=True)
     run_ranks(__name__, folder, layout.processes, *arguments)
     found: dict[str, Any] = torch.load(folder / f"{layout.name}.pt")
     return found
@@ -102,7 +104,7 @@ def member(rank: int, folder: Path) -> None:
     for step in range(SAVED if resumed else 0, STEPS):
         if step == SAVED and not resumed:
             (folder / f"saved-by-{layout.name}").mkdir(exist_ok=True)
-            engine.save(str(folder / f"saved-by-{layout.name}"))
+            saving = in_thread("save", engine.begin_save(str(folder / f"saved-by-{layout.name}")))  # beside the steps to come
         groups = groups_of(step)
         rows = train_rows.decode_groups(groups, engine._vocab_size, engine._needs)
         numbers.append(torch.from_numpy(engine._forward_only(rows)))
@@ -110,6 +112,10 @@ def member(rank: int, folder: Path) -> None:
         if role == "critic":
             check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)
         metrics.append(run_step(engine, share[:1], share[1:]).metrics)
+    if not resumed:
+        saving.result(DEADLINE)
+        (folder / f"end-of-{layout.name}").mkdir(exist_ok=True)
+        engine.save(str(folder / f"end-of-{layout.name}"))
     published = publish(engine, rank, folder / f"export-{layout.name}") if role == "trainer" else {}
     if rank == 0:
         version = importlib.metadata.version("megatron-core")

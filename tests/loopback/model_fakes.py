@@ -53,7 +53,7 @@ class FakeModel:
     def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
         return self._post("begin", step, lambda: self._nothing())
 
-    def accumulate(self, step: int, groups: list[TrainGroup]) -> Coroutine[Any, Any, None]:
+    def accumulate(self, step: int, groups: list[TrainGroup], last: bool) -> Coroutine[Any, Any, None]:
         self.batches.setdefault(step, []).extend(groups)
         return self._post("accumulate", step, lambda: self._nothing())
 

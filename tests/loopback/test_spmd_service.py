@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,7 @@ class NotingEngine(CriticEngine):
     def begin_step(self, step: int) -> None:
         self.seen.append(("begin", step))
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         self.seen.append(("accumulate", *((group.mini_batch, group.group_id) for group in groups)))
 
     def apply(self) -> StepResult:
@@ -54,8 +54,8 @@ class NotingEngine(CriticEngine):
             raise InvalidMessage("torn")
         return [Values(group_id=group.group_id, values=np.full(1, group.group_id, np.float32)) for group in groups]
 
-    def save(self, folder: str) -> None:
-        self.seen.append(("save", folder))
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        return lambda: self.seen.append(("save", folder))
 
     def load(self, folder: str) -> None:
         raise AssertionError("there is nothing to resume")
@@ -188,7 +188,12 @@ def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() 
             client = group.client
             tokens = {0: [5, 4, 9], 1: [8, 6, 5, 3]}  # balanced over all, neither would be balanced in itself
             groups = [train_group(10 * batch + i, n, batch) for batch, row in tokens.items() for i, n in enumerate(row)]
-            posted = [client.begin_step(0), client.accumulate(0, groups[::-1]), client.accumulate(0, []), client.apply(0)]
+            posted = [
+                client.begin_step(0),
+                client.accumulate(0, groups[::-1], False),
+                client.accumulate(0, [], True),
+                client.apply(0),
+            ]
             value = asyncio.ensure_future(client.values(asked(1)[0]))
             await asyncio.gather(*posted, value, client.save("/nowhere"))
             cost = {group.group_id: group.tokens for group in groups}

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.loopback.megatron_equality import assert_equal
+from tests.loopback.megatron_equality import assert_equal, assert_published
 from tests.loopback.megatron_member import STEPS, Layout, train
 from tests.unit.training_cases import make_policy
 
@@ -35,9 +33,7 @@ def test_tensor_parallel_is_the_torch_engine(folder: Path, expected: dict[str, A
     assert len(found["metrics"]) == STEPS
     assert len({metrics["grad_norm"] for metrics in found["metrics"]}) == STEPS
     assert_equal(found, expected)
-    exported = load_file(folder / f"export-{TENSOR.name}" / "model.safetensors")
-    assert exported.keys() == found["published"].keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in found["published"].items())
+    assert_published(folder, TENSOR, found)
 
 
 def test_context_parallel_is_the_torch_engine(folder: Path, expected: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A whole run whose trainer is on megatron-core: what it computes, and that it goes on from its checkpoint."""
+"""A whole run whose trainer is on megatron-core: what it computes, and that it goes on from its checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.checkpoint import steps as checkpoints
+from runtime.ledger_reader import LedgerReader
 from tests.system.conftest import make_tiny
-from tests.system.runs import ROOT, steps, summary, trained, write_config
+from tests.system.runs import ROOT, check_gone, eventually, started, steps, summary, trained, write_config
 from tests.system.test_spmd import COMPARED, VARIETY
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
@@ -40,6 +42,52 @@ def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tmp
         assert other["grad_norm"] > 1e-3
         for name in COMPARED:
             assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), f"{name} of step {own['step']}"
+
+
+# In the trainer's interpreter: the files of the second checkpoint reach the disk no more.
+SLOW_DISK = """
+import os, pathlib, threading
+
+really = os.fsync
+
+def fsync(file):
+    if ".step-00000004.partial/megatron" in os.readlink(f"/proc/self/fd/{file}"):
+        pathlib.Path("MARK").touch()
+        threading.Event().wait(100)
+    really(file)
+
+os.fsync = fsync
+"""
+
+
+def test_a_trainer_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    tiny, mark, folder = make_tiny(tmp_path / "tiny", kv_heads=2), tmp_path / "writing", tmp_path / "run"
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DISK.replace("MARK", str(mark)))
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny,
+        checkpoint={"every": 2, "async_save": True},
+        services={"trainer": {"engine": "megatron", "offload_train_optimizer": True, "offload_train_param": True}},
+    )
+    slow = f"services.trainer.env.PYTHONPATH={tmp_path / 'slow'}:{ROOT}"
+    with started(config, "training.steps=100000", slow, folder=folder) as run:
+        eventually(mark.exists, RUN, "the second checkpoint's files")
+        run.reaches(5)  # beside it: the one of step 6 waits
+        assert checkpoints(folder) == [2]
+        run.member("trainer-0").kill()
+        assert run.wait(RUN) == 1, run.output + run.errors
+        check_gone(folder)
+    assert checkpoints(folder) == [2]
+    trained(config, "training.steps=6", "run.resume=auto", folder=folder, timeout=RUN)
+    assert checkpoints(folder) == [4, 6]
+    resumed = steps(folder)[-4:]
+    assert [point["step"] for point in resumed] == [3, 4, 5, 6]
+    assert all(point["timing/resharding_to_train"] > 0 for point in resumed)
+    assert any(point.get("timing/checkpoint") for point in resumed)
+    assert any(point.get("timing/save") for point in resumed)
+    with LedgerReader(folder / "ledger") as reader:
+        assert reader.check_final(None)["retired"] == 4 * 6
 
 
 def test_the_quickstart_learns_to_add(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loopback.megatron_equality import assert_equal
+from tests.loopback.megatron_equality import assert_equal, assert_published
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import make_policy
@@ -59,7 +59,9 @@ def whole(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_layout_is_the_torch_engine(folder: Path, expected: dict[str, Any], layout: Layout) -> None:
-    assert_equal(train(folder, layout), expected)
+    found = train(folder, layout)
+    assert_equal(found, expected)
+    assert_published(folder, layout, found)
 
 
 def test_stages_of_different_lengths(tmp_path: Path) -> None:

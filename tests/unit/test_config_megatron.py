@@ -185,6 +185,21 @@ def test_what_it_does_not_do() -> None:
     assert fault.startswith("services.trainer.parallel: is for engine megatron")
 
 
+def test_what_is_for_it_alone() -> None:
+    away = {"offload_train_grad": True, "offload_train_param": True}
+    asked = {"services": {"trainer": {"overlap": False, **away}}, "checkpoint": {"async_save": True}}
+    assert [fault.partition(": ")[0] for fault in faults(**asked)] == [
+        "checkpoint.async_save",
+        "services.trainer.overlap",
+        "services.trainer.offload_train_grad",
+        "services.trainer.offload_train_param",
+    ]
+    asked["services"]["trainer"]["engine"] = "megatron"
+    assert faults(**asked) == []
+    (fault,) = faults(role="critic", critic={}, services={"critic": {"engine": "megatron", **away}})
+    assert fault.startswith("services.critic.offload_train_param: true leaves it no weights to compute values with")
+
+
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_checks_megatron, "_installed", lambda: False)
     (fault,) = faults(**services(1))

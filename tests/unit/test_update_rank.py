@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from runtime import checkpoint, codec
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Save, SendWeights
-from runtime.config import Config, Run
+from runtime.config import Checkpoint, Config, Run, Services, Trainer
 from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.train_base import CriticEngine
@@ -25,12 +26,14 @@ class Engine(CriticEngine):
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
+        self.may_write = threading.Event()
+        self.may_write.set()
 
     def begin_step(self, step: int) -> None:
         self.seen.append(("begin", step))
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
-        self.seen.append(("accumulate", len(groups)))
+    def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
+        self.seen.append(("accumulate", len(groups), last))
 
     def apply(self) -> StepResult:
         return StepResult(step=4, metrics={"critic/loss": 1.0}, seconds=0.5)
@@ -38,28 +41,40 @@ class Engine(CriticEngine):
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
         return [Values(group_id=group.group_id, values=np.ones(2, np.float32)) for group in groups]
 
-    def save(self, folder: str) -> None:
+    def begin_save(self, folder: str) -> Callable[[], None]:
         self.seen.append(("save", folder))
-        if self.failure is not None:
-            raise self.failure
+
+        def write() -> None:
+            assert self.may_write.wait(10.0)
+            if self.failure is not None:
+                raise self.failure
+
+        return write
+
+    def offload(self) -> None:
+        self.seen.append(("offload",))
+
+    def onload(self) -> None:
+        self.seen.append(("onload",))
 
     def load(self, folder: str) -> None:
         self.seen.append(("load", folder))
 
 
-def make(resume: str = "") -> tuple[CriticRank, Engine]:
-    engine = Engine()
-    return CriticRank(engine, Config(run=Run(name="a", resume=resume)), 0, 1), engine
+def make(resume: str = "", **settings: Any) -> tuple[CriticRank, Engine]:
+    engine, saved = Engine(), Checkpoint(async_save=settings.pop("async_save", False))
+    config = Config(run=Run(name="a", resume=resume), services=Services(critic=Trainer(**settings)), checkpoint=saved)
+    return CriticRank(engine, config, 0, 1), engine
 
 
 def test_a_step_makes_the_next_version() -> None:
     rank, engine = make()
     assert rank.execute(BeginStep(4)) is None
-    assert rank.execute(Accumulate(4, 0, [])) is None
+    assert rank.execute(Accumulate(4, 0, [], True)) is None
     assert rank.version == PolicyVersion(0, 0)
     assert rank.execute(Apply(4)).metrics == {"critic/loss": 1.0}
     assert rank.version == PolicyVersion(0, 5)
-    assert engine.seen == [("begin", 4), ("accumulate", 0)]
+    assert engine.seen == [("begin", 4), ("accumulate", 0, True)]
 
 
 def test_values_are_encoded_one_by_one() -> None:
@@ -83,6 +98,37 @@ def test_a_full_disk_is_told_whatever_library_met_it(tmp_path: Path) -> None:
     engine.failure = RuntimeError("of another kind")
     with pytest.raises(RuntimeError, match="of another kind"):
         rank.execute(Save(str(tmp_path)))
+
+
+def test_a_checkpoint_is_written_beside_the_next_commands(tmp_path: Path) -> None:
+    rank, engine = make(async_save=True)
+    engine.may_write.clear()
+    saving = rank.execute(Save(str(tmp_path)))
+    rank.execute(BeginStep(4))
+    assert engine.seen == [("save", str(tmp_path)), ("begin", 4)]
+    assert not saving.done()
+    engine.may_write.set()
+    assert saving.result(10.0) is None
+    assert "timing/critic_save" in rank.execute(Apply(4)).metrics
+    assert "timing/critic_save" not in rank.execute(Apply(5)).metrics
+    engine.failure = OSError("No space left on device")
+    with pytest.raises(StorageFull, match=str(tmp_path)):
+        rank.execute(Save(str(tmp_path))).result(10.0)
+    with pytest.raises(StorageFull):  # nor is it forgotten
+        rank.execute(Save(str(tmp_path)))
+
+
+def test_the_state_is_away_between_steps(tmp_path: Path) -> None:
+    rank, engine = make(engine="megatron", offload_train_optimizer=True)
+    step = [BeginStep(0), Accumulate(0, 0, [], True), Apply(0)]
+    for command in (*step, ComputeValues(0, []), Save(str(tmp_path)), BeginStep(1)):
+        answer = rank.execute(command)
+        if command == step[-1]:
+            assert "timing/critic_onload" not in answer.metrics
+    whole = [("begin", 0), ("accumulate", 0, True), ("offload",), ("onload",), ("save", str(tmp_path)), ("offload",)]
+    assert engine.seen == [*whole, ("onload",), ("begin", 1)]
+    metrics = rank.execute(Apply(1)).metrics
+    assert {"timing/critic_onload", "timing/critic_offload"} <= metrics.keys()
 
 
 def test_a_critic_goes_on_from_its_part_of_the_checkpoint(tmp_path: Path) -> None:

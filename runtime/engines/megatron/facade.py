@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import os
 import sys
 import types
 import warnings
@@ -44,8 +45,9 @@ def prepare(device: torch.device) -> None:
     if device.type == "npu":
         _import("mindspeed.megatron_adaptor", "engine megatron on NPUs needs MindSpeed: see its own instructions to install it")
     if device.type == "cpu":
-        # Its functions are compiled when they are first called, for which many machines lack a compiler.
-        torch._dynamo.config.disable = True
+        # Its functions are compiled when they are first called, for which many machines lack a compiler. Told so by the
+        # environment, torch does not even load its own, which takes seconds.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed

@@ -92,5 +92,9 @@ class Grid:
         dist.broadcast(payload, source, group=group)
         return payload.cpu().numpy().tobytes()[: int(size)]
 
+    def host_group(self, timeout: float) -> Any:
+        """A group of its own of all ranks, for tensors on the host: what a thread beside the engine's uses. Collective."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
     def close(self) -> None:
         parallel_state.destroy_model_parallel()

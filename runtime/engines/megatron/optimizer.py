@@ -1,7 +1,14 @@
-"""megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments shared out."""
+"""megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments shared out.
+
+With `overlap` both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
+update's last backward pass has made them: whoever runs it says so (`passes`), as an update's micro-batches may come in several
+calls. The new weights are gathered while the next forward pass begins, each layer of which waits for its own; whoever reads
+weights otherwise waits for all (`settle`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,18 +30,29 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 class Updates:
     """A model's gradients, as sums over everything that was added since they were cleared, and its updates by AdamW."""
 
-    def __init__(self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = False
+    ):
         """`model` holds the weights to begin with. Biases and norms do not decay."""
         self._decay = options.weight_decay
         self.device = device
         self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._expert_blocks = parallel_state.get_expert_data_parallel_group()
-        config: Any = model.config
+        self._config: Any = model.config
+        self._overlaps = overlap and dist.get_world_size(self._blocks) > 1
         self.model = DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            config=self._config,
+            ddp_config=DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=self._overlaps,
+                overlap_param_gather=self._overlaps,
+                align_param_gather=True,  # `step` begins all of it
+            ),
             module=model,
         )
+        if self._overlaps:
+            self._await_head(model)
         settings = OptimizerConfig(
             optimizer="adam",
             lr=options.learning_rate,
@@ -53,6 +71,10 @@ class Updates:
         self._make_moments()
 
     def clear(self) -> None:
+        for buckets in self._buckets():
+            if buckets.grad_reduce_handle is not None:  # of an update that is given up
+                buckets.grad_reduce_handle.wait()
+                buckets.grad_reduce_handle = None
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -60,8 +82,30 @@ class Updates:
         """Of this rank's part of the model, before `finish` those of its block alone."""
         return [parameter.main_grad for parameter in self.model.parameters()]
 
+    @contextlib.contextmanager
+    def passes(self, last: bool) -> Iterator[None]:
+        """Around one run of megatron-core's schedules: the last of an update, behind which comes `finish`, or another one."""
+        self._config.no_sync_func = (
+            self.model.no_sync if last else None
+        )  # the schedule's, around all but the last backward pass
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            yield
+
+    def settle(self) -> None:
+        """Wait until this rank has all weights as the last step made them."""
+        for buckets in self._buckets():
+            if buckets.param_gather_handle is not None:
+                buckets.finish_param_sync(skip_next_bucket_dispatch=True)
+
     def finish(self) -> float:
         """Sum the gradients over the blocks. Returns their squared norm, of the whole model; perhaps NaN."""
+        if self._overlaps:
+            self.settle()  # there may have been no pass since the last step
+            for buckets in self._buckets():
+                # The last groups may all be without gradient, so that no backward pass has begun it. The first one never does,
+                # but with version 0.12.
+                if buckets.grad_reduce_handle is None and not getattr(buckets, "is_first_batch", False):
+                    buckets.start_grad_sync()
         finalize_model_grads([self.model], None)
         self.optimizer.prepare_grads()
         total = torch.zeros((), dtype=torch.float32 if self.device.type == "npu" else torch.float64, device=self.device)
@@ -79,12 +123,44 @@ class Updates:
             group["lr"] = rate
             group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
         self.optimizer.step_with_ready_grads()
+        if self._overlaps:
+            self.model.start_param_sync()
         self._count += 1
+
+    def _buckets(self) -> Iterator[Any]:
+        """What is summed, or gathered, together."""
+        yield from self.model.bucket_groups
+        yield from self.model.expert_parallel_bucket_groups
+
+    def _await_head(self, model: Any) -> None:
+        """The head's weights are read without a call of its module, which megatron-core would have wait for them."""
+        head = getattr(getattr(model, "output_layer", None), "weight", None)
+        if head is not None:
+            buckets = self.model.param_to_bucket_group[head]
+            model.decoder.final_layernorm.register_forward_pre_hook(
+                lambda *_: buckets.finish_param_sync(skip_next_bucket_dispatch=True)
+            )
 
     def _parts(self) -> Iterator[Any]:
         yield from getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     # ------------------------------------------------------------------------------------------ its state
+
+    def tensors(self, kind: str) -> Iterator[torch.Tensor]:
+        """What lies on the device of the kind "param", "grad" or "optimizer": all that the parameters, their gradients, or what
+        the optimizer has besides are views of."""
+        buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
+        if kind == "param":
+            yield from (buffer.param_data for buffer in buffers)
+        elif kind == "grad":
+            yield from (buffer.grad_data for buffer in buffers)
+        else:
+            weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+            for part in self._parts():
+                for master in part.get_parameters():
+                    if master.untyped_storage().data_ptr() not in weights:  # as it does in float32
+                        yield master
+                    yield from self._moments(part, master).values()
 
     @property
     def count(self) -> int:

@@ -1,21 +1,24 @@
 """A training engine's state on disk as megatron-core shards it: any layout reads what any other has written.
 
-megatron/           dist_checkpointing's: weights, master weights and Adam's moments
+megatron/           dist_checkpointing's: weights, master weights and Adam's moments; and the Hugging Face folder's description
 trainer.json        format, engine, step, Adam's step count, coefficient of the KL term
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
+from runtime.engines import hf_policy
+from runtime.engines.core_checkpoint import FOLDER, OWN, TRAINER
 from runtime.engines.megatron.optimizer import KINDS, Updates
 from runtime.engines.megatron.writer import Writer
 from runtime.engines.train_model import Position
@@ -23,11 +26,13 @@ from runtime.errors import UserError
 
 FORMAT = 1
 ENGINE = "megatron"
-FOLDER = "megatron"
 
 
-def save(folder: Path, updates: Updates, position: Position) -> None:
-    """Collective; every rank writes its part."""
+def prepare(folder: Path, updates: Updates, position: Position, source: str, writer: Writer) -> Callable[[], None]:
+    """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not: `Writer.write`.
+
+    Collective. Configuration and tokenizer are `source`'s.
+    """
     target = folder / FOLDER
     if dist.get_rank() == 0:
         target.mkdir()
@@ -38,16 +43,19 @@ def save(folder: Path, updates: Updates, position: Position) -> None:
             "optimizer_updates": updates.count,
             "kl_coefficient": position.kl_coefficient,
         }
-        (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+        (folder / TRAINER).write_text(json.dumps(description) + "\n", encoding="utf-8")
     dist.barrier()
-    dist_checkpointing.save(_sharded(updates), str(target), Writer())
+    dist_checkpointing.save(_saved(updates), str(target), writer)
+    if dist.get_rank() == 0:
+        hf_policy.write_description(source, target, None, but=(OWN,))
+    return writer.write
 
 
 def load(folder: Path, updates: Updates) -> Position:
     """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
     description = _description(folder)
     target = str(folder / FOLDER)
-    wanted = _sharded(updates)
+    wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
     _require_same(folder, wanted, dist_checkpointing.load_tensors_metadata(target))
     found = dist_checkpointing.load(wanted, target)
     updates.model.module.load_state_dict(found["model"])
@@ -57,8 +65,29 @@ def load(folder: Path, updates: Updates) -> Position:
     return Position(description["step"], description["kl_coefficient"])
 
 
-def _sharded(updates: Updates) -> dict[str, Any]:
-    """What is saved, or loaded into: the parameters as they are, and each one's master weights and moments alike.
+def _saved(updates: Updates) -> dict[str, Any]:
+    """`_described`, with copies on the host: what several ranks hold is copied, and written, by one of them."""
+
+    def wholes(parameter: torch.nn.Parameter, entry: Any) -> dict[str, torch.Tensor]:
+        return {kind: _host_copy(whole, entry) for kind, whole in updates.gather(parameter).items()}
+
+    tree = _described(updates, wholes)
+    for name, entry in tree["model"].items():
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
+            tree["model"][name] = replace(entry, data=_host_copy(entry.data.detach(), entry))
+    return tree
+
+
+def _host_copy(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
+    """A copy of its own; where another rank writes `entry`, its shape alone."""
+    return tensor.to("cpu", copy=True) if is_main_replica(entry.replica_id) else tensor.to("meta")
+
+
+def _described(
+    updates: Updates, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
+) -> dict[str, Any]:  # fmt: skip
+    """What is saved, or loaded into: the parameters as they are, and each one's master weights and moments alike, as `wholes`
+    gives them by kind for a parameter and its description.
 
     megatron-core's own description of its optimizer's state does not fit torch's AdamW, and pads where it must not.
     """
@@ -67,7 +96,7 @@ def _sharded(updates: Updates) -> dict[str, Any]:
     optimizer: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for name, parameter in updates.model.module.named_parameters():
         entry = entries[id(parameter)]
-        for kind, whole in updates.gather(parameter).items():
+        for kind, whole in wholes(parameter, entry).items():
             known = {"dtype": whole.dtype} if isinstance(entry, ShardedTensor) else {}
             optimizer[kind][name] = replace(entry, key=f"optimizer.{kind}.{entry.key}", data=whole, **known)
     return {"model": model, "optimizer": optimizer}
@@ -75,9 +104,9 @@ def _sharded(updates: Updates) -> dict[str, Any]:
 
 def _description(folder: Path) -> dict[str, Any]:
     try:
-        description: dict[str, Any] = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+        description: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {folder}: trainer.json cannot be read: {error}") from error
+        raise UserError(f"checkpoint {folder}: {TRAINER} cannot be read: {error}") from error
     if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
         raise UserError(
             f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "

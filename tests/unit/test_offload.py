@@ -1,0 +1,26 @@
+"""Storages on the host and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.engines.offload import Shelf
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_storage_is_gone_and_comes_back_under_all_of_its_views(keep: bool) -> None:
+    buffer = torch.arange(8.0)
+    left, right, single = buffer[:3], buffer[3:].view(5, 1), torch.tensor([-0.0, torch.nan], dtype=torch.bfloat16)
+    before = [tensor.clone().view(torch.uint8) for tensor in (buffer, single)]
+    shelf = Shelf([left, right, single, torch.empty(0)], keep=keep)
+    for _ in range(2):
+        shelf.put()
+        assert [tensor.untyped_storage().nbytes() for tensor in (buffer, left, right, single)] == [0] * 4
+        shelf.take()
+        for tensor, bits in zip((buffer, single), before, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), bits if keep else torch.zeros_like(bits))
+    left += 1.0
+    shelf.put()
+    shelf.take()
+    assert left[0] == (1.0 if keep else 0.0)
