@@ -139,7 +139,6 @@ def test_the_critic_may_have_experts(of_experts: Path) -> None:
     assert_equal(train(of_experts, layout, role="critic"), train(of_experts, TORCH, role="critic"))
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence", "tensor and pipeline"])
 @pytest.mark.parametrize("layout", ["one rank", "tensor with sequence and context", "tensor and pipeline"])
 def test_the_critic_is_the_torch_engines(folder: Path, layout: str) -> None:
     make_reward_model(folder / "policy", folder / "critic")
