@@ -148,13 +148,16 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
+    from launcher import environment
     from launcher.known import known_names
+    from launcher.machine import this_machine
     from runtime import config_checks, config_loading
     from runtime.errors import ConfigError
     from runtime.topology import members
 
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
-    if faults := config_checks.semantic_faults(config, known_names()):
+    faults = config_checks.semantic_faults(config, known_names())
+    if faults := [*faults, *environment.faults(config, this_machine())]:
         raise ConfigError(faults)
     print(f"{options.config}: valid")
     print("processes: coordinator, " + ", ".join(member.name for member in members(config)))

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
+from runtime.config import Algorithm, Config, Process, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
+from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
@@ -60,6 +61,7 @@ def semantic_faults(
         *_lengths(config, policy),
         *_kv_memory(config, policy, available_bytes),
         *_processes(config),
+        *device_faults(config, trains),
     ]
     if not trains:
         return faults
@@ -295,7 +297,8 @@ def _updates(config: Config) -> Iterator[str]:
 
 def _processes(config: Config) -> Iterator[str]:
     for role in config.services.__struct_fields__:
-        python = getattr(config.services, role).python
+        settings = getattr(config.services, role)
+        python = settings.python if isinstance(settings, Process) else ""
         if python and shutil.which(python) is None:
             yield f"services.{role}.python: '{python}' is not an executable"
 

@@ -18,14 +18,17 @@ import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
-from runtime.config import Algorithm, Config, Section
+from runtime.config import Algorithm, Config, Section, Services
 from runtime.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
 _ROOT = inspect.type_info(Config)
-_ALGORITHM = inspect.type_info(Algorithm)
-_PRESETS = Path(__file__).parent / "presets"  # configs/algorithms of the source tree
+# By section: its type, and the folder of the files that its `preset` may name (those of configs/ in the source tree).
+_PRESETS = {
+    "algorithm": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
+    "services": (inspect.type_info(Services), Path(__file__).parent / "envs"),
+}
 _SHOWN_CHARACTERS = 60
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -73,13 +76,14 @@ for _tag, _pattern, _first in _CORE_SCHEMA:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, fill in the algorithm's preset, and decode.
+    """Read `path`, apply `key.path=value` overrides, fill in the sections' presets, and decode.
 
     Raises ConfigError with every fault found.
     """
     raw, faults = _overridden(_read(Path(path)), overrides, _ROOT)
     faults += _faults(raw, _ROOT, "")
-    faults += _fill_preset(raw)
+    for section in _PRESETS:
+        faults += _fill_preset(raw, section)
     if faults:
         raise ConfigError(faults)
     return msgspec.convert(raw, Config)
@@ -128,31 +132,50 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def preset_names() -> list[str]:
-    """What `algorithm.preset` may name besides a file."""
-    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
+def preset_names(section: str = "algorithm") -> list[str]:
+    """What `preset` of a section may name besides a file."""
+    return sorted(path.stem for path in _PRESETS[section][1].glob("*.yaml"))
 
 
-def _fill_preset(raw: dict[Any, Any]) -> list[str]:
-    """Give the section `algorithm` those of its preset's keys that it lacks; returns the faults found instead."""
-    algorithm = raw.get("algorithm")
-    name = algorithm.get("preset") if isinstance(algorithm, dict) else None
-    if not algorithm or not name or not isinstance(name, str):
+def _fill_preset(raw: dict[Any, Any], section: str) -> list[str]:
+    """Give a section those of its preset's keys that it lacks; returns the faults found instead."""
+    kind, folder = _PRESETS[section]
+    given = raw.get(section)
+    name = given.get("preset") if isinstance(given, dict) else None
+    if not given or not name or not isinstance(name, str):
         return []
-    if algorithm.keys() >= {field.encode_name for field in _fields(_ALGORITHM)}:
+    if _is_whole(given, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
     own = name.endswith((".yaml", ".yml"))
-    path = Path(name) if own else _PRESETS / f"{name}.yaml"
-    if not own and name not in preset_names():
-        return [f"algorithm.preset: '{name}' is not one of {', '.join(preset_names())}, nor a path to FILE.yaml"]
+    path = Path(name) if own else folder / f"{name}.yaml"
+    if not own and name not in preset_names(section):
+        return [f"{section}.preset: '{name}' is not one of {', '.join(preset_names(section))}, nor a path to FILE.yaml"]
     try:
-        preset = _read(path, "at least one key of section algorithm is needed")
+        preset = _read(path, f"at least one key of section {section} is needed")
     except ConfigError as error:
-        return [f"algorithm.preset: {fault}" for fault in error.faults]
+        return [f"{section}.preset: {fault}" for fault in error.faults]
     if "preset" in preset:
-        return [f"algorithm.preset: {path}: names a preset itself; they do not nest"]
-    raw["algorithm"] = preset | algorithm
-    return [f"algorithm.preset: {path}: {fault}" for fault in _faults(preset, _ALGORITHM, "")]
+        return [f"{section}.preset: {path}: names a preset itself; they do not nest"]
+    raw[section] = _filled(given, preset)
+    return [f"{section}.preset: {path}: {fault}" for fault in _faults(preset, kind, "")]
+
+
+def _is_whole(given: object, kind: inspect.Type) -> bool:
+    """Whether no key of the section `kind` is left out, nor one of the sections within."""
+    return not isinstance(kind, inspect.StructType) or (
+        isinstance(given, dict)
+        and all(field.encode_name in given and _is_whole(given[field.encode_name], field.type) for field in kind.fields)
+    )
+
+
+def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
+    """`given`, with what the preset has besides, also within mappings that both have."""
+    both = {key: _filled(given[key], preset[key]) for key in given if _are_mappings(given[key], preset.get(key))}
+    return preset | given | both
+
+
+def _are_mappings(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
 
 
 def _read(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
