@@ -1,7 +1,7 @@
 """SIMULATION: Sluice's way through an NPU's names (device, streams, backend hccl), without one.
 
 Processes see the stand-in for torch_npu in tests/simulated_npu. What is shown is that Sluice's own code runs there: not that a
-real NPU, CANN or HCCL does what the stand-in does, which tests/unit/test_ascend_contract.py compares by name alone.
+real NPU, CANN or HCCL does what the stand-in does, which tests/contract/test_ascend.py compares by name alone.
 """
 
 from __future__ import annotations
