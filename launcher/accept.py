@@ -149,7 +149,7 @@ async def _quickstart(device: Device, count: int, folder: Path, config: Path, st
     """GRPO of the quickstart: warm-up, rollouts, rewards, reference, trainer, publications and an evaluation."""
     overrides = [*placement(device, count), f"run.dir={folder / 'run'}", f"training.steps={steps}", "run.overwrite=true"]
     if device == "npu":
-        overrides.append("services.preset=ascend")
+        overrides.append("services.environment=ascend")
     command = (sys.executable, "-m", "launcher.cli", "train", str(config), *overrides)
     outcome = await _run("quickstart", command, folder / "quickstart.log", figures=False)
     if outcome.result == "passed":

@@ -396,11 +396,11 @@ class Trainer(Computing, frozen=True):
 
 
 class Services(Section, frozen=True):
-    """`preset` names a file of these keys (configs/envs/NAME.yaml, or a path); what the configuration sets itself, be it one
-    variable, stands over the file's.
+    """`environment` names a file of these keys (configs/envs/NAME.yaml, or a path); what the configuration sets itself, be it
+    one variable, stands over the file's.
     """
 
-    preset: str = ""
+    environment: str = ""
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()

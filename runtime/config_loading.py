@@ -24,10 +24,10 @@ from runtime.errors import ConfigError
 S = TypeVar("S", bound=Section)
 
 _ROOT = inspect.type_info(Config)
-# By section: its type, and the folder of the files that its `preset` may name (those of configs/ in the source tree).
+# By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
 _PRESETS = {
-    "algorithm": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
-    "services": (inspect.type_info(Services), Path(__file__).parent / "envs"),
+    "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
+    "services.environment": (inspect.type_info(Services), Path(__file__).parent / "envs"),
 }
 _SHOWN_CHARACTERS = 60
 
@@ -82,8 +82,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     raw, faults = _overridden(_read(Path(path)), overrides, _ROOT)
     faults += _faults(raw, _ROOT, "")
-    for section in _PRESETS:
-        faults += _fill_preset(raw, section)
+    for key in _PRESETS:
+        faults += _fill_preset(raw, key)
     if faults:
         raise ConfigError(faults)
     return msgspec.convert(raw, Config)
@@ -132,32 +132,33 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def preset_names(section: str = "algorithm") -> list[str]:
-    """What `preset` of a section may name besides a file."""
-    return sorted(path.stem for path in _PRESETS[section][1].glob("*.yaml"))
+def preset_names(key: str = "algorithm.preset") -> list[str]:
+    """What such a key may name besides a file."""
+    return sorted(path.stem for path in _PRESETS[key][1].glob("*.yaml"))
 
 
-def _fill_preset(raw: dict[Any, Any], section: str) -> list[str]:
-    """Give a section those of its preset's keys that it lacks; returns the faults found instead."""
-    kind, folder = _PRESETS[section]
+def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
+    """Give a section what it lacks of the file that `key` names; returns the faults found instead."""
+    kind, folder = _PRESETS[key]
+    section, _, own_key = key.partition(".")
     given = raw.get(section)
-    name = given.get("preset") if isinstance(given, dict) else None
+    name = given.get(own_key) if isinstance(given, dict) else None
     if not given or not name or not isinstance(name, str):
         return []
     if _is_whole(given, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
     own = name.endswith((".yaml", ".yml"))
     path = Path(name) if own else folder / f"{name}.yaml"
-    if not own and name not in preset_names(section):
-        return [f"{section}.preset: '{name}' is not one of {', '.join(preset_names(section))}, nor a path to FILE.yaml"]
+    if not own and name not in preset_names(key):
+        return [f"{key}: '{name}' is not one of {', '.join(preset_names(key))}, nor a path to FILE.yaml"]
     try:
         preset = _read(path, f"at least one key of section {section} is needed")
     except ConfigError as error:
-        return [f"{section}.preset: {fault}" for fault in error.faults]
-    if "preset" in preset:
-        return [f"{section}.preset: {path}: names a preset itself; they do not nest"]
+        return [f"{key}: {fault}" for fault in error.faults]
+    if own_key in preset:
+        return [f"{key}: {path}: names a preset itself; they do not nest"]
     raw[section] = _filled(given, preset)
-    return [f"{section}.preset: {path}: {fault}" for fault in _faults(preset, kind, "")]
+    return [f"{key}: {path}: {fault}" for fault in _faults(preset, kind, "")]
 
 
 def _is_whole(given: object, kind: inspect.Type) -> bool:

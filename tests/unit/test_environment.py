@@ -171,7 +171,7 @@ class TestMachine:
 class TestFileOfVariables:
     def test_variables_of_ones_own_stand_over_the_files(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
-        path.write_text("run: {name: a}\nservices:\n  preset: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
+        path.write_text("run: {name: a}\nservices:\n  environment: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
         services = config_loading.load(path, ["services.rollout.slots=7"]).services
         trainer = services.trainer.env
         assert (trainer["HCCL_BUFFSIZE"], trainer["A"], trainer["HCCL_CONNECT_TIMEOUT"]) == ("512", "b", "1800")
@@ -180,7 +180,7 @@ class TestFileOfVariables:
     def test_a_resolved_file_outlives_it(self, tmp_path: Path) -> None:
         preset, path, again = tmp_path / "mine.yaml", tmp_path / "c.yaml", tmp_path / "again.yaml"
         preset.write_text("rollout: {env: {A: b}, slots: 3}\n")
-        path.write_text(f"run: {{name: a}}\nservices: {{preset: {preset}, rollout: {{slots: 9}}}}\n")
+        path.write_text(f"run: {{name: a}}\nservices: {{environment: {preset}, rollout: {{slots: 9}}}}\n")
         first = config_loading.load(path)
         assert (first.services.rollout.env, first.services.rollout.slots) == ({"A": "b"}, 9)
         preset.unlink()
@@ -191,14 +191,14 @@ class TestFileOfVariables:
         roles = ["coordinator", "reward", "reward_model", "reference", "critic", "rollout"]
         path = tmp_path / "c.yaml"
         path.write_text(
-            "run: {name: a}\nservices:\n  preset: ascend\n  trainer: {processes: 1}\n"
+            "run: {name: a}\nservices:\n  environment: ascend\n  trainer: {processes: 1}\n"
             + "".join(f"  {role}: {{threads: 1}}\n" for role in roles)
         )
         assert config_loading.load(path).services.trainer.env["TASK_QUEUE_ENABLE"] == "2"
 
     def test_every_file_that_is_delivered_is_whole(self, tmp_path: Path) -> None:
-        assert config_loading.preset_names("services") == ["ascend"]
-        for name in config_loading.preset_names("services"):
+        assert config_loading.preset_names("services.environment") == ["ascend"]
+        for name in config_loading.preset_names("services.environment"):
             path = tmp_path / "c.yaml"
-            path.write_text(f"run: {{name: a}}\nservices: {{preset: {name}}}\n")
-            assert config_loading.load(path).services != config_loading.load(path, ["services.preset=''"]).services
+            path.write_text(f"run: {{name: a}}\nservices: {{environment: {name}}}\n")
+            assert config_loading.load(path).services != config_loading.load(path, ["services.environment=''"]).services

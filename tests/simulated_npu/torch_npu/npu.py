@@ -90,3 +90,7 @@ class Event:
 @contextmanager
 def stream(stream: Stream) -> Iterator[None]:
     yield
+
+
+def get_device_name(device_name: Any = None) -> str:
+    return "simulated"
