@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 KINDS = {"nccl": "cuda", "hccl": "npu"}
 POLL = 0.0005  # seconds between two looks at the device
+ABORT = 5.0  # seconds that the end of a communicator is waited for
 
 
 class DeviceTransfer:
@@ -82,13 +84,22 @@ class DeviceLink:
         return DeviceTransfer(self, work, staged, None if rank == 0 else buffer)
 
     def abort(self) -> None:
+        """Destroy the communicator. Idempotent, from any thread; those that wait for a transfer are freed."""
         pg, self._pg = self._pg, None
         if pg is None:
             return
-        if hasattr(pg, "abort_hccl_comm"):
-            pg.abort_hccl_comm("reinit")  # torch_npu's own, as in its reinit_process_group; it does not implement `abort`
-        else:
-            pg.abort()
+        # A backend may wait here for what it has under way, as long as it lets a collective take: its own thread does then.
+        ending = threading.Thread(target=_abort, args=(pg,), name="abort-weights", daemon=True)
+        ending.start()
+        del pg
+        ending.join(ABORT)
+
+
+def _abort(pg: Any) -> None:
+    if hasattr(pg, "abort_hccl_comm"):
+        pg.abort_hccl_comm("reinit")  # torch_npu's own, as in its reinit_process_group; it does not implement `abort`
+    else:
+        pg.abort()
 
 
 def _group_class(backend: str) -> Any:

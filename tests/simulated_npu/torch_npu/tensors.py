@@ -35,6 +35,9 @@ class SimulatedTensor(torch.Tensor):
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _on_host(op, args, kwargs or {})
 
+    def tolist(self) -> Any:
+        return self.host.tolist()  # which torch refuses subclasses
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"SimulatedTensor({self.host!r})"
 

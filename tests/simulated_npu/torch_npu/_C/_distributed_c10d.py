@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch_npu.tensors import SimulatedTensor
 
 
+LONGEST = timedelta(seconds=30)  # of a collective: gloo has no abort, and its end waits for what is under way
+
+
 class ProcessGroupHCCL(dist.ProcessGroup):
     class Options:
         _timeout = timedelta(minutes=30)
@@ -19,7 +22,7 @@ class ProcessGroupHCCL(dist.ProcessGroup):
         gloo: Any = dist.ProcessGroupGloo
         own = gloo._Options()
         own._devices = [gloo.create_device(hostname="127.0.0.1")]
-        own._timeout = options._timeout
+        own._timeout = min(options._timeout, LONGEST)
         self._gloo: Any = gloo(dist.PrefixStore("simulated", store), rank, size, own)
 
     def broadcast(self, tensors: list[SimulatedTensor], options: dist.BroadcastOptions) -> Any:
