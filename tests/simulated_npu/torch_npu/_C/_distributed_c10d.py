@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from torch_npu.tensors import SimulatedTensor
 
-
 LONGEST = timedelta(seconds=30)  # of a collective: gloo has no abort, and its end waits for what is under way
 
 
