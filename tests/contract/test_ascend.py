@@ -246,6 +246,26 @@ def test_the_worker_has_what_ours_is_mixed_into(vllm_ascend: Wheel) -> None:
         assert not own & methods, f"{mixin.name} would be hidden by, or hide, a method of NPUWorker"
 
 
+def test_weights_are_loaded_by_the_calls_that_its_own_worker_makes(vllm_ascend: Wheel) -> None:
+    if WORKER not in TREES:
+        pytest.skip("this source tree has no engine vllm")
+    ours, theirs = _reloads(TREES[WORKER]), _reloads(vllm_ascend.tree("vllm_ascend.worker.worker"))
+    assert ours
+    assert ours <= theirs
+
+
+def _reloads(tree: ast.Module) -> set[tuple[str, int]]:
+    """The functions taken from vLLM's module for reloads, with the number of arguments that they are called with."""
+    taken = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "vllm.model_executor.model_loader.reload"
+        for alias in node.names
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return {(ast.unparse(call.func), len(call.args)) for call in calls if ast.unparse(call.func) in taken}
+
+
 def test_it_sleeps_and_wakes_with_the_arguments_that_vllm_passes(vllm_ascend: Wheel) -> None:
     npu = vllm_ascend.definition("vllm_ascend.worker.worker", "NPUWorker")
     assert isinstance(npu, ast.ClassDef)
