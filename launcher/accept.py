@@ -23,13 +23,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from runtime.errors import UserError
+from runtime.errors import ServiceFault, UserError
 from runtime.summary import Summary
 
 Device = Literal["cpu", "cuda", "npu"]
 
 CHECKS = ("platform", "publication", "rollout", "trainer", "quickstart")
-DEADLINES = {"platform": 300.0, "publication": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+DEADLINES = {"model": 300.0, "platform": 300.0, "publication": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
 STEPS = 20
 PACKAGES = (
     "torch",
@@ -86,7 +86,10 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
     """Run every check and write `folder`/report.md and report.json. Raises UserError when the folder is taken."""
     _begin(folder, config)
     report = await _about(device)
-    model = await asyncio.to_thread(_tiny_model, folder)
+    model = folder / "model"
+    made = await _run("model", _worker("model", "cpu", model), folder / "model.log")
+    if made.result == "failed":
+        raise ServiceFault("accept", "start", f"no model could be made: {made.detail}")
     count = 0
     for check in CHECKS:
         show(check)
@@ -95,8 +98,7 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
         elif check == "publication" and device != "cpu" and count == 1:
             outcome = Outcome(check=check, result="left out", detail="needs two devices")
         else:
-            command = (sys.executable, "-m", "launcher.accept_worker", check, device, str(model))
-            outcome = await _run(check, command, folder / f"{check}.log")
+            outcome = await _run(check, _worker(check, device, model), folder / f"{check}.log")
             count = outcome.figures.get("devices", count)
         report.outcomes.append(outcome)
         _write(folder, report)
@@ -116,15 +118,8 @@ def _begin(folder: Path, config: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _tiny_model(folder: Path) -> Path:
-    from runtime.config import Warmup
-    from runtime.engines import tiny_model
-
-    path = folder / "model"
-    path.mkdir()
-    settings = Warmup(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
-    tiny_model.make_model(settings, tiny_model.write_tokenizer(path)).save_pretrained(path)
-    return path
+def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
+    return (sys.executable, "-m", "launcher.accept_worker", check, device, str(model))
 
 
 def placement(device: Device, count: int) -> list[str]:

@@ -36,6 +36,17 @@ STALLED = 3.0  # of the one that is to fail
 TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices may multiply in fewer bits
 
 
+def model(device: str, folder: Path) -> Figures:
+    """A tiny one, for the checks of the engines."""
+    from runtime.config import Warmup
+    from runtime.engines import tiny_model
+
+    folder.mkdir()
+    settings = Warmup(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
+    tiny_model.make_model(settings, tiny_model.write_tokenizer(folder)).save_pretrained(folder)
+    return {}
+
+
 def platform(device: str, folder: Path) -> Figures:
     """Device, memory, random state, and a product in bfloat16."""
     import torch
@@ -238,6 +249,7 @@ def trainer(device: str, folder: Path) -> Figures:
 
 
 CHECKS: dict[str, Callable[[str, Path], Figures]] = {
+    "model": model,
     "platform": platform,
     "publication": publication,
     "rollout": rollout,

@@ -214,7 +214,7 @@ def loaded(code: str) -> list[str]:
         ),
         pytest.param(
             "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.score, launcher.known\n"
-            "import launcher.prepare",
+            "import launcher.prepare, launcher.accept, launcher.environment",
             id="launcher",
         ),
     ],
