@@ -1,8 +1,95 @@
-# Sluice on CPUs. Build:  docker build --tag sluice .
-#                  Run:  docker run --rm --volume "$PWD/runs:/home/sluice/runs" sluice train configs/quickstart.yaml
-FROM python:3.11-slim
+# syntax=docker/dockerfile:1
+# Three images of one file. On CPUs, which is the default:
+#   docker build --tag sluice .
+#   docker run --rm --volume "$PWD/runs:/home/sluice/runs" sluice train configs/quickstart.yaml
+# On CUDA:        docker build --target cuda --tag sluice:cuda .      (docs/guides/cuda.md)
+# On Ascend NPUs: docker build --target ascend --tag sluice:ascend .  (docs/guides/ascend.md)
+ARG ASCEND_IMAGE=quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.12
 
-# Where pip finds a CPU build of torch; empty takes whatever pip's own settings give.
+
+# ------------------------------------------------------------------------------------------------ ascend
+# hadolint ignore=DL3006
+FROM ${ASCEND_IMAGE} AS ascend
+
+# vllm-ascend's requirements name the pair; tests/contract reads these versions' wheels.
+ARG ASCEND_TORCH=2.10.0
+ARG ASCEND_TORCH_NPU=2.10.0.post4
+# The trainer's own pair. MindSpeed is declared for torch 2.7.1 on Python 3.10 (docs/guides/ascend.md).
+ARG ASCEND_TRAINER_TORCH=2.10.0
+ARG ASCEND_TRAINER_TORCH_NPU=2.10.0.post4
+ARG ASCEND_VLLM=0.23.0
+ARG ASCEND_VLLM_ASCEND=0.23.0
+# Where pip finds torch without CUDA. Empty takes whatever pip's own settings give.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# MindSpeed has no wheel: a folder of the build context with its source and that of Megatron-LM, or empty for none.
+ARG MINDSPEED_SOURCE=""
+
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PYTHONUNBUFFERED=1
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
+# CANN's images are of Ubuntu or of openEuler; the versions are the distribution's own.
+# hadolint ignore=DL3008,DL3041
+RUN if command -v apt-get; then \
+        apt-get update && apt-get install --yes --no-install-recommends libjemalloc2 && rm -rf /var/lib/apt/lists/*; \
+    else \
+        dnf install --assumeyes jemalloc && dnf clean all; \
+    fi
+
+WORKDIR /opt/sluice
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY launcher launcher
+COPY services services
+COPY runtime runtime
+
+# Two environments, as vLLM's requirements are not the trainer's: /opt/trainer runs everything but the rollouts.
+RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
+    && python3 -m venv /opt/trainer \
+    && /opt/trainer/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "torch==${ASCEND_TRAINER_TORCH}" \
+        "torch-npu==${ASCEND_TRAINER_TORCH_NPU}" pyyaml setuptools \
+    && /opt/trainer/bin/pip install --constraint /tmp/constraints.txt . \
+    && rm /tmp/constraints.txt
+
+RUN python3 -m venv /opt/rollout \
+    && /opt/rollout/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "torch==${ASCEND_TORCH}" \
+        "torch-npu==${ASCEND_TORCH_NPU}" pyyaml setuptools \
+    && VLLM_TARGET_DEVICE=empty /opt/rollout/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+        --no-binary vllm "vllm==${ASCEND_VLLM}" \
+    && /opt/rollout/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+        "vllm-ascend==${ASCEND_VLLM_ASCEND}" \
+    && /opt/rollout/bin/pip install .
+
+# A shell that has the variables of CANN and of its library ATB, which vllm-ascend needs.
+COPY --chmod=755 <<'SCRIPT' /usr/local/bin/with-cann
+#!/bin/bash
+for file in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+    # shellcheck disable=SC1090
+    if [ -f "$file" ]; then source "$file"; fi
+done
+exec "$@"
+SCRIPT
+
+COPY ${MINDSPEED_SOURCE:-README.md} /opt/mindspeed/
+RUN if [ -n "${MINDSPEED_SOURCE}" ]; then \
+        /opt/trainer/bin/pip install /opt/mindspeed/Megatron-LM && /opt/trainer/bin/pip install /opt/mindspeed/MindSpeed; \
+    fi
+
+RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs
+COPY configs /home/sluice/configs
+USER sluice
+WORKDIR /home/sluice
+ENV PATH=/opt/trainer/bin:$PATH
+
+ENTRYPOINT ["with-cann", "sluice"]
+CMD ["--help"]
+
+
+# ------------------------------------------------------------------------------------------------ cpu and cuda
+FROM python:3.11-slim AS base
+
+# Where pip finds a build of torch; empty takes whatever pip's own settings give.
 ARG TORCH_INDEX_URL=""
 
 ENV PIP_NO_CACHE_DIR=1 \
@@ -13,6 +100,7 @@ WORKDIR /opt/sluice
 
 # torch alone, so that a change of our own code does not fetch it again.
 COPY constraints.txt ./
+# hadolint ignore=DL3013
 RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' constraints.txt)"
 
 COPY pyproject.toml README.md LICENSE ./
@@ -29,3 +117,8 @@ WORKDIR /home/sluice
 
 ENTRYPOINT ["sluice"]
 CMD ["--help"]
+
+# torch's builds for CUDA bring its libraries along: the host needs the driver and NVIDIA's container toolkit alone.
+FROM base AS cuda
+
+FROM base AS cpu

@@ -6,13 +6,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: run test test-all check format proto install install-dev clean
+.PHONY: run test test-all check format proto install install-dev clean accept-ascend accept-cuda accept-cpu contract-wheels
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
 
 test: install-dev
-	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback
+	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback tests/contract
 
 test-all: install-dev .megatron-0.12/installed
 	$(TEST_ENV) $(BIN)/python -m pytest tests/system
@@ -52,5 +52,21 @@ install-dev: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .megatron-0.12 megatron-core==0.12.1
 	touch $@
 
+# On a machine with devices, in an environment of its own (docs/guides/ascend.md, cuda.md): SLUICE names its command.
+SLUICE ?= sluice
+
+accept-ascend:
+	$(SLUICE) accept --device npu
+
+accept-cuda:
+	$(SLUICE) accept --device cuda
+
+accept-cpu: install
+	$(BIN)/sluice accept --device cpu
+
+# What tests/contract reads; they fetch it themselves when it is not there.
+contract-wheels: install-dev
+	$(BIN)/python -m tests.contract.wheels
+
 clean:
-	rm -rf .venv .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

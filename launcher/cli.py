@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+
+    accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")
+    accept.add_argument("--device", choices=("cpu", "cuda", "npu"), required=True)
+    accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
+    accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
+    accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
     return parser
 
 
@@ -150,14 +156,17 @@ def _eval(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     import msgspec
 
+    from launcher import environment
     from launcher.known import known_names
+    from launcher.machine import this_machine
     from runtime import config_checks, config_loading
     from runtime.config_checks_megatron import memory_of_ranks
     from runtime.errors import ConfigError
     from runtime.topology import members
 
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
-    if faults := config_checks.semantic_faults(config, known_names()):
+    faults = config_checks.semantic_faults(config, known_names())
+    if faults := [*faults, *environment.faults(config, this_machine())]:
         raise ConfigError(faults)
     print(f"{options.config}: valid")
     print("processes: coordinator, " + ", ".join(member.name for member in members(config)))
@@ -218,6 +227,23 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _accept(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from launcher import accept
+
+    console = Console()
+    folder = options.out or Path("accept") / options.device
+    with console.status("starting") as status:
+        report = asyncio.run(accept.accept(options.device, folder, options.config, options.steps, status.update))
+    for one in report.outcomes:
+        console.print(
+            f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""), highlight=False
+        )
+    console.print(f"to send back: {folder / 'report.md'} and {folder / 'report.json'}", highlight=False)
+    return 0 if report.passed else 1
+
+
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
@@ -229,6 +255,7 @@ _COMMANDS = {
     "score": _score,
     "convert": _convert,
     "bench": _bench,
+    "accept": _accept,
 }
 
 if __name__ == "__main__":

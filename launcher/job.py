@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Generic, TypeVar
 
-from launcher import jobs, run_folder, topology
+from launcher import environment, jobs, run_folder, topology
 from launcher.known import known_names
+from launcher.machine import this_machine
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import config_checks, config_loading, layout, os_process
@@ -48,6 +49,7 @@ class Job(ABC, Generic[Result]):
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
+        self.machine = this_machine()
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._lock: IO[bytes]
@@ -86,7 +88,8 @@ class Job(ABC, Generic[Result]):
             (self.folder / layout.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     def check(self, config: Config) -> None:
-        if faults := config_checks.semantic_faults(config, known_names(), trains=self.trains):
+        faults = config_checks.semantic_faults(config, known_names(), trains=self.trains)
+        if faults := [*faults, *environment.faults(config, self.machine)]:
             raise ConfigError(faults)
 
     async def warmed_up(self, config: Config) -> Config:
@@ -103,12 +106,13 @@ class Job(ABC, Generic[Result]):
         reader, writer = os.pipe()
         path, python = self.folder / layout.CONFIG, sys.executable
         try:
-            spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains)
+            spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains, self.machine)
             self._coordinator = await self.supervisor.start(spec, pass_fds=(writer,))
         finally:
             os.close(writer)
         address = await self.guarded(self._first_word(reader, config.deadlines.start))
-        for spec in topology.service_specs(config, path, python, address, len(os.sched_getaffinity(0)), self.trains):
+        cores = len(os.sched_getaffinity(0))
+        for spec in topology.service_specs(config, path, python, address, cores, self.trains, self.machine):
             await self.supervisor.start(spec)
         return address
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
+from launcher.environment import environment, hccl_ports, part, used_npus
+from launcher.machine import Machine
 from runtime.config import Config, Process, Spread
 from runtime.topology import Member, members
 
@@ -21,7 +22,13 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
 
 
 def coordinator_spec(
-    config: Config, config_path: Path, python: str, ready_fd: int, launched: float, trains: bool = True
+    config: Config,
+    config_path: Path,
+    python: str,
+    ready_fd: int,
+    launched: float,
+    trains: bool = True,
+    machine: Machine = Machine(),  # noqa: B008  immutable
 ) -> ProcessSpec:
     """The coordinator, which says its address on the file descriptor `ready_fd`. `launched`: when the run was asked for."""
     settings = config.services.coordinator
@@ -30,56 +37,61 @@ def coordinator_spec(
         name="coordinator",
         role="coordinator",
         command=(settings.python or python, "-m", "services.coordinator", *arguments),
-        env={"SLUICE_LAUNCHED": repr(launched), **_environment(settings, 1)},
+        env={"SLUICE_LAUNCHED": repr(launched), **environment(settings, 1, machine)},
     )
 
 
 def service_specs(
-    config: Config, config_path: Path, python: str, coordinator: str, cores: int, trains: bool = True
+    config: Config,
+    config_path: Path,
+    python: str,
+    coordinator: str,
+    cores: int,
+    trains: bool = True,
+    machine: Machine = Machine(),  # noqa: B008
 ) -> list[ProcessSpec]:
     """Every process but the coordinator. `cores` are shared out among those that compute, unless `threads` is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
-    return list(_specs(config, members(config, trains), arguments, python, cores))
-
-
-def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], python: str, cores: int) -> Iterator[ProcessSpec]:
+    needed = members(config, trains)
     computing = sum(member.role != "reward" for member in needed)
     threads = max(1, cores // computing)
-    settings: dict[str, Process] = {
-        "rollout": config.services.rollout,
-        "reward": config.services.reward,
-        "reward_model": config.services.reward_model,
-        "reference": config.services.reference,
-        "trainer": config.services.trainer,
-        "critic": config.services.critic,
+    started = [member for member in needed if not member.rank]
+    parts = {member.name: _part(config, member) for member in started}
+    used = {
+        member.name: used_npus(_role(config, member), machine, parts[member.name], _ranks(config, member)) for member in started
     }
-    for member in needed:
-        if member.rank:
-            continue
-        role = settings[member.role]
-        start: tuple[str, ...] = (role.python or python, "-m")
-        ranks = role.processes if isinstance(role, Spread) else 1
-        if ranks > 1:
-            start += ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m")
-        yield ProcessSpec(
+    ports = hccl_ports(config.network, {name: npus for name, npus in used.items() if npus})
+    return [
+        ProcessSpec(
             name=member.name,
             role=member.role,
-            command=(*start, f"services.{member.role}", "--name", member.name, *arguments),
-            env=_environment(role, 1 if member.role == "reward" else threads),
+            command=_command(config, member, python, arguments),
+            env={
+                **ports.get(member.name, {}),
+                **environment(_role(config, member), 1 if member.role == "reward" else threads, machine, parts[member.name]),
+            },
         )
+        for member in started
+    ]
 
 
-def _environment(role: Process, threads: int) -> dict[str, str]:
-    """The role's own variables over Sluice's. Several pools of threads on the same cores slow each other down severely."""
-    count = str(role.threads or threads)
-    own: dict[str, str] = {}
-    if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
-        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
-    return {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "PYTHONUNBUFFERED": "1",
-        **own,
-        **role.env,
-    }
+def _command(config: Config, member: Member, python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    start: tuple[str, ...] = (_role(config, member).python or python, "-m")
+    if (ranks := _ranks(config, member)) > 1:
+        start += ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m")
+    return (*start, f"services.{member.role}", "--name", member.name, *arguments)
+
+
+def _role(config: Config, member: Member) -> Process:
+    role: Process = getattr(config.services, member.role)
+    return role
+
+
+def _ranks(config: Config, member: Member) -> int:
+    role = _role(config, member)
+    return role.processes if isinstance(role, Spread) else 1
+
+
+def _part(config: Config, member: Member) -> list[int]:
+    role = _role(config, member)
+    return part(role, int(member.name.rpartition("-")[2]), getattr(role, "replicas", 1))

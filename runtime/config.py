@@ -337,6 +337,15 @@ class Process(Section, frozen=True):
     python: str = ""  # its own interpreter; the launcher's when empty
     env: dict[str, str] = {}
     threads: NonNegative = 0  # of torch; 0 = the cores shared out among the local processes
+    jemalloc: bool | str = "auto"  # preloaded: auto = on NPU machines that have it, for what computes; or a library's path
+
+
+class Computing(Process, frozen=True):
+    """A role that computes on accelerators. `devices` are shared out evenly among its processes. Without them each process sees
+    all, and takes the first; a rank of several takes its own.
+    """
+
+    devices: list[NonNegative] = []
 
 
 class Coordinator(Process, frozen=True):
@@ -345,7 +354,7 @@ class Coordinator(Process, frozen=True):
     port: Port = 0
 
 
-class Rollout(Process, frozen=True):
+class Rollout(Computing, frozen=True):
     """`replicas` engines with `slots` sequences each."""
 
     replicas: Positive = 1
@@ -358,7 +367,7 @@ class Reward(Process, frozen=True):
     replicas: Positive = 1
 
 
-class Scorer(Process, frozen=True):
+class Scorer(Computing, frozen=True):
     """The reference, or the reward model: `replicas` of a model that is only run forward."""
 
     replicas: Positive = 1
@@ -381,7 +390,7 @@ class Parallel(Section, frozen=True):
     sequence: bool = False  # activations between the tensor-parallel parts are spread as well
 
 
-class Trainer(Process, frozen=True):
+class Trainer(Computing, frozen=True):
     """The trainer, or the critic. `processes` > 1 is an SPMD group under torchrun: with FSDP2, or as `parallel` says."""
 
     processes: Positive = 1
@@ -414,11 +423,13 @@ Spread = Trainer | ReferenceScorer
 
 
 class Services(Section, frozen=True):
-    """`preset` names a file of these keys (configs/models/NAME.yaml, or a path): a layout of one model on one kind of node. The
-    file's values stand in for the keys that the configuration leaves out.
+    """`preset` names a file of these keys (configs/models/NAME.yaml, or a path): a layout of one model on one kind of node.
+    `environment` names another (configs/envs/NAME.yaml, or a path): the variables of one kind of machine. What the
+    configuration sets itself, be it one variable, stands over the files'.
     """
 
     preset: str = ""
+    environment: str = ""
     coordinator: Coordinator = Coordinator()
     rollout: Rollout = Rollout()
     reward: Reward = Reward()
@@ -461,9 +472,13 @@ class Ledger(Section, frozen=True):
 
 
 class Network(Section, frozen=True):
-    """`interface` is the address that services bind to and are reached at."""
+    """`interface` is the address that services bind to and are reached at. The HCCL ports, first and last, are shared out among
+    the processes of a machine on which some NPU has several.
+    """
 
     interface: str = "127.0.0.1"
+    hccl_host_ports: tuple[Port, Port] = (60000, 60999)
+    hccl_npu_ports: tuple[Port, Port] = (61000, 61999)
 
 
 class Deadlines(Section, frozen=True):

@@ -17,6 +17,7 @@ import psutil
 
 from runtime.config import Algorithm, Config, Process, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
+from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
@@ -61,6 +62,7 @@ def semantic_faults(
         *_kv_memory(config, policy, available_bytes),
         *_experts(config, policy, trains),
         *_processes(config),
+        *device_faults(config, trains),
     ]
     if not trains:
         return faults

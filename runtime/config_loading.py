@@ -25,9 +25,11 @@ from runtime.topology import block_size
 S = TypeVar("S", bound=Section)
 
 _ROOT = inspect.type_info(Config)
-_PRESETS = {  # by section: its schema, and the folder of its presets, which are configs/algorithms and configs/models
-    "algorithm": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
-    "services": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
+# By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
+_PRESETS = {
+    "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
+    "services.preset": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
+    "services.environment": (inspect.type_info(Services), Path(__file__).parent / "envs"),
 }
 _SHOWN_CHARACTERS = 60
 
@@ -76,14 +78,14 @@ for _tag, _pattern, _first in _CORE_SCHEMA:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, fill in the algorithm's preset and what layouts imply, and decode.
+    """Read `path`, apply `key.path=value` overrides, fill in the presets and what layouts imply, and decode.
 
     Raises ConfigError with every fault found.
     """
     raw, faults = _overridden(_read(Path(path)), overrides, _ROOT)
     faults += _faults(raw, _ROOT, "")
-    for section in _PRESETS:
-        faults += _fill_preset(raw, section)
+    for key in _PRESETS:
+        faults += _fill_preset(raw, key)
     if faults:
         raise ConfigError(faults)
     _fill_processes(raw)
@@ -133,48 +135,50 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def preset_names(section: str) -> list[str]:
-    """What `SECTION.preset` may name besides a file."""
-    return sorted(path.stem for path in _PRESETS[section][1].glob("*.yaml"))
+def preset_names(key: str = "algorithm.preset") -> list[str]:
+    """What such a key may name besides a file."""
+    return sorted(path.stem for path in _PRESETS[key][1].glob("*.yaml"))
 
 
-def _fill_preset(raw: dict[Any, Any], section: str) -> list[str]:
-    """Give the section those of its preset's keys that it lacks; returns the faults found instead."""
-    own = raw.get(section)
-    name = own.get("preset") if isinstance(own, dict) else None
-    kind, folder = _PRESETS[section]
-    if not own or not name or not isinstance(name, str) or _whole(own, kind):
+def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
+    """Give a section what it lacks of the file that `key` names; returns the faults found instead."""
+    kind, folder = _PRESETS[key]
+    section, _, own_key = key.partition(".")
+    given = raw.get(section)
+    name = given.get(own_key) if isinstance(given, dict) else None
+    if not given or not name or not isinstance(name, str):
+        return []
+    if _is_whole(given, kind):
         return []  # a file that leaves nothing out, as a run's folder keeps it, outlives its preset
-    key, is_path = f"{section}.preset", name.endswith((".yaml", ".yml"))
-    path = Path(name) if is_path else folder / f"{name}.yaml"
-    if not is_path and name not in preset_names(section):
-        return [f"{key}: '{name}' is not one of {', '.join(preset_names(section))}, nor a path to FILE.yaml"]
+    own = name.endswith((".yaml", ".yml"))
+    path = Path(name) if own else folder / f"{name}.yaml"
+    if not own and name not in preset_names(key):
+        return [f"{key}: '{name}' is not one of {', '.join(preset_names(key))}, nor a path to FILE.yaml"]
     try:
         preset = _read(path, f"at least one key of section {section} is needed")
     except ConfigError as error:
         return [f"{key}: {fault}" for fault in error.faults]
-    if "preset" in preset:
+    if own_key in preset:
         return [f"{key}: {path}: names a preset itself; they do not nest"]
-    raw[section] = _filled(own, preset)
+    raw[section] = _filled(given, preset)
     return [f"{key}: {path}: {fault}" for fault in _faults(preset, kind, "")]
 
 
-def _whole(value: object, kind: inspect.Type) -> bool:
-    """Whether no key of the section is left out, nor of those within."""
-    if not isinstance(kind, inspect.StructType):
-        return True
-    return isinstance(value, dict) and all(
-        field.encode_name in value and _whole(value[field.encode_name], field.type) for field in kind.fields
+def _is_whole(given: object, kind: inspect.Type) -> bool:
+    """Whether no key of the section `kind` is left out, nor one of the sections within."""
+    return not isinstance(kind, inspect.StructType) or (
+        isinstance(given, dict)
+        and all(field.encode_name in given and _is_whole(given[field.encode_name], field.type) for field in kind.fields)
     )
 
 
-def _filled(own: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
-    """`own`, with what it lacks from `preset`, in the sections within too."""
-    both = {key: _filled(own[key], value) for key, value in preset.items() if _are_sections(own.get(key), value)}
-    return preset | own | both
+def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
+    """`given`, with what the preset has besides, also within mappings that both have."""
+    both = {key: _filled(given[key], preset[key]) for key in given if _are_mappings(given[key], preset.get(key))}
+    return preset | given | both
 
 
-def _are_sections(*values: object) -> bool:
+def _are_mappings(*values: object) -> bool:
     return all(isinstance(value, dict) for value in values)
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from msgspec import structs
 
 from runtime.errors import ServiceFault, UserError
+from runtime.weights.device_link import DeviceLink
 from runtime.weights.plan import GroupAddress
 
 BACKENDS = ("gloo", "nccl", "hccl")
@@ -221,60 +222,6 @@ class _GlooLink:
         self._mesh.abort()
 
 
-class _DeviceTransfer:
-    def __init__(self, work: Any, staged: torch.Tensor, target: torch.Tensor | None, stream: Any):
-        self._work, self._staged, self._target, self._stream = work, staged, target, stream
-
-    def wait(self, timeout: float) -> None:
-        self._work.wait(timedelta(seconds=timeout))
-        if self._target is not None:
-            with torch.get_device_module(self._staged.device).stream(self._stream):
-                self._target.copy_(self._staged, non_blocking=True)
-        self._stream.synchronize()
-
-
-class _DeviceLink:
-    """NCCL or HCCL: buckets cross the device on a stream of their own, beside the engine's."""
-
-    def __init__(self, store: Any, rank: int, size: int, backend: str):
-        kind = "cuda" if backend == "nccl" else "npu"
-        self._module = torch.get_device_module(kind)
-        self._device = torch.device(kind, self._module.current_device())
-        self._stream = self._module.Stream(device=self._device)
-        group = _device_group_class(backend)
-        options = group.Options()
-        options._timeout = timedelta(seconds=BACKSTOP)
-        self._pg: Any = group(dist.PrefixStore(backend, store), rank, size, options)
-
-    def broadcast(self, buffer: torch.Tensor, rank: int) -> Transfer:
-        pg = self._pg
-        if pg is None:
-            raise RuntimeError("the group was aborted")
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        with self._module.stream(self._stream):
-            staged = buffer.to(self._device, non_blocking=True) if rank == 0 else torch.empty_like(buffer, device=self._device)
-            work = pg.broadcast([staged], options)
-        return _DeviceTransfer(work, staged, None if rank == 0 else buffer, self._stream)
-
-    def abort(self) -> None:
-        pg, self._pg = self._pg, None
-        if pg is None:
-            return
-        if hasattr(pg, "abort_hccl_comm"):
-            pg.abort_hccl_comm("reinit")  # torch_npu's own; it does not implement `abort`
-        else:
-            pg.abort()
-
-
-def _device_group_class(backend: str) -> Any:
-    if backend == "nccl":
-        return dist.ProcessGroupNCCL
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-    return ProcessGroupHCCL
-
-
 class WeightGroup:
     """One epoch's members, connected. Rank 0 sends; every member makes the same calls in the same order, from one thread."""
 
@@ -349,9 +296,19 @@ class PendingGroup:
         if address.backend == "gloo":
             link = _GlooLink(GlooMesh(store, address.rank, labels, self._interface, address.timeout, name=self._name))
         else:
-            meet(store, address.rank, "", labels, self._name, address.timeout)
-            link = _DeviceLink(store, address.rank, address.world_size, address.backend)
+            link = self._over_devices(store, labels)
         return WeightGroup(address, self._name, store, link, frozenset({(address.host, address.port)}))
+
+    def _over_devices(self, store: Any, labels: Sequence[str]) -> _Link:
+        address = self.address
+        give_up = time.monotonic() + address.timeout
+        meet(store, address.rank, "", labels, self._name, address.timeout)
+        left = max(give_up - time.monotonic(), 0.1)
+        try:
+            return DeviceLink(store, address.rank, address.world_size, address.backend, left, BACKSTOP)
+        except RuntimeError as error:
+            message = f"{address.backend} could not connect the members: {reason(error)}"
+            raise ServiceFault(self._name, "rendezvous", message, address.timeout) from error
 
 
 def host(epoch: int, world_size: int, interface: str, backend: str, timeout: float, name: str = "sender") -> PendingGroup:

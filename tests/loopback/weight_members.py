@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from runtime import platform
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
@@ -23,9 +24,13 @@ from tests.loopback.weight_cases import MANIFEST, same, threads_and_files
 ROOT = Path(__file__).parents[2]
 
 
+SIMULATED_NPU = ROOT / "tests" / "simulated_npu"
+
+
 def member() -> None:
     """Serve commands, one JSON line each, until stdin ends; answers come as they are ready."""
     torch.set_num_threads(1)
+    platform.device()
     receiver = WeightReceiver(MANIFEST)
     group: WeightGroup | None = None
     for line in sys.stdin:
@@ -65,10 +70,12 @@ def report(future: Future[Staged]) -> None:
 
 
 class Member:
-    def __init__(self, name: str):
+    def __init__(self, name: str, simulated_npu: bool = False):
         self.name = name
         code = "from tests.loopback.weight_members import member; member()"
         env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if simulated_npu:
+            env["PYTHONPATH"] = os.pathsep.join((str(SIMULATED_NPU), env.get("PYTHONPATH", "")))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -87,8 +94,8 @@ class Member:
         self.process.communicate()
 
 
-def connect(members: list[Member], epoch: int, timeout: float = 20.0) -> WeightGroup:
-    pending = host(epoch, len(members) + 1, "127.0.0.1", "gloo", timeout, "trainer")
+def connect(members: list[Member], epoch: int, timeout: float = 20.0, backend: str = "gloo") -> WeightGroup:
+    pending = host(epoch, len(members) + 1, "127.0.0.1", backend, timeout, "trainer")
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.to_builtins(msgspec.structs.replace(pending.address, rank=rank)), one.name)
     group = pending.connect(["trainer", *(one.name for one in members)])

@@ -554,8 +554,8 @@ class TestPresets:
     def test_every_packaged_one_is_sound(self, loading: Loading, sound: dict[str, Any]) -> None:
         from launcher.known import known_names
 
-        assert len(preset_names("algorithm")) >= 7
-        for name in preset_names("algorithm"):
+        assert len(preset_names("algorithm.preset")) >= 7
+        for name in preset_names("algorithm.preset"):
             config = loading("run: {name: a}", f"algorithm.preset={name}")
             known = {key: names for key, names in known_names().items() if key.startswith(("algorithm", "critic"))}
             sections: dict[str, Any] = {"algorithm": msgspec.to_builtins(config.algorithm)}
@@ -596,7 +596,10 @@ class TestPresets:
 
     def test_an_unknown_name(self, loading: Loading) -> None:
         (fault,) = faults_of(loading, "run: {name: a}", "algorithm.preset=dpo")
-        assert fault == f"algorithm.preset: 'dpo' is not one of {', '.join(preset_names('algorithm'))}, nor a path to FILE.yaml"
+        assert (
+            fault
+            == f"algorithm.preset: 'dpo' is not one of {', '.join(preset_names('algorithm.preset'))}, nor a path to FILE.yaml"
+        )
 
     def test_a_preset_of_the_wrong_type(self, loading: Loading) -> None:
         assert faults_of(loading, "run: {name: a}", "algorithm.preset=5") == [

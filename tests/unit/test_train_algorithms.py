@@ -254,7 +254,7 @@ def preset_config(folder: Path, policy: str, **algorithm: Any) -> Any:
 
 
 def test_presets_give_distinct_losses_on_one_batch(policy: str, tmp_path: Path):
-    names = preset_names("algorithm")
+    names = preset_names("algorithm.preset")
     assert {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"} <= set(names)
     groups = make_groups(8)
     losses, norms = [], []

@@ -1,0 +1,109 @@
+"""The environment variables that each process is given. Pure: from the configuration and what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launcher.machine import Machine
+from runtime.config import Computing, Config, Network, Process, Spread
+
+HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+def environment(role: Process, threads: int, machine: Machine, part: Sequence[int] = ()) -> dict[str, str]:
+    """The role's own variables over Sluice's. `part`: the devices of this process alone; empty = what it inherits.
+
+    Several pools of threads on the same cores slow each other down severely.
+    """
+    count = str(role.threads or threads)
+    own: dict[str, str] = {}
+    if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
+    if part:
+        own[_VISIBLE if machine.npus else "CUDA_VISIBLE_DEVICES"] = ",".join(map(str, part))
+    made = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "PYTHONUNBUFFERED": "1",
+        **own,
+        **role.env,
+    }
+    if library := _jemalloc(role, machine):
+        others = made.get("LD_PRELOAD", machine.preload)
+        made["LD_PRELOAD"] = f"{library}:{others}" if others else library
+    return made
+
+
+def _jemalloc(role: Process, machine: Machine) -> str:
+    if role.jemalloc == "auto":
+        return machine.jemalloc if machine.npus and isinstance(role, Computing) else ""
+    return machine.jemalloc if role.jemalloc is True else role.jemalloc or ""
+
+
+def part(role: Process, index: int, replicas: int) -> list[int]:
+    """The devices of replica `index` of `replicas`: an equal share of the role's, in order. [] when it names none."""
+    devices = role.devices if isinstance(role, Computing) else []
+    size = len(devices) // replicas
+    return devices[index * size : (index + 1) * size]
+
+
+def hccl_ports(network: Network, used: Mapping[str, Sequence[int]]) -> dict[str, dict[str, str]]:
+    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on.
+
+    Where no NPU has two processes HCCL's defaults do, and there are none. Otherwise every process gets ranges of its own, since
+    all members of a communicator have to have them, and those of one NPU must not have the same.
+    """
+    taken = [npu for npus in used.values() for npu in npus]
+    if len(taken) == len(set(taken)):
+        return {}
+    host = port_ranges(network.hccl_host_ports, len(used))
+    npu = port_ranges(network.hccl_npu_ports, len(used))
+    return {
+        name: {"HCCL_HOST_SOCKET_PORT_RANGE": host[index], "HCCL_NPU_SOCKET_PORT_RANGE": npu[index]}
+        for index, name in enumerate(used)
+    }
+
+
+def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
+    """`count` ranges FIRST-LAST beside each other from `ports` (first and last), equally long, of at most HCCL_PORTS.
+
+    Raises ValueError when there are fewer ports than ranges.
+    """
+    first, last = ports
+    size = min(HCCL_PORTS, (last - first + 1) // count)
+    if size < 1:
+        raise ValueError(f"{count} processes do not fit into the ports {first} to {last}")
+    return [f"{start}-{start + size - 1}" for start in range(first, first + count * size, size)]
+
+
+def used_npus(role: Process, machine: Machine, own: Sequence[int], processes: int) -> Sequence[int]:
+    """The NPUs on which a process computes: those of its own part, or the first of what it can see, one for each rank."""
+    if own or not isinstance(role, Computing):
+        return own
+    told = role.env.get(_VISIBLE)
+    if told is not None:
+        seen: Sequence[int] = [int(index) for index in told.split(",") if index.strip().isdecimal()]
+    else:
+        seen = range(machine.npus) if machine.visible is None else machine.visible
+    return seen[:processes]
+
+
+def faults(config: Config, machine: Machine) -> Iterator[str]:
+    """What the configuration asks of this machine that it has not, one line each."""
+    for name in config.services.__struct_fields__:
+        role = getattr(config.services, name)
+        if not isinstance(role, Process):
+            continue
+        yield from _jemalloc_faults(f"services.{name}.jemalloc", role, machine)
+        if machine.npus and isinstance(role, Computing) and max(role.devices, default=0) >= machine.npus:
+            yield f"services.{name}.devices: {max(role.devices)} is not one of this machine's NPUs, 0 to {machine.npus - 1}"
+
+
+def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
+    if role.jemalloc is True and not machine.jemalloc:
+        yield f"{key}: true, but libjemalloc.so.2 was not found; install libjemalloc2 (openEuler: jemalloc), or name its path"
+    elif isinstance(role.jemalloc, str) and role.jemalloc != "auto" and not Path(role.jemalloc).is_file():
+        yield f"{key}: '{role.jemalloc}' is not a file; must be auto, true, false or a library's path"

@@ -1,0 +1,49 @@
+"""Checks of devices and of the ports that HCCL meets on. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runtime.config import Computing, Config, Rollout, Trainer
+from runtime.topology import members
+
+RESERVED = 1024  # ports below belong to the system
+
+
+def device_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line per fault."""
+    for name in config.services.__struct_fields__:
+        role = getattr(config.services, name)
+        if isinstance(role, Computing) and role.devices:
+            yield from _devices(f"services.{name}", role)
+    yield from _hccl_ports(config, trains)
+
+
+def _devices(key: str, role: Computing) -> Iterator[str]:
+    count = len(role.devices)
+    if len(set(role.devices)) < count:
+        yield f"{key}.devices: names a device twice"
+    if isinstance(role, Trainer):
+        if count != role.processes:
+            yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"
+    elif isinstance(role, Rollout) and role.engine != "torch":
+        if count % role.replicas:
+            yield f"{key}.devices: {count} of them are not a multiple of replicas = {role.replicas}"
+    elif count != role.replicas:  # type: ignore[attr-defined]  # every other role has replicas
+        yield f"{key}.devices: {count} of them for {role.replicas} replicas; must be one each"  # type: ignore[attr-defined]
+
+
+def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:
+    network, port = config.network, config.services.coordinator.port
+    ranges = {"hccl_host_ports": network.hccl_host_ports, "hccl_npu_ports": network.hccl_npu_ports}
+    needed = sum(member.rank == 0 for member in members(config, trains))
+    for name, (first, last) in ranges.items():
+        if not RESERVED <= first <= last:
+            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+        elif last - first + 1 < needed:
+            yield f"network.{name}: [{first}, {last}] has fewer ports than the run has processes, {needed}"
+        elif first <= port <= last:
+            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
+    (first, last), (other, end) = ranges.values()
+    if first <= end and other <= last:
+        yield f"network.hccl_npu_ports: [{other}, {end}] overlaps hccl_host_ports [{first}, {last}]"

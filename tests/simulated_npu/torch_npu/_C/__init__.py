@@ -1,0 +1,1 @@
+"""SIMULATION: in torch_npu a compiled module."""

@@ -1,0 +1,204 @@
+"""What the launcher gives each process: devices, the ports of HCCL, jemalloc, and a file of variables by role."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from launcher.environment import faults, port_ranges
+from launcher.machine import Machine, jemalloc_paths, this_machine
+from launcher.topology import service_specs
+from runtime import config_loading
+from runtime.config import Config
+from runtime.config_checks_devices import device_faults
+
+PORTS = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
+
+
+def make(**sections: Any) -> Config:
+    return msgspec.convert({"run": {"name": "a"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}, Config)
+
+
+def environments(machine: Machine, **sections: Any) -> dict[str, dict[str, str]]:
+    specs = service_specs(make(**sections), Path("c.yaml"), "python", "host:1", 8, machine=machine)
+    return {spec.name: spec.env for spec in specs}
+
+
+class TestPorts:
+    def test_processes_that_share_an_npu_meet_on_ports_of_their_own(self) -> None:
+        found = environments(Machine(npus=8), services={"rollout": {"replicas": 2}})
+        assert [found["rollout-0"][name] for name in PORTS] == ["60000-60050", "61000-61050"]
+        assert [found["rollout-1"][name] for name in PORTS] == ["60051-60101", "61051-61101"]
+        assert [found["trainer-0"][name] for name in PORTS] == ["60102-60152", "61102-61152"]
+        assert not set(PORTS) & found["reward-0"].keys()
+
+    def test_whatever_names_its_own_ports_keeps_them(self) -> None:
+        found = environments(Machine(npus=1), services={"trainer": {"env": {PORTS[1]: "auto"}}})
+        assert found["trainer-0"][PORTS[1]] == "auto"
+
+    @pytest.mark.parametrize(
+        "apart",
+        [
+            pytest.param({"rollout": {"replicas": 2, "devices": [0, 1]}, "trainer": {"devices": [2]}}, id="devices"),
+            pytest.param(
+                {"rollout": {"env": {"ASCEND_RT_VISIBLE_DEVICES": "3"}}, "trainer": {"processes": 2}}, id="environment"
+            ),
+        ],
+    )
+    def test_there_are_none_where_each_npu_has_one_process(self, apart: dict[str, Any]) -> None:
+        for env in environments(Machine(npus=4), services=apart).values():
+            assert not set(PORTS) & env.keys()
+
+    def test_there_are_none_without_npus(self) -> None:
+        for env in environments(Machine(), services={"rollout": {"replicas": 2}}).values():
+            assert not set(PORTS) & env.keys()
+
+    def test_ranks_that_reach_into_the_npus_of_others_share_them(self) -> None:
+        services = {"rollout": {"devices": [1]}, "trainer": {"processes": 2}}
+        assert PORTS[0] in environments(Machine(npus=2), services=services)["trainer-0"]
+        assert PORTS[0] not in environments(Machine(npus=2, visible=(5, 6)), services=services)["trainer-0"]
+
+    @pytest.mark.parametrize("count", [1, 2, 19, 20, 200, 1000])
+    def test_ranges_are_distinct_and_within_their_bounds(self, count: int) -> None:
+        ranges = [tuple(map(int, text.split("-"))) for text in port_ranges((64_536, 65_535), count)]
+        assert len(ranges) == count
+        assert all(64_536 <= first <= last <= 65_535 for first, last in ranges)
+        assert all(last < first for (_, last), (first, _) in itertools.pairwise(ranges))
+
+    def test_more_processes_than_ports_do_not_fit(self) -> None:
+        with pytest.raises(ValueError, match="3 processes do not fit into the ports 60000 to 60001"):
+            port_ranges((60_000, 60_001), 3)
+
+    @pytest.mark.parametrize(
+        ("sections", "said"),
+        [
+            ({"network": {"hccl_host_ports": [60_050, 60_000]}}, "network.hccl_host_ports: [60050, 60000] is not a range"),
+            ({"network": {"hccl_npu_ports": [80, 90]}}, "network.hccl_npu_ports: [80, 90] is not a range of ports from 1024"),
+            ({"network": {"hccl_npu_ports": [60_500, 62_000]}}, "network.hccl_npu_ports: [60500, 62000] overlaps hccl_host"),
+            ({"network": {"hccl_host_ports": [60_000, 60_001]}}, "network.hccl_host_ports: [60000, 60001] has fewer ports"),
+            (
+                {"services": {"coordinator": {"port": 60_999}}},
+                "network.hccl_host_ports: [60000, 60999] contains services.coordinator.port 60999",
+            ),
+        ],
+    )
+    def test_a_bad_range_is_one_line(self, sections: dict[str, Any], said: str) -> None:
+        (fault,) = device_faults(make(**sections), trains=True)
+        assert fault.startswith(said)
+
+
+class TestDevices:
+    def test_each_replica_gets_its_share(self) -> None:
+        services = {"rollout": {"replicas": 2, "devices": [4, 5]}, "trainer": {"processes": 4, "devices": [0, 1, 2, 3]}}
+        npus = environments(Machine(npus=8), services=services)
+        assert {name: env.get("ASCEND_RT_VISIBLE_DEVICES") for name, env in npus.items()} == {
+            "rollout-0": "4",
+            "rollout-1": "5",
+            "reward-0": None,
+            "trainer-0": "0,1,2,3",
+        }
+        assert environments(Machine(), services=services)["rollout-1"]["CUDA_VISIBLE_DEVICES"] == "5"
+
+    @pytest.mark.parametrize(
+        ("services", "said"),
+        [
+            ({"rollout": {"replicas": 2, "devices": [0, 1, 2]}}, "services.rollout.devices: 3 of them for 2 replicas"),
+            ({"trainer": {"processes": 2, "devices": [0]}}, "services.trainer.devices: 1 of them for 2 processes"),
+            ({"trainer": {"processes": 2, "devices": [0, 0]}}, "services.trainer.devices: names a device twice"),
+        ],
+    )
+    def test_a_number_that_does_not_fit_is_one_line(self, services: dict[str, Any], said: str) -> None:
+        (fault,) = device_faults(make(services=services), trains=True)
+        assert fault.startswith(said)
+
+    def test_an_npu_that_is_not_there_is_one_line(self) -> None:
+        config = make(services={"rollout": {"devices": [8]}})
+        (fault,) = faults(config, Machine(npus=8))
+        assert fault == "services.rollout.devices: 8 is not one of this machine's NPUs, 0 to 7"
+
+
+class TestJemalloc:
+    FOUND = "/usr/lib64/libjemalloc.so.2"
+
+    def test_auto_preloads_it_on_npu_machines_into_what_computes(self) -> None:
+        found = environments(Machine(npus=1, jemalloc=self.FOUND, preload="/other.so"))
+        assert found["trainer-0"]["LD_PRELOAD"] == found["rollout-0"]["LD_PRELOAD"] == f"{self.FOUND}:/other.so"
+        assert "LD_PRELOAD" not in found["reward-0"]
+        assert "LD_PRELOAD" not in environments(Machine(jemalloc=self.FOUND))["trainer-0"]
+        assert "LD_PRELOAD" not in environments(Machine(npus=1))["trainer-0"]
+
+    @pytest.mark.parametrize(("asked", "loaded"), [(True, FOUND), (False, None), ("/mine.so", "/mine.so")])
+    def test_it_is_as_the_role_says(self, asked: bool | str, loaded: str | None) -> None:
+        found = environments(Machine(npus=1, jemalloc=self.FOUND), services={"reward": {"jemalloc": asked}})
+        assert found["reward-0"].get("LD_PRELOAD") == loaded
+
+    def test_its_absence_is_one_line(self, tmp_path: Path) -> None:
+        config = make(services={"trainer": {"jemalloc": True}, "critic": {"jemalloc": str(tmp_path / "no.so")}})
+        missing, wrong = faults(config, Machine(npus=1))
+        assert missing.startswith("services.trainer.jemalloc: true, but libjemalloc.so.2 was not found; install libjemalloc2")
+        assert (
+            wrong
+            == f"services.critic.jemalloc: '{tmp_path}/no.so' is not a file; must be auto, true, false or a library's path"
+        )
+        assert list(faults(config, Machine(jemalloc=self.FOUND))) == [wrong]
+
+
+class TestMachine:
+    @pytest.mark.parametrize("folder", ["usr/lib/aarch64-linux-gnu", "usr/lib64"], ids=["ubuntu", "openeuler"])
+    def test_npus_and_jemalloc_are_found_by_their_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+    ) -> None:
+        monkeypatch.setattr("platform.machine", lambda: "aarch64")
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1,0")
+        for file in ("dev/davinci0", "dev/davinci1", "dev/davinci_manager", f"{folder}/libjemalloc.so.2"):
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).touch()
+        found = this_machine(tmp_path)
+        assert (found.npus, found.visible, found.jemalloc) == (2, (1, 0), f"/{folder}/libjemalloc.so.2")
+
+    def test_a_machine_without_either(self, tmp_path: Path) -> None:
+        assert this_machine(tmp_path).npus == 0
+        assert this_machine(tmp_path).jemalloc == ""
+
+    def test_another_architecture_has_other_folders(self) -> None:
+        assert "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2" in jemalloc_paths("x86_64")
+
+
+class TestFileOfVariables:
+    def test_variables_of_ones_own_stand_over_the_files(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("run: {name: a}\nservices:\n  environment: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
+        services = config_loading.load(path, ["services.rollout.slots=7"]).services
+        trainer = services.trainer.env
+        assert (trainer["HCCL_BUFFSIZE"], trainer["A"], trainer["HCCL_CONNECT_TIMEOUT"]) == ("512", "b", "1800")
+        assert (services.rollout.env["VLLM_ASCEND_ENABLE_NZ"], services.rollout.slots) == ("0", 7)
+
+    def test_a_resolved_file_outlives_it(self, tmp_path: Path) -> None:
+        preset, path, again = tmp_path / "mine.yaml", tmp_path / "c.yaml", tmp_path / "again.yaml"
+        preset.write_text("rollout: {env: {A: b}, slots: 3}\n")
+        path.write_text(f"run: {{name: a}}\nservices: {{environment: {preset}, rollout: {{slots: 9}}}}\n")
+        first = config_loading.load(path)
+        assert (first.services.rollout.env, first.services.rollout.slots) == ({"A": "b"}, 9)
+        preset.unlink()
+        again.write_text(config_loading.to_yaml(first))
+        assert config_loading.load(again) == first
+
+    def test_naming_every_role_does_not_switch_it_off(self, tmp_path: Path) -> None:
+        roles = ["coordinator", "reward", "reward_model", "reference", "critic", "rollout"]
+        path = tmp_path / "c.yaml"
+        path.write_text(
+            "run: {name: a}\nservices:\n  environment: ascend\n  trainer: {processes: 1}\n"
+            + "".join(f"  {role}: {{threads: 1}}\n" for role in roles)
+        )
+        assert config_loading.load(path).services.trainer.env["TASK_QUEUE_ENABLE"] == "2"
+
+    def test_every_file_that_is_delivered_is_whole(self, tmp_path: Path) -> None:
+        assert config_loading.preset_names("services.environment") == ["ascend"]
+        for name in config_loading.preset_names("services.environment"):
+            path = tmp_path / "c.yaml"
+            path.write_text(f"run: {{name: a}}\nservices: {{environment: {name}}}\n")
+            assert config_loading.load(path).services != config_loading.load(path, ["services.environment=''"]).services
