@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from runtime.config import Config, Process, Trainer
+from runtime.config import Config, Process, Restarts, Trainer
 from runtime.topology import Member, members
 
 
@@ -40,6 +40,17 @@ def service_specs(
     """Every process but the coordinator. `cores` are shared out among those that compute, unless `threads` is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
     return list(_specs(config, members(config, trains), arguments, python, cores))
+
+
+def restarts(config: Config) -> dict[str, Restarts]:
+    """By role, for those whose processes can be replaced while a run goes on: they hold nothing that another cannot get."""
+    services = config.services
+    return {
+        "rollout": services.rollout.restarts,
+        "reward": services.reward.restarts,
+        "reward_model": services.reward_model.restarts,
+        "reference": services.reference.restarts,
+    }
 
 
 def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], python: str, cores: int) -> Iterator[ProcessSpec]:

@@ -345,10 +345,21 @@ class Coordinator(Process, frozen=True):
     port: Port = 0
 
 
+class Restarts(Section, frozen=True):
+    """A process of the role that dies is started again: at most `attempts` times within `window` seconds, the first time after
+    `backoff` seconds, then after twice as long each time.
+    """
+
+    attempts: NonNegative = 3  # 0 = never
+    window: Seconds = 600.0
+    backoff: Rate = 0.5
+
+
 class Rollout(Process, frozen=True):
     """`replicas` engines with `slots` sequences each."""
 
     replicas: Positive = 1
+    restarts: Restarts = Restarts()
     engine: Literal["torch"] = "torch"
     slots: Positive = 64
     dtype: DType = "auto"
@@ -356,12 +367,14 @@ class Rollout(Process, frozen=True):
 
 class Reward(Process, frozen=True):
     replicas: Positive = 1
+    restarts: Restarts = Restarts()
 
 
 class Scorer(Process, frozen=True):
     """The reference, or the reward model: `replicas` of a model that is only run forward."""
 
     replicas: Positive = 1
+    restarts: Restarts = Restarts()
     max_tokens_per_microbatch: Positive = 16384
     dtype: DType = "auto"
 
@@ -434,7 +447,8 @@ class Network(Section, frozen=True):
 
 
 class Deadlines(Section, frozen=True):
-    start: Seconds = 120.0  # a process from its start to its registration
+    start: Seconds = 120.0  # a process from its start to its registration; a run without any rollout until one is back
+    silence: Seconds = 30.0  # of a rollout that tells nothing of itself, after which the run does without it
     generate: Seconds = 600.0
     score: Seconds = 120.0
     train: Seconds = 600.0
