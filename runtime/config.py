@@ -424,6 +424,7 @@ class Publication(Section, frozen=True):
     join_timeout: Seconds = 60.0
     transfer_timeout: Seconds = 60.0
     commit_timeout: Seconds = 30.0
+    abort_timeout: Seconds = 10.0
 
 
 class Checkpoint(Section, frozen=True):

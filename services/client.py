@@ -44,7 +44,7 @@ class Peer:
 
 class WeightPeer(Peer):
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.commit_timeout)
+        await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.abort_timeout)
 
 
 class ReplicaPeer(Peer):

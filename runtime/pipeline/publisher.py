@@ -34,7 +34,6 @@ from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import RolloutPort, TrainerPort
 from runtime.types import PolicyVersion
 
-ABORT_SECONDS = 5.0  # a member that does not leave an epoch's group in this time is lost
 TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
 
 log = logging.getLogger("sluice")
@@ -57,7 +56,7 @@ class Publisher:
             transfer=settings.transfer_timeout,
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
-            abort=ABORT_SECONDS,
+            abort=settings.abort_timeout,
         )
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
