@@ -69,7 +69,7 @@ class Replicas(Generic[T]):
                 self.lose(replica, error.reason)
 
     async def _choose(self, turn: int) -> T:
-        if not self._living:
+        while not self._living:  # again, as it may be lost before the waiter's turn
             try:
                 await asyncio.wait_for(self._some(), self._patience)
             except asyncio.TimeoutError:

@@ -95,9 +95,11 @@ class RolloutPool:
     async def guard(self) -> None:
         """Until cancelled. Raises ServiceFault, naming who was lost, once no rollout has served for `patience` seconds."""
         while True:
-            await self._until(lambda: bool(self.membership.serving))
-            self._changed.clear()
-            await self._changed.wait()
+            if self.membership.serving:
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                await self._until(lambda: bool(self.membership.serving))
 
     # ------------------------------------------------------------------------------------------ their work
 
@@ -156,13 +158,14 @@ class RolloutPool:
     # ------------------------------------------------------------------------------------------ inside
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        try:
-            await asyncio.wait_for(self._wait(holds), self._patience)
-        except asyncio.TimeoutError:
-            losses = self.losses.values()
-            who, why = ", ".join(loss.name for loss in losses), "; ".join(loss.reason for loss in losses)
-            message = f"{why or 'lost'}; no rollout has served since"
-            raise ServiceFault(who or "rollout", "run", message, self._patience) from None
+        while not holds():  # again, as it may have changed before the waiter's turn
+            try:
+                await asyncio.wait_for(self._wait(holds), self._patience)
+            except asyncio.TimeoutError:
+                losses = self.losses.values()
+                who, why = ", ".join(loss.name for loss in losses), "; ".join(loss.reason for loss in losses)
+                message = f"{why or 'lost'}; no rollout has served since"
+                raise ServiceFault(who or "rollout", "run", message, self._patience) from None
 
     async def _wait(self, holds: Callable[[], bool]) -> None:
         while not holds():

@@ -252,6 +252,7 @@ class Cast:
     reference: FakeReference
     critic: FakeCritic | None = None
     reward_model: FakeRewardModel | None = None
+    patience: float = 20.0  # seconds that a request waits for a replica when there is none
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -276,9 +277,9 @@ class Cast:
         return Roles(
             trainer=self.trainer,
             rollouts=self.rollouts,
-            rewards=Replicas([self.reward] if self.reward else []),
-            reward_models=Replicas([self.reward_model] if self.reward_model else []),
-            references=Replicas([self.reference]),
+            rewards=Replicas([self.reward] if self.reward else [], self.patience),
+            reward_models=Replicas([self.reward_model] if self.reward_model else [], self.patience),
+            references=Replicas([self.reference], self.patience),
             critic=self.critic,
         )
 
