@@ -58,6 +58,11 @@ async def started_again(supervisor: Supervisor, name: str, incarnation: int) -> 
         await asyncio.sleep(0.01)
 
 
+async def fewer(supervisor: Supervisor, than: int) -> None:
+    while len(supervisor.children) >= than:  # noqa: ASYNC110 - the test's own deadline ends it
+        await asyncio.sleep(0.01)
+
+
 def allowed(attempts: int = 3) -> dict[str, Restarts]:
     return {"rollout": Restarts(attempts=attempts, backoff=0.0)}
 
@@ -92,21 +97,17 @@ def test_before_anything_may_be_replaced_a_death_is_a_failure(tmp_path: Path) ->
 
 def test_out_of_attempts_the_others_go_on_and_the_last_of_its_role_is_the_failure(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on(allowed(attempts=1))
+        supervisor.replace_from_now_on(allowed(attempts=0))
         await supervisor.start(spec("rollout-0", DIES))
         other = await supervisor.start(spec("rollout-1", LIVES))
         failing = asyncio.create_task(supervisor.first_failure())
-        while len(supervisor.children) > 1 or not supervisor._allowances:
-            await asyncio.sleep(0.01)
+        await fewer(supervisor, 2)
         assert supervisor.children == [other]
-        supervisor._allowances.clear()
-        supervisor.replace_from_now_on(allowed(attempts=0))
         other.process.kill()
         assert await failing is other
 
-    again, without = supervised(tmp_path, test)
-    assert "started again" in again
-    assert "the run goes on without it" in without
+    (line,) = supervised(tmp_path, test)
+    assert line.endswith("the run goes on without it")
 
 
 def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
@@ -142,8 +143,7 @@ def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:
         supervisor.replace_from_now_on({"rollout": Restarts(backoff=30.0)})
         await supervisor.start(spec("rollout-0", DIES))
         failing = asyncio.create_task(supervisor.first_failure())
-        while supervisor.children:
-            await asyncio.sleep(0.01)
+        await fewer(supervisor, 1)
         failing.cancel()
         supervisor.replace_nobody()
         await supervisor.wait_all(1.0)
