@@ -214,6 +214,7 @@ class Transaction:
 
     def _withdraw(self) -> None:
         for task in self._calls:
+            task.add_done_callback(_seen)
             task.cancel()
         self._calls.clear()
 
@@ -288,6 +289,12 @@ class Transaction:
 
     async def _sent(self, answer: Awaitable[WeightsSent]) -> None:
         self._bytes = (await answer).bytes
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """What became of a call that was withdrawn concerns nobody."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _sent(_: str) -> Event:
