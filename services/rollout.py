@@ -190,7 +190,7 @@ class RolloutService(process.Service):
             letter.reply()
 
     async def _commit_weights(self, letter: Letter, message: CommitWeights) -> None:
-        if self._staged is None or self._staged.version != message.version:
+        if self._staged is None or self._staged.version != message.version or message.epoch != self._epoch:
             raise ServiceFault(self.name, "commit", f"version {message.version} is not staged")
         now = asyncio.get_running_loop().time()
         if message.version == self._committed:  # sent once more, for a newcomer
