@@ -41,6 +41,11 @@ class Child:
     def running(self) -> bool:
         return self.process.returncode is None
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs indeed: one that died of itself, and of which we are about to hear, does not."""
+        return self.running and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started."""
         with suppress(ProcessLookupError):
@@ -89,7 +94,7 @@ class Supervisor:
     def give_up(self, name: str, incarnation: int, reason: str) -> None:
         """End a process that the run does without, if it is still that one."""
         for child in self.children:
-            if (child.spec.name, child.incarnation) == (name, incarnation) and child.running and not child.given_up:
+            if (child.spec.name, child.incarnation) == (name, incarnation) and child.alive and not child.given_up:
                 child.given_up = reason
                 child.signal_group(signal.SIGKILL)
 

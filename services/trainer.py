@@ -87,12 +87,13 @@ class TrainerService(Leader):
             if letter.abandoned:
                 continue
             try:
-                value = await self._execute(letter.message)
                 if isinstance(letter.message, SendWeights):
+                    self._snapshot = None  # until the buckets are whole again
+                    await self._execute(letter.message)
                     self._snapshot = letter.message.version
                     await self._transfer(letter)
                 else:
-                    letter.reply(value)
+                    letter.reply(await self._execute(letter.message))
             except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
                 letter.fail(error)
 

@@ -136,8 +136,8 @@ class Publisher:
 
     async def _meet(self, epoch: Epoch) -> SluiceError | None:
         """Connect the group; None when it is connected."""
-        address, manifest = await self._trainer.host_weights(epoch.number, 1 + len(epoch.members))
         ports = [self._pool.port(member) for member in epoch.members]
+        address, manifest = await self._trainer.host_weights(epoch.number, 1 + len(ports))
         joins = [
             asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
             for rank, port in enumerate(ports, start=1)

@@ -90,7 +90,7 @@ class Gate(FakeRollout):
         self.calls.append(("verified", version.step))
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        await self.may_commit.wait()
+        await self.reached(self.may_commit.wait())
         return await super().commit_weights(version, epoch)
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
@@ -329,6 +329,22 @@ def test_who_does_not_come_to_the_rendezvous_is_left_out() -> None:
         assert cast.rollouts[1].version == FIRST
         assert "did not answer" in cast.rollouts[0].gone
         assert len(cast.trainer.calls) == 1  # it gave the first rendezvous up, so that nobody waits for it
+
+    run(test)
+
+
+def test_who_dies_while_the_trainer_opens_the_rendezvous_is_left_out() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        host = cast.trainer.host_weights
+
+        async def hosting(epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+            cast.rollouts[0].die()
+            return await host(epoch, world_size)
+
+        cast.trainer.host_weights = hosting  # type: ignore[method-assign]
+        assert (await make(cast).publish(FIRST)).epoch == 2
+        assert address_of(cast.rollouts[1]) == (2, 1, 2)
 
     run(test)
 
