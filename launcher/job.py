@@ -70,7 +70,7 @@ class Job(ABC, Generic[Result]):
         """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
-            self.supervisor = Supervisor(logs)
+            self.supervisor = Supervisor(logs, self.view.say)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
@@ -137,12 +137,17 @@ class Job(ABC, Generic[Result]):
         assert self._coordinator is not None
         if await self._coordinator.process.wait():
             raise self._coordinator.fault()
+        self.supervisor.replace_nobody()
         await self.supervisor.wait_all(self.config.deadlines.stop)
 
     async def _watch(self, address: str) -> None:
         with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
             async for progress in session.watch(address):
-                self._began = self._began or progress.phase != "starting"
+                if not self._began and progress.phase != "starting":
+                    self._began = True
+                    self.supervisor.replace_from_now_on(topology.restarts(self.config))
+                for loss in progress.lost:
+                    self.supervisor.give_up(loss.name, loss.incarnation, loss.reason)
                 self.view.progress(progress)
 
     async def guarded(self, work: Awaitable[T]) -> T:
@@ -155,6 +160,7 @@ class Job(ABC, Generic[Result]):
             if twice.done():
                 raise Interrupted(self.stopped_late, 130) if self._began else Interrupted(self.stopped_early, 0)
             if death.done() and not task.done():  # the coordinator notices, stops the others and says why
+                death.result()  # raises what kept another from being started in a dead one's place
                 await asyncio.wait({task, twice}, timeout=FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
             if (culprit := self.supervisor.culprit()) is not None:
                 raise culprit.fault()

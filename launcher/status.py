@@ -51,11 +51,11 @@ async def _table(address: str) -> Table:
     except SluiceError as error:
         raise UserError(f"status: no coordinator at {address}: {error}") from None
     table = Table(title=coordinator.detail, title_justify="left")
-    for column in ("process", "state", "version", "mailbox", "wait", "handled", "rates", "pid", "address"):
+    for column in ("process", "state", "version", "mailbox", "wait", "handled", "rates", "restarts", "pid", "address"):
         table.add_column(column)
     _row(table, coordinator)
-    for status in await asyncio.gather(*map(_status, topology.processes)):
-        _row(table, status)
+    for process, status in zip(topology.processes, await asyncio.gather(*map(_status, topology.processes)), strict=True):
+        _row(table, status, process.incarnation)
     return table
 
 
@@ -74,7 +74,7 @@ async def _status(process: Registration) -> Status:
         )
 
 
-def _row(table: Table, status: Status) -> None:
+def _row(table: Table, status: Status, restarts: int = 0) -> None:
     mailbox = status.mailbox
     rates = ", ".join(f"{name} {value:,.0f}/s" for name, value in status.rates.items() if not name.endswith("_seconds"))
     busy = status.rates.get("busy_seconds")
@@ -86,6 +86,7 @@ def _row(table: Table, status: Status) -> None:
         f"{mailbox.wait_seconds * 1000:.1f} ms",
         str(mailbox.handled),
         (f"busy {busy:.0%}, " if busy is not None else "") + rates,
+        str(restarts),
         str(status.pid),
         status.address,
     )

@@ -9,24 +9,29 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from launcher.restarts import Allowance
 from launcher.topology import ProcessSpec
 from runtime import os_process
+from runtime.config import Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 
 FAULT = "error: "  # how a process begins the line that says why it ends
 
 
 class Child:
-    """A process that was started, and its log."""
+    """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, log: Path):
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, log: Path, incarnation: int = 0):
         self.spec = spec
         self.process = process
         self.log = log
+        self.incarnation = incarnation
+        self.given_up = ""  # why it was ended from here, while the others go on
 
     @property
     def pid(self) -> int:
@@ -36,6 +41,11 @@ class Child:
     def running(self) -> bool:
         return self.process.returncode is None
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs indeed: one that died of itself, and of which we are about to hear, does not."""
+        return self.running and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started."""
         with suppress(ProcessLookupError):
@@ -44,6 +54,8 @@ class Child:
     def fault(self) -> SluiceError:
         """Why it ended, in its own last word where it had one."""
         code = self.process.returncode or 0
+        if self.given_up:
+            return ServiceFault(self.spec.name, "run", self.given_up)
         if code < 0:
             return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}")
         lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
@@ -58,14 +70,40 @@ class Child:
 class Supervisor:
     """The children of one run, in the order in which they were started."""
 
-    def __init__(self, logs: Path):
+    def __init__(self, logs: Path, say: Callable[[str], None] = lambda line: None):
+        """`say` shows a line to the user."""
         self._logs = logs
+        self._say = say
         self.children: list[Child] = []
+        self._restarts: Mapping[str, Restarts] = {}
+        self._allowances: dict[str, Allowance] = {}
+        self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and the role
 
-    async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False) -> Child:
+    def replace_from_now_on(self, restarts: Mapping[str, Restarts]) -> None:
+        """A process of one of these roles that dies is started again as its settings allow, while the others go on. When it may
+        not be, the others go on as long as another of its role lives."""
+        self._restarts = restarts
+
+    def replace_nobody(self) -> None:
+        """From now on every death is a failure, and who was to be started again is not."""
+        self._restarts = {}
+        for task in self._starting:
+            task.cancel()
+        self._starting.clear()
+
+    def give_up(self, name: str, incarnation: int, reason: str) -> None:
+        """End a process that the run does without, if it is still that one."""
+        for child in self.children:
+            if (child.spec.name, child.incarnation) == (name, incarnation) and child.alive and not child.given_up:
+                child.given_up = reason
+                child.signal_group(signal.SIGKILL)
+
+    async def start(
+        self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
+    ) -> Child:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
         interpreter that is not there."""
-        log = self._logs / f"{spec.name}.log"
+        log = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         with log.open("wb") as out:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -73,14 +111,14 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE if capture else out,
                     stderr=out,
-                    env={**os.environ, **spec.env},
+                    env={**os.environ, os_process.INCARNATION: str(incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
                     preexec_fn=os_process.die_with_parent,  # torchrun does not ask for it by itself
                 )
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
-        child = Child(spec, process, log)
+        child = Child(spec, process, log, incarnation)
         self.children.append(child)
         return child
 
@@ -93,32 +131,68 @@ class Supervisor:
         return min(failed, key=lambda one: (one[0] > 0, one[0] != 2), default=(0, None))[1]
 
     async def first_failure(self) -> Child:
-        """Waits until a child ends otherwise than with exit code 0."""
-        waits = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        """Waits until a child ends otherwise than with exit code 0, and nobody comes in its place."""
+        waits: dict[asyncio.Task[int], Child] = {}
         try:
-            while waits:
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    child = waits.pop(task)
-                    if child.process.returncode:
-                        return child
-            await asyncio.Future()  # all ended well: there will be no failure
-            raise AssertionError
+            while True:
+                for child in self.children:
+                    if child not in waits.values() and child.running:
+                        waits[asyncio.create_task(child.process.wait())] = child
+                if failed := next((one for one in self.children if one.process.returncode and not self._replace(one)), None):
+                    return failed
+                if not waits and not self._starting:
+                    await asyncio.Future()  # all ended well: there will be no failure
+                await asyncio.wait({*waits, *self._starting}, return_when=asyncio.FIRST_COMPLETED)
+                waits = {task: child for task, child in waits.items() if not task.done()}
+                for started in [task for task in self._starting if task.done()]:
+                    del self._starting[started]
+                    started.result()
         finally:
             for task in waits:
                 task.cancel()
 
+    def _replace(self, child: Child) -> bool:
+        """Whether the run goes on without this process, which died, and perhaps with another in its place."""
+        role, name = child.spec.role, child.spec.name
+        # What its user has to mend would only happen again.
+        if role not in self._restarts or child.process.returncode == 2:
+            return False
+        delay = self._allowances.setdefault(name, Allowance(self._restarts[role])).delay(time.monotonic())
+        others = [one for one in self.children if one is not child and one.spec.role == role and one.running]
+        if delay is None and not others and role not in self._starting.values():
+            return False
+        child.signal_group(signal.SIGKILL)  # what it left in its group
+        self.children.remove(child)
+        if delay is None:
+            self._say(f"{child.fault()}; it was started again often enough: the run goes on without it")
+        else:
+            self._say(f"{child.fault()}; started again in {delay:g} s")
+            self._starting[asyncio.create_task(self._start_again(child, delay))] = role
+        return True
+
+    async def _start_again(self, child: Child, delay: float) -> Child:
+        await asyncio.sleep(delay)
+        return await self.start(child.spec, incarnation=child.incarnation + 1)
+
     async def wait_all(self, timeout: float) -> None:
-        """Wait for every child to end. Raises DeadlineExceeded naming one that did not."""
+        """Wait for every child to end. Raises DeadlineExceeded naming one that did not.
+
+        One that came in another's place is killed then: those whom it should have heard from may never have known it.
+        """
         waits = [asyncio.create_task(child.process.wait()) for child in self.children]
         if waits:
             await asyncio.wait(waits, timeout=timeout)
+        for child in [child for child in self.children if child.running and child.incarnation]:
+            child.signal_group(signal.SIGKILL)
+            await child.process.wait()
+            self.children.remove(child)
         for child in self.children:
             if child.running:
                 raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)
 
     async def end_all(self, grace: float) -> None:
         """SIGTERM to whoever still runs, SIGKILL after `grace` seconds; returns when every one is gone."""
+        self.replace_nobody()
         for child in self.children:
             if child.running:
                 child.signal_group(signal.SIGTERM)

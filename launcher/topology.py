@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from launcher.environment import environment, hccl_ports, part, used_npus
 from launcher.machine import Machine
-from runtime.config import Config, Process, Spread
-from runtime.topology import Member, members
+from runtime.config import Config, Process, Restarts, Spread
+from runtime.topology import Member, members, replaceable
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -73,6 +73,11 @@ def service_specs(
         )
         for member in started
     ]
+
+
+def restarts(config: Config) -> dict[str, Restarts]:
+    """By role, for those whose processes can be replaced while a run goes on: they hold nothing that another cannot get."""
+    return {role: getattr(config.services, role).restarts for role in replaceable(config)}
 
 
 def _command(config: Config, member: Member, python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:

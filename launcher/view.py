@@ -58,6 +58,10 @@ class View:
             self._last_line = now
             self._console.print("  ".join(filter(None, (name, count, detail))), highlight=False)
 
+    def say(self, line: str) -> None:
+        """A line of its own, which stays."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def _close(self) -> None:
         """The phase before is over: its bar stands still, and full."""
         if self._task is not None:

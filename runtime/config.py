@@ -354,10 +354,21 @@ class Coordinator(Process, frozen=True):
     port: Port = 0
 
 
+class Restarts(Section, frozen=True):
+    """A process of the role that dies is started again: at most `attempts` times within `window` seconds, the first time after
+    `backoff` seconds, then after twice as long each time.
+    """
+
+    attempts: NonNegative = 3  # 0 = never
+    window: Seconds = 600.0
+    backoff: Rate = 0.5
+
+
 class Rollout(Computing, frozen=True):
     """`replicas` engines with `slots` sequences each."""
 
     replicas: Positive = 1
+    restarts: Restarts = Restarts()
     engine: Literal["torch"] = "torch"
     slots: Positive = 64
     dtype: DType = "auto"
@@ -365,12 +376,14 @@ class Rollout(Computing, frozen=True):
 
 class Reward(Process, frozen=True):
     replicas: Positive = 1
+    restarts: Restarts = Restarts()
 
 
 class Scorer(Computing, frozen=True):
     """The reference, or the reward model: `replicas` of a model that is only run forward."""
 
     replicas: Positive = 1
+    restarts: Restarts = Restarts()
     max_tokens_per_microbatch: Positive = 16384
     dtype: DType = "auto"
 
@@ -454,6 +467,7 @@ class Publication(Section, frozen=True):
     join_timeout: Seconds = 60.0
     transfer_timeout: Seconds = 60.0
     commit_timeout: Seconds = 30.0
+    abort_timeout: Seconds = 10.0
 
 
 class Checkpoint(Section, frozen=True):
@@ -482,7 +496,8 @@ class Network(Section, frozen=True):
 
 
 class Deadlines(Section, frozen=True):
-    start: Seconds = 120.0  # a process from its start to its registration
+    start: Seconds = 120.0  # a process from its start to its registration; a run without any rollout until one is back
+    silence: Seconds = 30.0  # of a rollout that tells nothing of itself, after which the run does without it
     generate: Seconds = 600.0
     score: Seconds = 120.0
     train: Seconds = 600.0

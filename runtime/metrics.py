@@ -27,11 +27,14 @@ NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model", "adv")
 
 
 class PublicationFigures(msgspec.Struct, frozen=True):
-    """One weight publication: from its start to COMMIT, the longest pause of a rollout, and the bytes sent once."""
+    """One weight publication: from its start to COMMIT, the longest pause of a rollout, and the bytes sent once; how often
+    it was aborted before, and the epoch in which it was committed."""
 
     seconds: float
     pause_seconds: float
     bytes: int
+    aborts: int = 0
+    epoch: int = 0
 
 
 class StepFigures(msgspec.Struct, kw_only=True):
@@ -47,6 +50,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
     idle: Mapping[str, float] = {}  # by role, of `idle_fraction`
     publication: PublicationFigures | None = None
     dynamic_sampling: Mapping[str, float] = {}  # of DynamicSampling.close_step
+    rollouts: Mapping[str, float] = {}  # of RolloutPool.close_step
 
 
 def step_metrics(figures: StepFigures) -> Metrics:
@@ -68,6 +72,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         ),
         **figures.trained.metrics,
         **figures.dynamic_sampling,
+        **figures.rollouts,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
         **{f"idle/{role}": fraction for role, fraction in figures.idle.items()},
         **(

@@ -11,6 +11,8 @@ import time
 
 import psutil
 
+INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
+
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be nothing but the call
 

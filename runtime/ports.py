@@ -6,10 +6,11 @@ when the service failed or is gone, and may be cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from runtime.commands import WeightsSent
+from runtime.status import Status
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,
@@ -36,7 +37,23 @@ class WeightMember(Protocol):
         """Forget what is staged of `version`, leaving the epoch's group."""
 
 
-class RolloutPort(WeightMember, Protocol):
+class Replaceable(Protocol):
+    """A replica without state of its own: when it is lost another process may come in its place, of the next incarnation."""
+
+    name: str
+    incarnation: int
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell(why)` once the connection is lost, at once if it is lost already."""
+
+    def give_up(self, reason: str) -> None:
+        """Ask nothing of it any more: every call under way, and every later one, raises Unreachable. Idempotent."""
+
+
+class RolloutPort(WeightMember, Replaceable, Protocol):
+    async def status(self) -> Status:
+        """What the process says of itself. It answers while it computes."""
+
     async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
         """Join the group of `address.epoch`; returns when the group is connected."""
 
@@ -53,15 +70,11 @@ class RolloutPort(WeightMember, Protocol):
         """Swap to the staged version between two decode steps; returns the pause in seconds."""
 
 
-class RewardPort(Protocol):
-    name: str
-
+class RewardPort(Replaceable, Protocol):
     async def score(self, request: ScoreRequest) -> Scores: ...
 
 
-class ReferencePort(Protocol):
-    name: str
-
+class ReferencePort(Replaceable, Protocol):
     async def logprobs(self, request: LogprobRequest) -> bytes:
         """The encoded `Logprobs`, forwarded opaque to the trainer."""
 

@@ -30,7 +30,8 @@ class Status(Struct, kw_only=True):
 
 
 class Registration(Struct, kw_only=True):
-    """A process announces itself to the coordinator. `seconds` are its start-up times by phase."""
+    """A process announces itself to the coordinator. `seconds` are its start-up times by phase, `incarnation` counts the
+    processes that were started under its name before."""
 
     role: str
     name: str
@@ -39,12 +40,22 @@ class Registration(Struct, kw_only=True):
     pid: int
     host: str
     seconds: dict[str, float] = {}
+    incarnation: int = 0
+
+
+class Loss(Struct, kw_only=True, frozen=True):
+    """A process that the run does without: whoever started it ends it, and may start another in its place."""
+
+    name: str
+    incarnation: int = 0
+    reason: str = ""
 
 
 class Progress(Struct, kw_only=True):
     """Where the run is: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
 
-    `phase`: starting, evaluating, training, saving, finished or failed.
+    `phase`: starting, evaluating, training, saving, finished or failed. `lost`: the newest loss of each name, until another
+    process has come in its place.
     """
 
     phase: str = "starting"
@@ -53,6 +64,7 @@ class Progress(Struct, kw_only=True):
     done: int = 0
     total: int = 0
     detail: str = ""
+    lost: list[Loss] = []
 
 
 class Topology(Struct, kw_only=True):

@@ -46,6 +46,12 @@ def uses_reference(config: Config) -> bool:
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
 
 
+def replaceable(config: Config) -> list[str]:
+    """The roles whose processes stand each for itself, so that another may come in the place of one that dies."""
+    alone = ["reference"] if config.services.reference.engine == "torch" else []
+    return ["rollout", "reward", "reward_model", *alone]
+
+
 def block_size(parallel: Parallel) -> int:
     """The processes that hold one model between them."""
     return parallel.tensor * parallel.context * parallel.pipeline

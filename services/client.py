@@ -44,10 +44,20 @@ class Peer:
 
 class WeightPeer(Peer):
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.commit_timeout)
+        await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.abort_timeout)
 
 
-class RolloutClient(WeightPeer):
+class ReplicaPeer(Peer):
+    """One of several replicas, in whose place another process may come; `incarnation` counts those before it."""
+
+    def __init__(self, session: Session, deadlines: Deadlines, publication: Publication, incarnation: int = 0):
+        super().__init__(session, deadlines, publication)
+        self.incarnation = incarnation
+        self.when_lost = session.when_broken
+        self.give_up = session.give_up
+
+
+class RolloutClient(ReplicaPeer, WeightPeer):
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         return await self.session.call("Generate", request, self._deadlines.generate)
 
@@ -70,18 +80,19 @@ class RolloutClient(WeightPeer):
         return committed.pause_seconds
 
 
-class RewardClient(Peer):
+class RewardClient(ReplicaPeer):
     async def score(self, request: ScoreRequest) -> Scores:
         return await self.session.call("Score", request, self._deadlines.score)
 
 
-class ReferenceClient(Peer):
+class ReferenceClient(ReplicaPeer):
     async def logprobs(self, request: LogprobRequest) -> bytes:
         return await self.session.call("Logprobs", request, self._deadlines.score)
 
 
-class ReferenceGroupClient(Peer):
-    """A reference that is a group of ranks. Log-probabilities that are asked for together are computed together."""
+class ReferenceGroupClient(ReplicaPeer):
+    """A reference that is a group of ranks, and is not replaced. Log-probabilities that are asked for together are computed
+    together."""
 
     def __init__(
         self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]

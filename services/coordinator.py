@@ -29,17 +29,18 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
 from runtime.ledger import Ledger
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
-from runtime.pipeline.roles import EvaluationRoles, Roles
+from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.ports import ReferencePort
-from runtime.status import Progress, Registration, Status, Stop, Topology
-from runtime.topology import Member, data_leaders, members
+from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
+from runtime.topology import Member, data_leaders, members, replaceable
 from runtime.trackers import Trackers
 from services.client import (
     CriticClient,
     Peer,
     ReferenceClient,
     ReferenceGroupClient,
+    ReplicaPeer,
     RewardClient,
     RolloutClient,
     TrainerClient,
@@ -56,6 +57,13 @@ def service_of(role: str, config: Config) -> str:
         return "ReferenceGroup"
     return "Reward" if role == "reward_model" else role.capitalize()
 
+
+CLIENTS: dict[str, type[ReplicaPeer]] = {
+    "rollout": RolloutClient,
+    "reward": RewardClient,
+    "reward_model": RewardClient,
+    "reference": ReferenceClient,
+}
 
 T = TypeVar("T")
 
@@ -75,10 +83,12 @@ class Coordinator:
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
         self._registered: dict[Member, Registration] = {}
+        self._lost: dict[str, Loss] = {}
+        self._joining: set[asyncio.Task[None]] = set()
         self._arrived = asyncio.Event()
         self._settings = config.deadlines, config.publication  # of every client
-        self._sessions: list[Session] = []
-        self._peers: list[Peer] = []
+        self._of_replicas = config.deadlines.start, self._lose
+        self._sessions: dict[Member, Session] = {}  # none before all are there
         self._interrupted = False
         self._run: Run | None = None
         self._evaluation: EvaluationRun | None = None
@@ -143,6 +153,7 @@ class Coordinator:
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             report=self._report,
+            lost=self._lose,
         )
         try:
             self._evaluation = EvaluationRun(material, self._evaluation_roles(await self._connect()))
@@ -173,6 +184,7 @@ class Coordinator:
             report=self._report,
             launched=self._launched,
             seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
+            lost=self._lose,
         )
 
     # ------------------------------------------------------------------------------------------ the roles
@@ -188,14 +200,36 @@ class Coordinator:
             except asyncio.TimeoutError:
                 names = ", ".join(member.name for member in missing)
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
+        self._sessions = {member: self._session(self._registered[member]) for member in self._members}
+        await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
         by_role: dict[str, list[Session]] = defaultdict(list)
-        for member in self._members:
-            session = Session(self._registered[member].address, member.name, service_of(member.role, self._config))
-            self._sessions.append(session)
+        for member, session in self._sessions.items():
             by_role[member.role].append(session)
-        await asyncio.gather(*(session.open(timeout) for session in self._sessions))
-        self._peers = [Peer(session, *self._settings) for session in self._sessions]
         return by_role
+
+    def _session(self, registration: Registration) -> Session:
+        return Session(registration.address, registration.name, service_of(registration.role, self._config))
+
+    async def _take_in(self, member: Member, registration: Registration) -> None:
+        """Talk to the process that has come in the place of another from now on."""
+        session = self._session(registration)
+        try:
+            await session.open(self._config.deadlines.start)
+        except DeadlineExceeded as error:
+            await session.close()
+            self._lose(Loss(name=member.name, incarnation=registration.incarnation, reason=str(error)))
+            return
+        former, self._sessions[member] = self._sessions[member], session
+        run = self._run or self._evaluation
+        assert run is not None  # sessions are made before
+        run.arrive(member.role, CLIENTS[member.role](session, *self._settings, registration.incarnation))
+        self._lost.pop(member.name, None)
+        self._report(self._progress)
+        await former.close()
+
+    def _lose(self, loss: Loss) -> None:
+        self._lost[loss.name] = loss
+        self._report(self._progress)
 
     def _roles(self, by_role: dict[str, list[Session]]) -> Roles:
         answering, services = self._evaluation_roles(by_role), self._config.services
@@ -211,26 +245,34 @@ class Coordinator:
             critic=critic,
         )
 
-    def _references(self, sessions: list[Session]) -> list[ReferencePort]:
+    def _references(self, sessions: list[Session]) -> Replicas[ReferencePort]:
         settings = self._config.services.reference
+        references: list[ReferencePort] = [ReferenceClient(session, *self._settings) for session in sessions]
         if sessions and settings.engine == "megatron":
-            return [ReferenceGroupClient(sessions, *self._settings, data_leaders(settings))]
-        return [ReferenceClient(session, *self._settings) for session in sessions]
+            references = [ReferenceGroupClient(sessions, *self._settings, data_leaders(settings))]
+        return Replicas(references, *self._of_replicas)
 
     def _evaluation_roles(self, by_role: dict[str, list[Session]]) -> EvaluationRoles:
         return EvaluationRoles(
             rollouts=[RolloutClient(session, *self._settings) for session in by_role["rollout"]],
-            rewards=[RewardClient(session, *self._settings) for session in by_role["reward"]],
-            reward_models=[RewardClient(session, *self._settings) for session in by_role["reward_model"]],
+            rewards=Replicas([RewardClient(session, *self._settings) for session in by_role["reward"]], *self._of_replicas),
+            reward_models=Replicas(
+                [RewardClient(session, *self._settings) for session in by_role["reward_model"]], *self._of_replicas
+            ),
         )
 
     async def _stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""
-        stops = (asyncio.wait_for(peer.stop(0.0), 1.0) for peer in self._peers)
-        for peer, outcome in zip(self._peers, await asyncio.gather(*stops, return_exceptions=True), strict=True):
+        for task in self._joining:
+            task.cancel()
+        sessions = [session for member, session in self._sessions.items() if member.name not in self._lost]
+        stops = (asyncio.wait_for(Peer(session, *self._settings).stop(0.0), 1.0) for session in sessions)
+        for session in sessions:
+            session.ends()
+        for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):
             if isinstance(outcome, BaseException):
-                log.warning("%s did not take the order to stop: %s", peer.name, outcome or type(outcome).__name__)
-        for session in self._sessions:
+                log.warning("%s did not take the order to stop: %s", session.name, outcome or type(outcome).__name__)
+        for session in self._sessions.values():
             await session.close()
 
     def _interrupt(self) -> None:
@@ -256,8 +298,19 @@ class Coordinator:
             member = Member(registration.role, registration.name, registration.rank)
             if member not in self._members:
                 raise UserError(f"{registration.name} (rank {registration.rank}) is not in this run's topology")
+            former = self._registered.get(member)
+            if former is not None and registration.incarnation <= former.incarnation:
+                if registration != former:
+                    raise UserError(f"{registration.name}: its incarnation {former.incarnation} has registered already")
+                return
+            if self._sessions and member.role not in replaceable(self._config):
+                raise UserError(f"{registration.name}: a {member.role} cannot be replaced while the run goes on")
             self._registered[member] = registration
             log.info("%s registered: pid %d at %s, %s", *_told(registration))
+            if self._sessions:
+                task = asyncio.create_task(self._take_in(member, registration))
+                self._joining.add(task)
+                task.add_done_callback(self._joining.discard)
             self._arrived.set()
 
         async def processes(_: None, timeout: float | None) -> Topology:
@@ -274,6 +327,11 @@ class Coordinator:
             gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
             if (wait := self._run.buffer.oldest_wait()) is not None:
                 detail += f"; waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
+            membership = self._run.pool.membership
+            gauges |= {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
+            detail += f"; {self._run.pool}"
+            if self._run.last_abort:
+                detail += f"; last abort: {self._run.last_abort}"
         return Status(
             role="coordinator",
             name="coordinator",
@@ -286,7 +344,7 @@ class Coordinator:
         )
 
     def _report(self, progress: Progress) -> None:
-        self._progress = progress
+        self._progress = msgspec.structs.replace(progress, lost=list(self._lost.values()))
         for watcher in self._watchers:
             watcher.set()
 

@@ -158,6 +158,7 @@ class Process:
             pid=os.getpid(),
             host=socket.gethostname(),
             seconds=seconds,
+            incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
         )
         async with session.open_channel(self._coordinator) as channel:
             method = wire.METHODS["Coordinator", "Register"]

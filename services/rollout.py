@@ -34,6 +34,8 @@ class RolloutService(process.Service):
         self._group: WeightGroup | None = None
         self._receiver: WeightReceiver | None = None
         self._staged: Staged | None = None
+        self._epoch = 0  # of the group that it is in, or about to join
+        self._committed: PolicyVersion | None = None
         self._commit: tuple[Letter, float] | None = None  # waits for running sequences, since then on the loop's clock
         self._open: dict[int, Letter] = {}
         self._withdrawn: list[int] = []
@@ -118,57 +120,84 @@ class RolloutService(process.Service):
                     self._open[group_id].fail(Cancelled(f"group {group_id} was cancelled"))
             letter.reply()
         elif isinstance(message, JoinWeights):
-            await self._join(message)
-            letter.reply()
+            self._join(letter, message)
         elif isinstance(message, ReceiveWeights):
             self._receive_weights(letter, message)
         elif isinstance(message, CommitWeights):
             await self._commit_weights(letter, message)
         elif isinstance(message, AbortWeights):
-            self._leave()
+            if message.epoch == self._epoch:
+                self._leave()
             letter.reply()
         else:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
-    async def _join(self, message: JoinWeights) -> None:
+    def _join(self, letter: Letter, message: JoinWeights) -> None:
+        """Meet the others in a thread of its own: generation goes on."""
         from runtime.weights import group
-        from runtime.weights.receiver import WeightReceiver
+        from runtime.weights.sender import in_thread
 
         self._leave()
-        self._group = await asyncio.to_thread(group.join, message.address, self.name)
-        self._receiver = WeightReceiver(message.manifest)
+        self._epoch = message.address.epoch
+        loop = asyncio.get_running_loop()
+
+        def done(future: Future[WeightGroup]) -> None:
+            loop.call_soon_threadsafe(self._joined, letter, message, future)
+
+        in_thread("join-weights", lambda: group.join(message.address, self.name)).add_done_callback(done)
+
+    def _joined(self, letter: Letter, message: JoinWeights, future: Future[WeightGroup]) -> None:
+        from runtime.weights.receiver import WeightReceiver
+
+        error = future.exception()
+        if error is not None:
+            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "join", repr(error)))
+        elif message.address.epoch != self._epoch:  # it was told to leave meanwhile
+            future.result().abort()
+            letter.fail(Cancelled(f"{self.name}: epoch {message.address.epoch} was given up"))
+        else:
+            self._group, self._receiver = future.result(), WeightReceiver(message.manifest)
+            letter.reply()
 
     def _leave(self) -> None:
         if self._commit is not None and not self._commit[0].abandoned:
             self._commit[0].fail(ServiceFault(self.name, "commit", "was aborted while sequences were still running"))
         self._staged = None
+        self._epoch = 0
         if self._group is not None:
             self._group.abort()
             self._group = self._receiver = None
 
     def _receive_weights(self, letter: Letter, message: ReceiveWeights) -> None:
-        if self._receiver is None or self._group is None:
-            raise ServiceFault(self.name, "receive", "is not a member of a publication group")
+        if self._receiver is None or self._group is None or message.epoch != self._epoch:
+            raise ServiceFault(self.name, "receive", f"is not a member of the publication group of epoch {message.epoch}")
         loop = asyncio.get_running_loop()
 
         def done(future: Future[Staged]) -> None:
-            loop.call_soon_threadsafe(self._received, letter, future)
+            loop.call_soon_threadsafe(self._received, letter, message.epoch, future)
 
         receiving = self._receiver.receive(self._group, message.version, self.config.publication.transfer_timeout)
         receiving.add_done_callback(done)
 
-    def _received(self, letter: Letter, future: Future[Staged]) -> None:
+    def _received(self, letter: Letter, epoch: int, future: Future[Staged]) -> None:
         error = future.exception()
-        if error is None:
+        if error is not None:
+            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "receive", repr(error)))
+        elif epoch != self._epoch:
+            letter.fail(Cancelled(f"{self.name}: epoch {epoch} was given up"))
+        else:
             self._staged = future.result()
             letter.reply()
-        else:
-            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "receive", repr(error)))
 
     async def _commit_weights(self, letter: Letter, message: CommitWeights) -> None:
-        if self._staged is None or self._staged.version != message.version:
+        if self._staged is None or self._staged.version != message.version or message.epoch != self._epoch:
             raise ServiceFault(self.name, "commit", f"version {message.version} is not staged")
         now = asyncio.get_running_loop().time()
+        if message.version == self._committed:  # sent once more, for a newcomer
+            self._staged.release()
+            self._staged = None
+            letter.reply(WeightsCommitted(0.0))
+            return
         if self.config.publication.in_flight == "drain" and self._engine.stats().running:
             self._engine.hold(True)
             self._commit = letter, now
@@ -192,6 +221,7 @@ class RolloutService(process.Service):
         assert self._staged is not None
         recompute = self.config.publication.in_flight == "recompute"
         await self._engine.swap(self._staged.tensors(), self._staged.version, recompute)
+        self._committed = self._staged.version
         self._staged.release()
         self._staged = None
         self._swaps += 1

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -71,6 +71,7 @@ class Session:
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
         self._broken = ""  # why, once the stream is broken
         self._tasks: list[asyncio.Task[None]] = []
+        self._tell: list[Callable[[str], None]] = []
 
     async def open(self, timeout: float) -> None:
         """Connect. Raises DeadlineExceeded."""
@@ -85,6 +86,24 @@ class Session:
         )
         rpc = method()
         self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
+
+    def when_broken(self, tell: Callable[[str], None]) -> None:
+        """Call `tell(why)` once the stream breaks, at once if it is broken. Not after `close`."""
+        if self._broken:
+            tell(self._broken)
+        else:
+            self._tell.append(tell)
+
+    def ends(self) -> None:
+        """It is about to end as it should: nobody is told."""
+        self._tell.clear()
+
+    def give_up(self, reason: str) -> None:
+        """Break the stream: calls under way, and later ones, raise Unreachable. Unary calls still work. Idempotent."""
+        self.ends()
+        self._break(reason)
+        for task in self._tasks:
+            task.cancel()
 
     def post(self, method_name: str, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
@@ -136,9 +155,7 @@ class Session:
         return await call(self._channel, self.name, wire.METHODS[service, method_name], request, timeout)
 
     async def close(self) -> None:
-        self._break("was closed")
-        for task in self._tasks:
-            task.cancel()
+        self.give_up("was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
@@ -177,3 +194,6 @@ class Session:
         for method_name, future in self._waiting.values():
             if not future.done():
                 future.set_exception(errors.Unreachable(self.name, method_name, self._broken))
+        told, self._tell = self._tell, []
+        for tell in told:
+            tell(self._broken)

@@ -78,6 +78,9 @@ class Leader(SpmdService):
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         (letter,) = letters
+        await self._carry_out(letter)
+
+    async def _carry_out(self, letter: Letter) -> None:
         answer = await self._execute(letter.message)
         if isinstance(answer, Future):
             self._answer_at_end(letter, answer, "save")

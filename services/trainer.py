@@ -14,12 +14,13 @@ from runtime.actor import Letter
 from runtime.commands import AbortWeights, HostWeights, SendWeights, WeightsHosted, WeightsSent
 from runtime.config import Config
 from runtime.errors import ServiceFault
+from runtime.types import PolicyVersion
 from services import process
 from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
     from runtime.engines.train_rank import TrainRank
-    from runtime.weights.group import WeightGroup
+    from runtime.weights.group import PendingGroup, WeightGroup
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
@@ -32,41 +33,85 @@ ROLE = SpmdRole("trainer", "Trainer", make_rank)
 
 
 class TrainerService(Leader):
-    """Rank 0, or the only rank: a member of the publication group besides."""
+    """Rank 0, or the only rank: a member of the publication group besides.
+
+    Commands to the engine wait in line, so that the group can be left and met anew while the engine computes.
+    """
 
     _worker: TrainRank
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(ROLE, config, name, rank)
+        self._pending: PendingGroup | None = None
         self._group: Future[WeightGroup] | None = None
+        self._snapshot: PolicyVersion | None = None  # what lies in the sender's buckets
+        self._line: asyncio.Queue[Letter] = asyncio.Queue()
+        self._working: asyncio.Task[None] | None = None
+        self._resending: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._working = asyncio.create_task(self._work())
 
     async def close(self) -> None:
+        for task in (self._working, self._resending):
+            if task is not None:
+                task.cancel()
         await super().close()
         self._leave()
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         (letter,) = letters
-        if isinstance(letter.message, HostWeights):
-            letter.reply(await self._host(letter.message))
-        elif isinstance(letter.message, SendWeights):
-            await self._send(letter)
-        elif isinstance(letter.message, AbortWeights):
-            self._leave()
+        message = letter.message
+        if isinstance(message, HostWeights):
+            letter.reply(self._host(message))
+        elif isinstance(message, AbortWeights):
+            if self._pending is not None and self._pending.address.epoch == message.epoch:
+                self._leave()
             letter.reply()
+        elif isinstance(message, SendWeights) and message.version == self._snapshot:
+            self._resending = asyncio.create_task(self._resend(letter))  # the engine may have gone on
         else:
-            await super().receive(letters)
+            self._line.put_nowait(letter)
+
+    async def _resend(self, letter: Letter) -> None:
+        """Once more, in another epoch."""
+        try:
+            await self._transfer(letter)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            letter.fail(error)
+
+    async def _work(self) -> None:
+        while True:
+            letter = await self._line.get()
+            if letter.abandoned:
+                continue
+            try:
+                if isinstance(letter.message, SendWeights):
+                    self._snapshot = None  # until the buckets are whole again
+                    await self._execute(letter.message)
+                    self._snapshot = letter.message.version
+                    await self._transfer(letter)
+                else:
+                    await self._carry_out(letter)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+                letter.fail(error)
 
     def _leave(self) -> None:
-        if self._group is not None and self._group.done() and self._group.exception() is None:
-            self._group.result().abort()
-        self._group = None
+        group, pending = self._group, self._pending
+        self._group = self._pending = None
+        if group is None or pending is None:
+            return
+        if not group.done():
+            pending.abort()
+        group.add_done_callback(_abandon)
 
-    async def _host(self, command: HostWeights) -> WeightsHosted:
+    def _host(self, command: HostWeights) -> WeightsHosted:
         from runtime.weights import group
         from runtime.weights.sender import in_thread
 
+        self._leave()
         manifest = self._worker.manifest
-        pending = group.host(
+        self._pending = group.host(
             command.epoch,
             command.world_size,
             self.config.network.interface,
@@ -74,19 +119,23 @@ class TrainerService(Leader):
             self.config.publication.join_timeout,
             self.name,
         )
-        self._group = in_thread("join-weights", pending.connect)
-        return WeightsHosted(pending.address, manifest)
+        self._group = in_thread("join-weights", self._pending.connect)
+        return WeightsHosted(self._pending.address, manifest)
 
-    async def _send(self, letter: Letter) -> None:
-        """Snapshot in the engine's thread; the transfer goes on beside the next step, and answers the letter at its end."""
+    async def _transfer(self, letter: Letter) -> None:
+        """Send the snapshot; the transfer goes on beside the next step, and answers the letter at its end."""
         command: SendWeights = letter.message
-        if self._group is None:
-            raise ServiceFault(self.name, "transfer", "there is no publication group")
+        if self._group is None or self._pending is None or self._pending.address.epoch != command.epoch:
+            raise ServiceFault(self.name, "transfer", f"there is no publication group of epoch {command.epoch}")
         group = await asyncio.wait_for(asyncio.wrap_future(self._group), self.config.publication.join_timeout)
-        await self._execute(command)
         assert self._worker.sender is not None  # it is rank 0's
         sending = self._worker.sender.send(group, command.version, self.config.publication.transfer_timeout)
         self._answer_at_end(letter, sending, "transfer", lambda sent: WeightsSent(sent.nbytes, sent.seconds))
+
+
+def _abandon(connected: Future[WeightGroup]) -> None:
+    if connected.exception() is None:
+        connected.result().abort()
 
 
 def make(config: Config, name: str, rank: int) -> process.Service:

@@ -196,6 +196,7 @@ METHODS: dict[tuple[str, str], Method] = {
             "HostWeights",
             _struct(weights_pb2.HostWeightsRequest, commands.HostWeights),
             _struct(weights_pb2.HostWeightsReply, commands.WeightsHosted),
+            Priority.CONTROL,
         ),
         Method(
             "Trainer",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
 from runtime.errors import ServiceFault
 from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import DynamicSampling
+from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.training import TrainedStep
+from runtime.ports import RolloutPort
 from runtime.status import Status
 from runtime.summary import Totals
 from runtime.trackers import Trackers
@@ -19,37 +19,48 @@ from runtime.trackers import Trackers
 POLL = 0.5  # seconds between two looks at the rollouts
 
 
-class Watched(Protocol):
-    name: str
-
-    async def status(self) -> Status: ...
-
-
 class BusyMeter:
-    """The rollouts' idle fraction, from the busy seconds that their status tells."""
+    """The rollouts' idle fraction, from the busy seconds that their status tells. One that tells nothing for `silence` seconds
+    is given up: a process answers while its engine computes."""
 
-    def __init__(self, rollouts: Sequence[Watched]):
-        self._rollouts = rollouts
+    def __init__(self, pool: RolloutPool, silence: float):
+        self._pool = pool
+        self._silence = silence
+        self._heard: dict[RolloutPort, float] = {}  # when each that lives told something, or was first asked
+        self._busy: dict[RolloutPort, float] = {}
         self.idle = 0.0
 
     async def run(self) -> None:
-        """Measure until cancelled; `idle` is that of the newest interval in which all rollouts answered."""
-        then, before = time.monotonic(), 0.0
+        """Measure until cancelled; `idle` is that of the newest interval, over the rollouts that answered at both its ends."""
+        then = time.monotonic()
         while True:
-            busy = await self._busy_seconds()
-            if busy is not None:
-                now = time.monotonic()
-                self.idle = idle_fraction(busy - before, now - then, len(self._rollouts))
-                then, before = now, busy
+            before, self._busy = self._busy, await self._ask()
+            now = time.monotonic()
+            both = before.keys() & self._busy.keys()
+            if both:
+                busy = sum(self._busy[rollout] - before[rollout] for rollout in both)
+                self.idle = idle_fraction(busy, now - then, len(both))
+            then = now
             await asyncio.sleep(POLL)
 
-    async def _busy_seconds(self) -> float | None:
-        """None when one did not answer: that is for whoever waits for its work to judge."""
-        try:
-            statuses = await asyncio.gather(*(rollout.status() for rollout in self._rollouts))
-        except ServiceFault:
-            return None
-        return sum(status.gauges["busy_seconds_total"] for status in statuses)
+    async def _ask(self) -> dict[RolloutPort, float]:
+        """The busy seconds of each that answers."""
+        rollouts, now = self._pool.serving, time.monotonic()
+        self._heard = {rollout: self._heard.get(rollout, now) for rollout in rollouts}
+        answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
+        told = {rollout: self._told(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
+        return {rollout: busy for rollout, busy in told.items() if busy is not None}
+
+    def _told(self, rollout: RolloutPort, answer: Status | BaseException) -> float | None:
+        now = time.monotonic()
+        if isinstance(answer, Status):
+            self._heard[rollout] = now
+            return answer.gauges["busy_seconds_total"]
+        if not isinstance(answer, ServiceFault):
+            raise answer
+        if now - self._heard[rollout] >= self._silence:
+            self._pool.lose(rollout, f"told nothing for {self._silence:g} s (deadlines.silence)")
+        return None
 
 
 class Books:
@@ -62,6 +73,7 @@ class Books:
         buffer: Buffer,
         meter: BusyMeter,
         world_size: int,
+        pool: RolloutPool,
         dynamic_sampling: DynamicSampling | None = None,
     ):
         self._trackers = trackers
@@ -69,6 +81,7 @@ class Books:
         self._buffer = buffer
         self._meter = meter
         self._world_size = world_size
+        self._pool = pool
         self._dynamic_sampling = dynamic_sampling
         self.totals = Totals()
         self.newest: Metrics = {}
@@ -97,6 +110,7 @@ class Books:
                     "rollout": self._meter.idle,
                 },
                 publication=trained.publication,
+                rollouts=self._pool.close_step(),
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )

@@ -28,7 +28,8 @@ from runtime.data.held_out import HeldOut
 from runtime.data.prompts import group_seed
 from runtime.evaluation import EvaluationResult, Judged
 from runtime.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
-from runtime.pipeline.roles import EvaluationRoles, RolloutPool
+from runtime.pipeline.roles import EvaluationRoles
+from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
@@ -173,7 +174,7 @@ class Evaluator:
                 sampling=self._sampling[place],
                 purpose="eval",
             )
-            generated = await self._pool.generate(self._pool.least_loaded(), request)
+            generated = await self._pool.generate_anywhere(request)
             scoring = ScoreRequest(
                 group_id=request.group_id,
                 label=problem.label,

@@ -12,8 +12,10 @@ from runtime.data.held_out import HeldOut
 from runtime.evaluation import EvaluationResult
 from runtime.generations import TextDecoder
 from runtime.pipeline.evaluation import Evaluator
-from runtime.pipeline.roles import EvaluationRoles, RolloutPool
-from runtime.status import Progress
+from runtime.pipeline.roles import EvaluationRoles
+from runtime.pipeline.rollouts import RolloutPool
+from runtime.ports import Replaceable
+from runtime.status import Loss, Progress
 from runtime.trackers import Trackers
 
 
@@ -27,6 +29,7 @@ class EvaluationMaterial:
     text: TextDecoder
     stop_token_ids: tuple[int, ...]
     report: Callable[[Progress], None]
+    lost: Callable[[Loss], None]
 
 
 class EvaluationRun:
@@ -34,10 +37,22 @@ class EvaluationRun:
 
     def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles):
         self._material = material
-        pool = RolloutPool(roles.rollouts)
-        self._evaluator = Evaluator(material.config, material.held_out, roles, pool, material.text, material.stop_token_ids)
+        self._roles = roles
+        self._pool = RolloutPool(roles.rollouts, material.config.deadlines.start, material.lost)
+        self._pool.serve_as_loaded()
+        self._evaluator = Evaluator(
+            material.config, material.held_out, roles, self._pool, material.text, material.stop_token_ids
+        )
         self._stopped = False
         self._evaluating: asyncio.Task[EvaluationResult] | None = None
+
+    def arrive(self, role: str, replica: Replaceable) -> None:
+        """A process has come in the place of one that was lost."""
+        if role == "rollout":
+            self._pool.arrive(replica)  # type: ignore[arg-type]
+            self._pool.serve_as_loaded()
+        else:
+            self._roles.arrive(role, replica)
 
     def stop(self) -> None:
         self._stopped = True
@@ -54,9 +69,13 @@ class EvaluationRun:
 
         report(0, 0)
         self._evaluating = asyncio.create_task(self._evaluator.run(0, alone=True, progress=report))
+        guard = asyncio.create_task(self._pool.guard())
         try:
-            await asyncio.wait([self._evaluating])
+            await asyncio.wait([self._evaluating, guard], return_when=asyncio.FIRST_COMPLETED)
+            if guard.done():
+                guard.result()
         finally:
+            guard.cancel()
             self._evaluating.cancel()
         if self._evaluating.cancelled():
             return None

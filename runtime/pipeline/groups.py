@@ -14,12 +14,14 @@ from runtime import codec
 from runtime.aio import TaskGroup
 from runtime.config import Config
 from runtime.data.prompts import Prompts, PromptStream
+from runtime.errors import Unreachable
 from runtime.ledger import Ledger
 from runtime.ledger_records import Note, Ticket
 from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.dynamic_sampling import DynamicSampling
-from runtime.pipeline.roles import Roles, RolloutPool
+from runtime.pipeline.roles import Roles
+from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
 from runtime.pipeline.states import Mark, Phase
 from runtime.ports import Answer, RolloutPort
@@ -64,7 +66,9 @@ class GroupStage:
             temperature=config.sampling.temperature,
             stop_token_ids=stop_token_ids,
         )
-        self._max_in_flight = max_in_flight(config)
+        # Groups that a rollout may hold: what its slots take, and one more so that no slot waits.
+        self._each = config.services.rollout.slots // config.sampling.group_size + 1
+        pool.subscribe(buffer.room_changed.set)
         self._together = max(1, min(TOGETHER, config.services.rollout.slots) // config.sampling.group_size)
         self._lives: set[asyncio.Task[None]] = set()
 
@@ -77,9 +81,11 @@ class GroupStage:
         while True:
             buffer.room_changed.clear()
             waiting = buffer.waiting()
-            for index in range(buffer.capacity(self._max_in_flight, last_step())):
+            for index in range(buffer.capacity(len(self._pool.serving) * self._each, last_step())):
                 if index % self._together == 0:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
+                    if not self._pool.serving:
+                        break
                     rollout = self._pool.least_loaded()
                 group = waiting[index] if index < len(waiting) else self._admit()
                 buffer.dispatch(group.group_id, rollout.name)
@@ -122,8 +128,13 @@ class GroupStage:
             seed=ticket.seed,
             sampling=self._sampling,
         )
-        with self._spans.span("rollout"):
-            result = await self._pool.generate(rollout, request)
+        try:
+            with self._spans.span("rollout"):
+                result = await self._pool.generate(rollout, request)
+        except Unreachable:
+            self._pool.repeat()
+            self._buffer.lose(group.group_id)  # back to those that wait: another rollout generates it, from the same seed
+            return
         self._buffer.generated(result)
         await self._annotate(group, result.payload)
 
@@ -167,10 +178,9 @@ class GroupStage:
             self._dynamic_sampling.judge(group)
 
     async def _reference(self, group: Group, payload: bytes, turn: int) -> None:
-        reference = self._roles.references[turn % len(self._roles.references)]
         request = LogprobRequest(group_id=group.group_id, payload=payload, temperature=self._sampling.temperature)
         with self._spans.span("reference_model"):
-            logprobs = await reference.logprobs(request)
+            logprobs = await self._roles.references.ask(turn, lambda reference: reference.logprobs(request))
         self._buffer.referenced(group.group_id, logprobs)
 
     async def _value(self, group: Group, payload: bytes) -> None:
@@ -179,9 +189,3 @@ class GroupStage:
         with self._spans.span("critic_model"):
             values = await self._roles.critic.values(request)
         self._buffer.valued(group.group_id, values)
-
-
-def max_in_flight(config: Config) -> int:
-    """Groups that the rollouts may hold together: what their slots take, and one more each so that no slot waits."""
-    rollout = config.services.rollout
-    return rollout.replicas * (rollout.slots // config.sampling.group_size + 1)

@@ -1,8 +1,9 @@
-"""Drives weight publications: the epoch's group, and `publication.Publication` against the clock and the ports."""
+"""Drives weight publications: the epochs' groups, and `publication.Publication` against the clock and the ports."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from runtime.commands import WeightsSent
 from runtime.config import Publication as Settings
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.metrics import PublicationFigures
+from runtime.pipeline.membership import Epoch
 from runtime.pipeline.publication import (
     Abort,
     Aborted,
@@ -28,82 +30,232 @@ from runtime.pipeline.publication import (
     Tick,
     Verified,
 )
+from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import RolloutPort, TrainerPort
 from runtime.types import PolicyVersion
 
-ABORT_SECONDS = 5.0  # a member that does not leave an epoch's group in this time is lost
+TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
+
+log = logging.getLogger("sluice")
 
 
 class Publisher:
-    """One publication at a time. `committed` is the version that counts."""
+    """One publication at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
-    def __init__(self, trainer: TrainerPort, rollouts: Sequence[RolloutPort], settings: Settings, prepare_seconds: float):
+    Whoever is lost is left out of the next epoch, in which the same version is tried again. A newcomer is in the next epoch
+    too; as soon as no publication is under way the committed version is sent once more, from the sender's buckets, so that a
+    newcomer need not wait for a step.
+    """
+
+    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, prepare_seconds: float):
         self._trainer = trainer
-        self._rollouts = {rollout.name: rollout for rollout in rollouts}
+        self._pool = pool
         self._settings = settings
         self._seconds = PhaseSeconds(
             prepare=prepare_seconds,
             transfer=settings.transfer_timeout,
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
-            abort=ABORT_SECONDS,
+            abort=settings.abort_timeout,
         )
-        self._epoch = 0
-        self.committed: PolicyVersion | None = None
+        self._lock = asyncio.Lock()  # held by the publication that is under way
+        self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
+        self._members: dict[str, RolloutPort] = {}
+        self._changed = asyncio.Event()
+        pool.subscribe(self._changed.set)
+        self.abort = ""
+        """Why the newest publication that was aborted was, or "" """
 
-    async def open_epoch(self) -> None:
-        """A new group of the trainer and every rollout. Raises ServiceFault naming who did not come."""
-        self._epoch += 1
-        address, manifest = await self._trainer.host_weights(self._epoch, 1 + len(self._rollouts))
-        joins = (
-            rollout.join_weights(replace(address, rank=rank), manifest)
-            for rank, rollout in enumerate(self._rollouts.values(), start=1)
-        )
-        await asyncio.gather(*joins)
+    @property
+    def committed(self) -> PolicyVersion | None:
+        return self._pool.membership.committed
 
-    def begin(self, version: PolicyVersion) -> Transaction:
-        """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it."""
+    async def run(self) -> None:
+        """Keep the epoch that of the living, until cancelled. Raises ServiceFault when that fails for another reason than a
+        rollout."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self._lock:
+                await self._renew()
+
+    async def begin(self, version: PolicyVersion) -> Transaction:
+        """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
+
+        Waits while another publication is under way, or no rollout lives; `Transaction.close` has to follow.
+        """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
-        return Transaction(self, version)
+        await self._lock.acquire()
+        try:
+            if self._pool.membership.stale:
+                await self._open_epoch()
+            return Transaction(self, version, self._lock.release)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def publish(self, version: PolicyVersion) -> PublicationFigures:
+        """`version`, which the trainer has."""
+        transaction = await self.begin(version)
+        try:
+            return await transaction.finish()
+        finally:
+            transaction.close()
+
+    async def _renew(self) -> None:
+        """Open a new epoch if the last is stale, and bring the committed version to whoever is new."""
+        membership = self._pool.membership
+        if self.committed is None or not membership.living or not membership.stale:
+            return
+        await self._open_epoch()
+        if membership.newcomers:
+            transaction = Transaction(self, self.committed)
+            try:
+                await transaction.finish()
+            finally:
+                transaction.close()
+
+    async def _open_epoch(self) -> None:
+        """A group of the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
+
+        Raises ServiceFault when no rollout comes, or the group fails for no rollout's fault `TRIES` times.
+        """
+        fruitless = 0
+        while True:
+            await self._pool.somebody()
+            epoch = self._pool.membership.open()
+            fault = await self._meet(epoch)
+            if fault is None:
+                return
+            log.warning("epoch %d: %s", epoch.number, fault)
+            if set(epoch.members) <= set(self._pool.membership.living):
+                fruitless += 1
+            if fruitless == TRIES:
+                raise fault
+
+    async def _meet(self, epoch: Epoch) -> SluiceError | None:
+        """Connect the group; None when it is connected."""
+        ports = [self._pool.port(member) for member in epoch.members]
+        address, manifest = await self._trainer.host_weights(epoch.number, 1 + len(ports))
+        joins = [
+            asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
+            for rank, port in enumerate(ports, start=1)
+        ]
+        try:
+            await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(join.done() and join.exception() for join in joins):
+                self._epoch, self._members = epoch, {port.name: port for port in ports}
+                return None
+            self._pool.membership.break_up(epoch.number)
+            # The others would wait for the one that failed: the rendezvous ends with its host.
+            await self._trainer.abort_weights(self.committed or PolicyVersion(), epoch.number)
+            await asyncio.wait(joins)
+            return self._absent(ports, [join.exception() for join in joins])
+        finally:
+            for join in joins:
+                join.cancel()
+
+    def _absent(self, ports: Sequence[RolloutPort], errors: Sequence[BaseException | None]) -> SluiceError:
+        """Give up who cannot be reached; the first error that is worth telling."""
+        found: list[SluiceError] = []
+        for port, error in zip(ports, errors, strict=True):
+            if error is not None and not isinstance(error, SluiceError):
+                raise error
+            if isinstance(error, Unreachable | Unanswered):
+                self._pool.lose(port, str(error))
+                found.insert(0, error)
+            elif error is not None:
+                found.append(error)
+        return found[0]
 
 
 class Transaction:
-    """One publication: calls to the ports become events, the machine's actions become calls."""
+    """One version until it counts: calls to the ports become events, the machine's actions become calls.
 
-    def __init__(self, publisher: Publisher, version: PolicyVersion):
+    An attempt that is aborted is followed by another in a new epoch, without whoever was lost in it.
+    """
+
+    def __init__(self, publisher: Publisher, version: PolicyVersion, closed: Callable[[], None] = lambda: None):
         self._publisher = publisher
+        self._pool = publisher._pool
         self._version = version
-        self._epoch = publisher._epoch
+        self._closed = closed
         self._clock = asyncio.get_running_loop().time
         self._calls: dict[asyncio.Task[Any], tuple[str, Callable[[str], Event]]] = {}
         self._pause = 0.0
         self._bytes = 0
-        self._call(publisher._trainer.name, self._sent(publisher._trainer.send_weights(version, self._epoch)), _sent)
-        for name, rollout in publisher._rollouts.items():
-            self._call(name, rollout.receive_weights(version, self._epoch), Verified)
+        self._aborts = self._fruitless = 0
+        self._post()
 
     async def finish(self) -> PublicationFigures:
         """See the publication through, once the trainer has made the version: the deadlines count from here.
 
-        Raises ServiceFault naming the members on which it failed.
+        Raises ServiceFault when the trainer is lost, when no rollout comes back, or after `TRIES` attempts that failed although
+        nobody was lost.
         """
-        publisher, began = self._publisher, self._clock()
-        machine = Publication(self._version, publisher._rollouts, publisher._trainer.name, publisher._seconds, began)
+        began = self._clock()
+        while not await self._attempt():
+            await self._publisher._open_epoch()
+            self._post()
+        return PublicationFigures(
+            seconds=self._clock() - began,
+            pause_seconds=self._pause,
+            bytes=self._bytes,
+            aborts=self._aborts,
+            epoch=self._epoch.number,
+        )
+
+    def close(self) -> None:
+        """Withdraw the calls that are under way, if any; to be called in the end, whatever happened."""
+        self._withdraw()
+        closed, self._closed = self._closed, lambda: None
+        closed()
+
+    def _withdraw(self) -> None:
+        for task in self._calls:
+            task.add_done_callback(_seen)
+            task.cancel()
+        self._calls.clear()
+
+    def _post(self) -> None:
+        """The calls of one attempt, in the newest epoch."""
+        self._epoch, self._ports = self._publisher._epoch, self._publisher._members
+        number, trainer = self._epoch.number, self._publisher._trainer
+        self._call(trainer.name, self._sent(trainer.send_weights(self._version, number)), _sent)
+        for name, rollout in self._ports.items():
+            self._call(name, rollout.receive_weights(self._version, number), Verified)
+
+    async def _attempt(self) -> bool:
+        """True once the version counts, False when it was aborted."""
+        publisher, now = self._publisher, self._clock()
+        machine = Publication(self._version, self._ports, publisher._trainer.name, publisher._seconds, now)
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
-        for name in publisher._rollouts:
-            machine.handle(Prepared(name), began)
+        for name in self._ports:
+            machine.handle(Prepared(name), now)
         while not machine.final:
             await self._step(machine)
-        if machine.phase != "done" or machine.reason:
-            raise _fault(machine, publisher._settings)
-        publisher.committed = self._version
-        return PublicationFigures(seconds=self._clock() - began, pause_seconds=self._pause, bytes=self._bytes)
+        self._withdraw()
+        return self._conclude(machine)
 
-    def cancel(self) -> None:
-        """Withdraw the calls that are under way, if any; to be called in the end whatever happened."""
-        for task in self._calls:
-            task.cancel()
+    def _conclude(self, machine: Publication) -> bool:
+        publisher, pool = self._publisher, self._pool
+        self._fruitless += not machine.lost and machine.phase == "aborted"
+        if publisher._trainer.name in machine.lost or self._fruitless == TRIES:
+            raise _fault(machine)
+        reason = machine.reason
+        if machine.phase == "done" and publisher._settings.in_flight == "drain":  # it got as far as the commit
+            reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
+        for name in machine.lost:
+            pool.lose(self._ports[name], reason)
+        if machine.phase == "done":
+            pool.commit(self._epoch, self._version, self._ports.keys() - machine.lost)
+            return True
+        self._aborts += 1
+        publisher.abort = reason
+        log.warning("publication aborted in epoch %d: %s", self._epoch.number, reason)
+        pool.membership.break_up(self._epoch.number)
+        return False
 
     async def _step(self, machine: Publication) -> None:
         """Wait for an answer or the deadline, and let the machine say what follows."""
@@ -120,24 +272,29 @@ class Transaction:
             self._act(machine.handle(Tick(), self._clock()))
 
     def _act(self, actions: list[Action]) -> None:
-        publisher = self._publisher
         for action in actions:
             if isinstance(action, Commit):
                 for name in action.members:
-                    self._call(name, self._commit(publisher._rollouts[name]), Committed)
+                    self._call(name, self._commit(self._ports[name]), Committed)
             elif isinstance(action, Abort):
                 for name in action.members:
-                    member = publisher._rollouts.get(name, publisher._trainer)
-                    self._call(name, member.abort_weights(self._version, self._epoch), Aborted)
+                    member = self._ports.get(name, self._publisher._trainer)
+                    self._call(name, member.abort_weights(self._version, self._epoch.number), Aborted)
 
     def _call(self, name: str, call: Awaitable[Any], answered: Callable[[str], Event]) -> None:
         self._calls[asyncio.ensure_future(call)] = (name, answered)
 
     async def _commit(self, rollout: RolloutPort) -> None:
-        self._pause = max(self._pause, await rollout.commit_weights(self._version, self._epoch))
+        self._pause = max(self._pause, await rollout.commit_weights(self._version, self._epoch.number))
 
     async def _sent(self, answer: Awaitable[WeightsSent]) -> None:
         self._bytes = (await answer).bytes
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """What became of a call that was withdrawn concerns nobody."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _sent(_: str) -> Event:
@@ -155,9 +312,6 @@ def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event])
     raise error
 
 
-def _fault(machine: Publication, settings: Settings) -> ServiceFault:
+def _fault(machine: Publication) -> ServiceFault:
     """Names the members that were lost, or else whoever failed first."""
-    who, reason = ", ".join(sorted(machine.lost)) or "publication", machine.reason
-    if machine.phase == "done" and settings.in_flight == "drain":  # it got as far as the commit
-        reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
-    return ServiceFault(who, "publish", reason)
+    return ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)

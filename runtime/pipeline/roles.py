@@ -1,12 +1,85 @@
-"""Every process that the pipeline talks to."""
+"""Every process that the pipeline talks to, and what becomes of a request whose replica is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
 
-from runtime.ports import CriticPort, ReferencePort, RewardPort, RolloutPort, TrainerPort
-from runtime.types import GeneratedGroup, GroupRequest
+from runtime.errors import ServiceFault, Unreachable
+from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, RolloutPort, TrainerPort
+from runtime.status import Loss
+
+log = logging.getLogger("sluice")
+
+T = TypeVar("T", bound=Replaceable)
+R = TypeVar("R")
+
+
+class Replicas(Generic[T]):
+    """Interchangeable replicas of a role, which take turns. A request whose replica is lost goes to another; when there is
+    none, it waits for the process that comes in its place. No request is left out.
+    """
+
+    def __init__(self, replicas: Sequence[T] = (), patience: float = 120.0, lost: Callable[[Loss], None] = lambda loss: None):
+        """`patience`: seconds that a request waits when there is no replica. `lost` is told of each that is lost."""
+        self._name = replicas[0].name.rpartition("-")[0] if replicas else ""
+        self._living: list[T] = []
+        self._patience = patience
+        self._tell = lost
+        self._reason = ""
+        self._arrived = asyncio.Event()
+        for replica in replicas:
+            self.arrive(replica)
+
+    def __bool__(self) -> bool:
+        """Whether the run has such a role."""
+        return bool(self._name)
+
+    def arrive(self, replica: T) -> None:
+        """A replica, perhaps in the place of one that is not known to be lost yet."""
+        for former in [one for one in self._living if one.name == replica.name]:
+            if former.incarnation >= replica.incarnation:
+                return
+            self.lose(former, f"incarnation {replica.incarnation} has come in its place")
+        self._living.append(replica)
+        self._living.sort(key=lambda one: one.name)
+        replica.when_lost(partial(self.lose, replica))
+        self._arrived.set()
+
+    def lose(self, replica: T, reason: str) -> None:
+        """Do without `replica` from now on. Idempotent."""
+        if replica in self._living:
+            self._living.remove(replica)
+            self._reason = f"{replica.name}: {reason}"
+            log.warning("%s (incarnation %d) is lost: %s", replica.name, replica.incarnation, reason)
+            replica.give_up(reason)
+            self._tell(Loss(name=replica.name, incarnation=replica.incarnation, reason=reason))
+
+    async def ask(self, turn: int, question: Callable[[T], Awaitable[R]]) -> R:
+        """The answer of a replica. Raises what it raised, or ServiceFault when there is none for `patience` seconds."""
+        while True:
+            replica = await self._choose(turn)
+            try:
+                return await question(replica)
+            except Unreachable as error:
+                self.lose(replica, error.reason)
+
+    async def _choose(self, turn: int) -> T:
+        while not self._living:  # again, as it may be lost before the waiter's turn
+            try:
+                await asyncio.wait_for(self._some(), self._patience)
+            except asyncio.TimeoutError:
+                raise ServiceFault(self._name, "run", f"{self._reason}; no other has come", self._patience) from None
+        return self._living[turn % len(self._living)]
+
+    async def _some(self) -> None:
+        while not self._living:
+            self._arrived.clear()
+            await self._arrived.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,30 +87,22 @@ class EvaluationRoles:
     """Who generates replies and scores them: all that an evaluation needs."""
 
     rollouts: Sequence[RolloutPort]
-    rewards: Sequence[RewardPort]
-    reward_models: Sequence[RewardPort] = ()
+    rewards: Replicas[RewardPort]
+    reward_models: Replicas[RewardPort] = field(default_factory=Replicas)
+
+    def arrive(self, role: str, replica: Replaceable) -> None:
+        """A process of `role`, which is not rollout, has come in the place of one that was lost."""
+        {"reward": self.rewards, "reward_model": self.reward_models}[role].arrive(replica)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles(EvaluationRoles):
     trainer: TrainerPort
-    references: Sequence[ReferencePort]
+    references: Replicas[ReferencePort]
     critic: CriticPort | None = None
 
-
-class RolloutPool:
-    """Spreads groups over the rollout replicas: each goes to whoever has the fewest samples under way."""
-
-    def __init__(self, rollouts: Sequence[RolloutPort]):
-        self._rollouts = rollouts
-        self._load = dict.fromkeys((rollout.name for rollout in rollouts), 0)
-
-    def least_loaded(self) -> RolloutPort:
-        return min(self._rollouts, key=lambda rollout: self._load[rollout.name])
-
-    async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
-        self._load[rollout.name] += request.n
-        try:
-            return await rollout.generate(request)
-        finally:
-            self._load[rollout.name] -= request.n
+    def arrive(self, role: str, replica: Replaceable) -> None:
+        if role == "reference":
+            self.references.arrive(replica)  # type: ignore[arg-type]
+        else:
+            super().arrive(role, replica)

@@ -29,11 +29,13 @@ from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.evaluation import Evaluator
 from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.publisher import Publisher
-from runtime.pipeline.roles import Roles, RolloutPool
+from runtime.pipeline.roles import Roles
+from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.states import Mark
 from runtime.pipeline.training import TrainedStep, TrainStage
+from runtime.ports import Replaceable
 from runtime.position import Position
-from runtime.status import Progress
+from runtime.status import Loss, Progress
 from runtime.summary import Summary
 from runtime.topology import members, uses_reference
 from runtime.trackers import Trackers
@@ -57,6 +59,7 @@ class Material:
     stop_token_ids: tuple[int, ...]
     report: Callable[[Progress], None]
     launched: float  # when the run was asked for, on the clock of time.monotonic
+    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that the run does without
     seconds: dict[str, float] = field(default_factory=dict)  # of the start-up, by phase
 
 
@@ -83,12 +86,14 @@ class Run:
         )
         self._checkpoints = Checkpoints(material.folder, config, roles, material.ledger, self._stream, self._buffer)
         self._spans = SpanClock()
-        self._pool = RolloutPool(roles.rollouts)
-        self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
-        self._meter = BusyMeter(roles.rollouts)  # type: ignore[arg-type]
+        self._pool = RolloutPool(roles.rollouts, config.deadlines.start, material.lost)
+        self._publisher = Publisher(roles.trainer, self._pool, config.publication, config.deadlines.train)
+        self._meter = BusyMeter(self._pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
-        self._books = Books(material.trackers, self._spans, self._buffer, self._meter, accelerators(config), self._dynamic)
+        self._books = Books(
+            material.trackers, self._spans, self._buffer, self._meter, accelerators(config), self._pool, self._dynamic
+        )
         self._groups = GroupStage(
             config,
             roles,
@@ -136,6 +141,22 @@ class Run:
     def buffer(self) -> Buffer:
         return self._buffer
 
+    @property
+    def pool(self) -> RolloutPool:
+        return self._pool
+
+    @property
+    def last_abort(self) -> str:
+        """Why the newest publication that was aborted was, or ""."""
+        return self._publisher.abort
+
+    def arrive(self, role: str, replica: Replaceable) -> None:
+        """A process has come in the place of one that was lost."""
+        if role == "rollout":
+            self._pool.arrive(replica)  # type: ignore[arg-type]
+        else:
+            self._roles.arrive(role, replica)
+
     async def execute(self) -> Summary:
         """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         config = self._config
@@ -143,6 +164,7 @@ class Run:
             self._tasks = tasks
             journal = tasks.create_task(self._material.ledger.run(config.ledger.tick))
             await self._begin()
+            keepers = [tasks.create_task(self._publisher.run()), tasks.create_task(self._pool.guard())]
             before = await self._evaluate_alone(config.evaluation.before)
             meter = tasks.create_task(self._meter.run())
             seconds = await self._train()
@@ -150,7 +172,8 @@ class Run:
             await self._end_groups()
             after = await self._evaluate_alone(config.evaluation.after)
             await self._save_end()
-            journal.cancel()
+            for task in (*keepers, journal):
+                task.cancel()
         await self._material.ledger.flush()
         return self._summary(before, after, seconds)
 
@@ -162,8 +185,7 @@ class Run:
         if self._position is not None:
             await self._restore(self._position)
         before = time.monotonic()
-        await self._publisher.open_epoch()
-        await self._publisher.begin(PolicyVersion(self._incarnation, self._buffer.step)).finish()
+        await self._publisher.publish(PolicyVersion(self._incarnation, self._buffer.step))
         self._material.seconds["first publication"] = time.monotonic() - before
 
     async def _train(self) -> float:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 from runtime.metrics import SpanClock
-from runtime.pipeline.roles import EvaluationRoles
+from runtime.pipeline.roles import EvaluationRoles, Replicas
 from runtime.ports import RewardPort
 from runtime.rewards.combination import combine
 from runtime.types import ScoreRequest, Scores
@@ -29,12 +28,14 @@ class Scoring:
         return combine(await asyncio.gather(*answers))
 
     async def _ask(
-        self, phase: str, replicas: Sequence[RewardPort], request: ScoreRequest, turn: int, asked: set[str]
+        self, phase: str, replicas: Replicas[RewardPort], request: ScoreRequest, turn: int, asked: set[str]
     ) -> Scores:
-        replica = replicas[turn % len(replicas)]
-        asked.add(replica.name)
-        try:
-            with self._spans.span(phase) if self._spans else nullcontext():
+        async def question(replica: RewardPort) -> Scores:
+            asked.add(replica.name)
+            try:
                 return await replica.score(request)
-        finally:
-            asked.discard(replica.name)
+            finally:
+                asked.discard(replica.name)
+
+        with self._spans.span(phase) if self._spans else nullcontext():
+            return await replicas.ask(turn, question)

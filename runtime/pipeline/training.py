@@ -91,7 +91,7 @@ class TrainStage:
             version = PolicyVersion(self.incarnation, step + 1)
             applying = [tasks.create_task(self._applied(model.apply(step), phase)) for model, phase in self._updated]
             self.first_applied = self.first_applied or time.monotonic()
-            publication = self._publisher.begin(version)
+            publication = await self._publisher.begin(version)
             if saving is not None:
                 self._saving = tasks.create_task(self._save(saving()))
             self._running = tasks.create_task(self._finish(step, batch, applying, publication))
@@ -156,7 +156,7 @@ class TrainStage:
                     result = structs.replace(result, metrics=(await applied).metrics | result.metrics)
                 self._buffer.consume(step)
         finally:
-            publication.cancel()
+            publication.close()
         self._buffer.commit(step + 1)
         await self._finished(TrainedStep(step=step, groups=batch, result=result, publication=publishing.result()))
 

@@ -269,7 +269,7 @@ class WeightGroup:
 
 
 class PendingGroup:
-    """A rendezvous that is open until `connect` returns, fails, or this object is dropped."""
+    """A rendezvous that is open until `connect` returns or fails, `abort` is called, or this object is dropped."""
 
     def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
         self.address = address
@@ -287,6 +287,11 @@ class PendingGroup:
         except ServiceFault as fault:
             drop_frames(fault)
             raise
+
+    def abort(self) -> None:
+        """Fail `connect`, here and, where rank 0 does it, at everyone who came already. Idempotent, from any thread."""
+        here = (self.address.host, self.address.port)
+        _shut(here, frozenset({here}))
 
     def _connect(self, names: Sequence[str]) -> WeightGroup:
         address = self.address

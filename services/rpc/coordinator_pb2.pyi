@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Registration(_message.Message):
-    __slots__ = ("role", "name", "rank", "address", "pid", "host", "seconds")
+    __slots__ = ("role", "name", "rank", "address", "pid", "host", "seconds", "incarnation")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Registration(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     role: str
     name: str
     rank: int
@@ -30,23 +31,36 @@ class Registration(_message.Message):
     pid: int
     host: str
     seconds: _containers.ScalarMap[str, float]
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Loss(_message.Message):
+    __slots__ = ("name", "incarnation", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "step", "steps", "done", "total", "detail")
+    __slots__ = ("phase", "step", "steps", "done", "total", "detail", "lost")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     phase: str
     step: int
     steps: int
     done: int
     total: int
     detail: str
-    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[Loss]
+    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("processes",)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -22,11 +22,11 @@ from runtime.config import Config
 from runtime.data.handlers import Problem
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream
-from runtime.errors import ServiceFault
+from runtime.errors import ServiceFault, Unreachable
 from runtime.evaluation_sets import evaluation_sets
 from runtime.ledger import Ledger
 from runtime.ledger_reader import GroupRow, LedgerReader
-from runtime.pipeline.roles import Roles
+from runtime.pipeline.roles import Replicas, Roles
 from runtime.pipeline.run import Material, Run
 from runtime.pipeline.states import Phase
 from runtime.position import Position
@@ -47,6 +47,8 @@ from runtime.types import (
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.model_fakes import MANIFEST, FakeCritic, FakeTrainer, Weights, no_time
 
+T = TypeVar("T")
+
 DEADLINE = 30.0  # seconds that one run may take
 
 
@@ -61,10 +63,52 @@ class LongTail:
         return min(self._longest, self._scale * self._random.paretovariate(0.9))
 
 
-class FakeRollout:
+class FakeReplica:
+    """One of several. `die` loses it: calls under way, and later ones, fail, as they do when it is given up."""
+
+    name = ""
+
+    def __init__(self, incarnation: int = 0) -> None:
+        self.incarnation = incarnation
+        self.gone = ""  # why
+        self._tell: list[Callable[[str], None]] = []
+        self._under_way: set[asyncio.Future[Any]] = set()
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        self._tell.append(tell)
+
+    def give_up(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        for call in self._under_way:
+            if not call.done():
+                call.set_exception(Unreachable(self.name, "call", self.gone))
+
+    def die(self, reason: str = "connection lost") -> None:
+        self.give_up(reason)
+        told, self._tell = self._tell, []
+        for tell in told:
+            tell(reason)
+
+    async def reached(self, work: Awaitable[T]) -> T:
+        """`work`, unless the replica is lost first."""
+        doing, lost = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
+        if self.gone:
+            lost.set_exception(Unreachable(self.name, "call", self.gone))
+        self._under_way.add(lost)
+        try:
+            await asyncio.wait({doing, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return doing.result() if not lost.done() else lost.result()
+        finally:
+            self._under_way.discard(lost)
+            doing.cancel()
+            lost.cancel()
+
+
+class FakeRollout(FakeReplica):
     """Generates with the version that it last committed. `generated_by` is the version at the start of each group."""
 
-    def __init__(self, name: str, weights: Weights, seconds: Callable[[], float] = no_time):
+    def __init__(self, name: str, weights: Weights, seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(incarnation)
         self.name = name
         self.calls: list[tuple[str, Any]] = []
         self.version = PolicyVersion()
@@ -74,10 +118,14 @@ class FakeRollout:
         self._seconds = seconds
 
     async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        await self.reached(no_wait())
         assert manifest == MANIFEST
         self.address = address
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        return await self.reached(self._generate(request))
+
+    async def _generate(self, request: GroupRequest) -> GeneratedGroup:
         oldest = self.generated_by[request.group_id] = self.version
         await asyncio.sleep(self._seconds())
         return GeneratedGroup(
@@ -95,15 +143,17 @@ class FakeRollout:
 
     async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
         self.calls.append(("receive", version.step))
-        await self._weights.of(version).wait()
+        await self.reached(self._weights.of(version).wait())
         self.calls.append(("verified", version.step))
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        await self.reached(no_wait())
         self.calls.append(("commit", version.step))
         self.version = version
         return 0.001
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.reached(no_wait())
         self.calls.append(("abort", version.step))
 
     async def status(self) -> Status:
@@ -141,13 +191,18 @@ class Numbers:
         return [self.decode(ids) for ids in batch]
 
 
-class FakeReward:
+async def no_wait() -> None:
+    """What takes no time."""
+
+
+class FakeReward(FakeReplica):
     """Finds every reply right."""
 
     name = "reward-0"
     rule = "gsm8k"
 
-    def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2):
+    def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2, incarnation: int = 0):
+        super().__init__(incarnation)
         self._seconds = seconds
         self._group_size = group_size
 
@@ -156,7 +211,7 @@ class FakeReward:
 
     async def score(self, request: ScoreRequest) -> Scores:
         value = self.value(request)
-        await asyncio.sleep(self._seconds())
+        await self.reached(asyncio.sleep(self._seconds()))
         evaluated = request.group_id < 0  # an evaluation's groups count down from -1
         n = len(codec.decode(GroupPayload, request.payload).samples) if evaluated else self._group_size
         values = np.full(n, value, np.float32)
@@ -174,14 +229,15 @@ class FakeRewardModel(FakeReward):
         return 0.25
 
 
-class FakeReference:
+class FakeReference(FakeReplica):
     name = "reference-0"
 
-    def __init__(self, seconds: Callable[[], float] = no_time):
+    def __init__(self, seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(incarnation)
         self._seconds = seconds
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
-        await asyncio.sleep(self._seconds())
+        await self.reached(asyncio.sleep(self._seconds()))
         return b"reference " + request.payload
 
 
@@ -196,6 +252,7 @@ class Cast:
     reference: FakeReference
     critic: FakeCritic | None = None
     reward_model: FakeRewardModel | None = None
+    patience: float = 20.0  # seconds that a request waits for a replica when there is none
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -220,9 +277,9 @@ class Cast:
         return Roles(
             trainer=self.trainer,
             rollouts=self.rollouts,
-            rewards=[self.reward] if self.reward else [],
-            reward_models=[self.reward_model] if self.reward_model else [],
-            references=[self.reference],
+            rewards=Replicas([self.reward] if self.reward else [], self.patience),
+            reward_models=Replicas([self.reward_model] if self.reward_model else [], self.patience),
+            references=Replicas([self.reference], self.patience),
             critic=self.critic,
         )
 

@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from runtime import config
-from runtime.errors import InvariantViolated, ServiceFault
+from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable
 from runtime.metrics import PublicationFigures
 from runtime.pipeline import publisher
 from runtime.pipeline.publisher import Publisher
+from runtime.pipeline.rollouts import RolloutPool
 from runtime.types import PolicyVersion
+from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.model_fakes import BYTES
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
 
 DEADLINE = 10.0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """For what other tasks do; the test's own deadline ends it."""
+    while not holds():  # noqa: ASYNC110 - there is nothing to wait for but turns of the loop
+        await asyncio.sleep(0)
+
+
+def address_of(rollout: FakeRollout) -> tuple[int, int, int]:
+    assert rollout.address is not None
+    return rollout.address.epoch, rollout.address.rank, rollout.address.world_size
+
+
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 
-def make(cast: Cast, transfer: float = 5.0, commit: float = 5.0, in_flight: Any = "keep") -> Publisher:
-    settings = config.Publication(transfer_timeout=transfer, commit_timeout=commit, in_flight=in_flight)
-    return Publisher(cast.trainer, cast.rollouts, settings, 5.0)
+def make(cast: Cast, transfer: float = 5.0, commit: float = 5.0, in_flight: Any = "keep", patience: float = 5.0) -> Publisher:
+    settings = config.Publication(
+        transfer_timeout=transfer, commit_timeout=commit, abort_timeout=min(transfer, commit), in_flight=in_flight
+    )
+    pool = RolloutPool(cast.rollouts, patience=patience)
+    return Publisher(cast.trainer, pool, settings, 5.0)
+
+
+@asynccontextmanager
+async def kept(publisher: Publisher) -> AsyncIterator[None]:
+    """While the publisher keeps the epoch that of the living."""
+    keeping = asyncio.create_task(publisher.run())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -34,14 +64,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def fault_of(publisher: Publisher, version: PolicyVersion = FIRST) -> ServiceFault:
-    """Publish, which is to fail; no call may be under way afterwards."""
-    transaction = publisher.begin(version)
-    try:
-        with pytest.raises(ServiceFault) as raised:
-            await transaction.finish()
-    finally:
-        transaction.cancel()
-        await asyncio.sleep(0)
+    """Publish, which is to fail."""
+    with pytest.raises(ServiceFault) as raised:
+        await publisher.publish(version)
     return raised.value
 
 
@@ -65,7 +90,7 @@ class Gate(FakeRollout):
         self.calls.append(("verified", version.step))
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        await self.may_commit.wait()
+        await self.reached(self.may_commit.wait())
         return await super().commit_weights(version, epoch)
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
@@ -83,12 +108,8 @@ def with_gate() -> tuple[Cast, Gate]:
 def test_an_epoch_gives_every_member_a_rank_of_its_own() -> None:
     async def test() -> None:
         cast = Cast.prompt()
-        await make(cast).open_epoch()
-        addresses = [rollout.address for rollout in cast.rollouts]
-        assert [address and (address.epoch, address.rank, address.world_size) for address in addresses] == [
-            (1, 1, 3),
-            (1, 2, 3),
-        ]
+        await make(cast).publish(FIRST)
+        assert [*map(address_of, cast.rollouts)] == [(1, 1, 3), (1, 2, 3)]
 
     run(test)
 
@@ -97,7 +118,7 @@ def test_a_version_counts_once_every_member_has_it() -> None:
     async def test() -> None:
         cast = Cast.prompt()
         publishing = make(cast)
-        figures = await publishing.begin(FIRST).finish()
+        figures = await publishing.publish(FIRST)
         assert isinstance(figures, PublicationFigures)
         assert (figures.bytes, figures.pause_seconds) == (BYTES, 0.001)
         assert publishing.committed == FIRST
@@ -112,7 +133,7 @@ def test_nobody_commits_before_everybody_has_verified() -> None:
     async def test() -> None:
         cast, gate = with_gate()
         publishing = make(cast)
-        finishing = asyncio.create_task(publishing.begin(FIRST).finish())
+        finishing = asyncio.create_task(publishing.publish(FIRST))
         first = cast.rollouts[0]
         for _ in range(50):  # until every consequence has had its turn
             await asyncio.sleep(0)
@@ -128,48 +149,70 @@ def test_nobody_commits_before_everybody_has_verified() -> None:
 def test_a_version_is_never_published_twice() -> None:
     async def test() -> None:
         publishing = make(Cast.prompt())
-        await publishing.begin(FIRST).finish()
+        await publishing.publish(FIRST)
         with pytest.raises(InvariantViolated, match=r"0\.1"):
-            publishing.begin(FIRST)
-        await publishing.begin(SECOND).finish()
+            await publishing.begin(FIRST)
+        await publishing.publish(SECOND)
 
     run(test)
 
 
-def test_a_member_that_does_not_verify_in_time_aborts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "ABORT_SECONDS", 0.1)
-
+def test_a_member_that_does_not_verify_in_time_is_left_out_and_the_version_counts_without_it() -> None:
     async def test() -> None:
         cast, gate = with_gate()
         gate.may_leave.clear()
-        publishing = make(cast, transfer=0.1)
-        fault = await fault_of(publishing)
-        assert (fault.service, fault.phase) == ("rollout-1", "publish")
-        assert "verify: rollout-1: no answer within 0.1 s" in fault.reason
-        assert publishing.committed is None
-        assert cast.rollouts[0].calls == [("receive", 1), ("verified", 1), ("abort", 1)]
-        assert cast.trainer.calls == [("abort", 1)]
+        publishing = make(cast, transfer=0.5)
+        figures = await publishing.publish(FIRST)
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert "verify: rollout-1: no answer within 0.5 s" in publishing.abort
+        assert gate.gone == publishing.abort
         assert gate.withdrawn.is_set()
+        assert cast.trainer.calls == [("abort", 1)]
+        once = [("receive", 1), ("verified", 1)]
+        assert cast.rollouts[0].calls == [*once, ("abort", 1), *once, ("commit", 1)]
+        assert address_of(cast.rollouts[0]) == (2, 1, 2)
+        assert publishing.committed == FIRST
 
     run(test)
 
 
 class Torn(FakeRollout):
+    """Its checksums do not hold, the first `times` times."""
+
+    times = 1
+
     async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        raise ServiceFault(self.name, "receive", "the checksum of bucket 0 does not hold")
+        if self.times:
+            self.times -= 1
+            raise ServiceFault(self.name, "receive", "the checksum of bucket 0 does not hold")
+        await super().receive_weights(version, epoch)
 
 
-def test_a_member_that_reports_a_failure_aborts_for_all_and_is_told() -> None:
+def test_a_failure_that_loses_nobody_is_tried_again_with_everybody() -> None:
     async def test() -> None:
         cast = Cast.prompt()
         cast.rollouts[0] = Torn("rollout-0", cast.weights)
         publishing = make(cast)
+        figures = await publishing.publish(FIRST)
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert "the checksum of bucket 0 does not hold" in publishing.abort
+        assert all(("abort", 1) in rollout.calls and rollout.calls[-1] == ("commit", 1) for rollout in cast.rollouts)
+
+    run(test)
+
+
+def test_a_failure_that_does_not_end_fails_the_publication_and_names_it() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        torn = cast.rollouts[0] = Torn("rollout-0", cast.weights)
+        torn.times = 100
+        publishing = make(cast)
         fault = await fault_of(publishing)
         assert "rollout-0" in fault.reason
         assert "the checksum of bucket 0 does not hold" in fault.reason
+        assert publishing.committed is None
         assert not any(call[0] == "commit" for rollout in cast.rollouts for call in rollout.calls)
-        assert all(("abort", 1) in rollout.calls for rollout in cast.rollouts)
-        assert cast.trainer.calls == [("abort", 1)]
+        assert cast.trainer.calls == [("abort", 1)] * publisher.TRIES
 
     run(test)
 
@@ -180,11 +223,146 @@ def test_a_member_that_does_not_commit_in_time_is_lost(in_flight: str) -> None:
         cast, gate = with_gate()
         gate.may_verify.set()
         gate.may_commit.clear()
-        fault = await fault_of(make(cast, commit=0.1, in_flight=in_flight))
-        assert fault.service == "rollout-1"
-        assert "commit: rollout-1: no answer within 0.1 s" in fault.reason
-        assert ("publication.commit_timeout" in fault.reason) == (in_flight == "drain")
-        assert cast.rollouts[0].version == FIRST  # what counts is not undone
+        publishing = make(cast, commit=0.5, in_flight=in_flight)
+        async with kept(publishing):
+            await publishing.publish(FIRST)
+            assert cast.rollouts[0].version == publishing.committed == FIRST  # what counts is not undone
+            assert "commit: rollout-1: no answer within 0.5 s" in gate.gone
+            assert ("publication.commit_timeout" in gate.gone) == (in_flight == "drain")
+            figures = await publishing.publish(SECOND)
+        assert (figures.aborts, figures.epoch) == (0, 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("when", ["receive", "verified"])
+def test_a_member_that_dies_is_left_out(when: str) -> None:
+    async def test() -> None:
+        cast, gate = with_gate()
+        publishing = make(cast)
+        finishing = asyncio.create_task(publishing.publish(FIRST))
+        await until(lambda: bool(gate.calls))
+        if when == "verified":
+            gate.may_verify.set()
+            gate.may_commit.clear()
+            await until(lambda: publishing._lock.locked() and gate.calls[-1] == ("verified", 1))
+            await asyncio.sleep(0.01)
+        gate.die()
+        figures = await finishing
+        assert publishing.committed == cast.rollouts[0].version == FIRST
+        assert figures.aborts == (when == "receive")
+
+    run(test)
+
+
+def test_a_trainer_that_is_lost_ends_the_publication() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+
+        async def lost(version: PolicyVersion) -> Any:
+            raise Unreachable("trainer-0", "SendWeights", "connection lost")
+
+        cast.trainer.send = lost  # type: ignore[method-assign]
+        fault = await fault_of(make(cast))
+        assert fault.service == "trainer-0"
+
+    run(test)
+
+
+def test_a_newcomer_gets_the_committed_version_before_it_serves_and_the_others_keep_it() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        publishing = make(cast)
+        pool = publishing._pool
+        async with kept(publishing):
+            await publishing.publish(FIRST)
+            cast.rollouts[1].die()
+            assert [rollout.name for rollout in pool.serving] == ["rollout-0"]
+            late = FakeRollout("rollout-1", cast.weights, incarnation=1)
+            pool.arrive(late)
+            assert late not in pool.serving
+            await until(lambda: late in pool.serving)
+            assert late.version == publishing.committed == FIRST
+            members = address_of(cast.rollouts[0]), address_of(late)
+            assert [member[1:] for member in members] == [(1, 3), (2, 3)]
+            assert cast.trainer.posted.count(("send_weights", 1)) == 2
+            await publishing.publish(SECOND)
+        assert [rollout.version for rollout in (cast.rollouts[0], late)] == [SECOND] * 2
+
+    run(test)
+
+
+def test_a_late_member_is_in_the_next_publication_when_one_is_under_way() -> None:
+    async def test() -> None:
+        cast, gate = with_gate()
+        publishing = make(cast)
+        async with kept(publishing):
+            finishing = asyncio.create_task(publishing.publish(FIRST))
+            await until(lambda: bool(gate.calls))
+            late = FakeRollout("rollout-2", cast.weights)
+            publishing._pool.arrive(late)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert late.calls == []
+            gate.may_verify.set()
+            await finishing
+            await until(lambda: late in publishing._pool.serving)
+            assert late.version == FIRST
+
+    run(test)
+
+
+class Absent(FakeRollout):
+    """Never comes to a rendezvous, as it is stopped."""
+
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        await asyncio.sleep(0.05)
+        raise Unanswered(self.name, "JoinWeights", "did not answer", 0.05)
+
+
+def test_who_does_not_come_to_the_rendezvous_is_left_out() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        cast.rollouts[0] = Absent("rollout-0", cast.weights)
+        figures = await make(cast).publish(FIRST)
+        assert figures.epoch == 2
+        assert cast.rollouts[1].version == FIRST
+        assert "did not answer" in cast.rollouts[0].gone
+        assert len(cast.trainer.calls) == 1  # it gave the first rendezvous up, so that nobody waits for it
+
+    run(test)
+
+
+def test_who_dies_while_the_trainer_opens_the_rendezvous_is_left_out() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        host = cast.trainer.host_weights
+
+        async def hosting(epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+            cast.rollouts[0].die()
+            return await host(epoch, world_size)
+
+        cast.trainer.host_weights = hosting  # type: ignore[method-assign]
+        assert (await make(cast).publish(FIRST)).epoch == 2
+        assert address_of(cast.rollouts[1]) == (2, 1, 2)
+
+    run(test)
+
+
+def test_without_any_rollout_a_publication_waits_for_one_and_names_who_was_lost_when_none_comes() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        publishing = make(cast, patience=0.1)
+        await publishing.publish(FIRST)
+        for rollout in cast.rollouts:
+            rollout.die("was killed")
+        fault = await fault_of(publishing, SECOND)
+        assert fault.service == "rollout-0, rollout-1"
+        assert "was killed" in fault.reason
+        late = FakeRollout("rollout-1", cast.weights, incarnation=1)
+        publishing._pool.arrive(late)
+        await publishing.publish(SECOND)
+        assert late.version == SECOND
 
     run(test)
 
@@ -193,9 +371,10 @@ def test_the_deadline_counts_from_when_the_version_exists() -> None:
     async def test() -> None:
         cast, gate = with_gate()
         gate.may_verify.set()
-        transaction = make(cast, transfer=0.2).begin(FIRST)
+        transaction = await make(cast, transfer=0.2).begin(FIRST)
         await asyncio.sleep(0.3)  # the step that makes the version takes longer than its transfer may
-        await transaction.finish()
-        assert gate.version == FIRST
+        figures = await transaction.finish()
+        transaction.close()
+        assert (gate.version, figures.aborts) == (FIRST, 0)
 
     run(test)

@@ -55,7 +55,8 @@ def figures(**changes: object) -> StepFigures:
         "world_size": 4,
         "queues": {"ready": 3},
         "idle": {"trainer": 0.25},
-        "publication": PublicationFigures(seconds=0.1, pause_seconds=0.01, bytes=1000),
+        "rollouts": {"rollout/serving": 2.0},
+        "publication": PublicationFigures(seconds=0.1, pause_seconds=0.01, bytes=1000, aborts=1, epoch=3),
     }
     return StepFigures(**(fields | changes))  # type: ignore[arg-type]
 
@@ -103,6 +104,9 @@ def test_a_step_has_every_name_that_applies() -> None:
         "publication/seconds": 0.1,
         "publication/pause_seconds": 0.01,
         "publication/bytes": 1000.0,
+        "publication/aborts": 1.0,
+        "publication/epoch": 3.0,
+        "rollout/serving": 2.0,
         "samples": 4.0,
         "tokens": 20.0,
     }

@@ -187,6 +187,7 @@ class Desk:
         settings = config.Config(run=config.Run(name="test"), publication=publication)
         self.service = RolloutService(settings, "rollout-0", 0)
         self.engine = self.service._engine = models.engine(slots=3)
+        self.service._epoch = 1
         self.stage = self.service._staged = Stage(models.tensors)  # type: ignore[assignment]
         self.actor = Actor("rollout-0", self.service, capacity=9, batch=9)
 

@@ -32,6 +32,7 @@ PURE = (
     "runtime/pipeline/states.py",
     "runtime/pipeline/staleness.py",
     "runtime/pipeline/publication.py",
+    "runtime/pipeline/membership.py",
 )
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),

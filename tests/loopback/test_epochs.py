@@ -1,0 +1,286 @@
+"""Epochs over real gloo: the trainer's and the rollouts' services behind their actors, with engines that only hold tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from runtime import config
+from runtime.actor import Actor, Priority
+from runtime.commands import (
+    AbortWeights,
+    Apply,
+    CommitWeights,
+    HostWeights,
+    JoinWeights,
+    ReceiveWeights,
+    SendWeights,
+    WeightsSent,
+)
+from runtime.engines.rollout_base import EngineStats
+from runtime.errors import Unreachable
+from runtime.pipeline.publisher import Publisher
+from runtime.pipeline.rollouts import RolloutPool
+from runtime.types import PolicyVersion
+from runtime.weights.plan import GroupAddress, Manifest
+from runtime.weights.sender import WeightSender
+from services.rollout import RolloutService
+from services.trainer import TrainerService
+from tests.loopback.weight_cases import MANIFEST, fill, same
+
+DEADLINE = 60.0
+REBUILT = 6.0  # seconds in which a group is rebuilt among the living on a busy machine; a quiet one takes a tenth
+PUBLICATION = config.Publication(transfer_timeout=20.0, commit_timeout=20.0, abort_timeout=20.0)
+IMPATIENT = config.Publication(transfer_timeout=3.0, commit_timeout=20.0, abort_timeout=3.0)
+
+
+class Held:
+    """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
+
+    def __init__(self) -> None:
+        self.version = PolicyVersion()
+        self.swapped: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
+        assert same(dict(tensors), version.step)
+        self.version = version
+        self.swapped.append(version.step)
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+class Worker:
+    """A trainer's engine: the weights of a version are made from its number."""
+
+    publication_backend = "gloo"
+    manifest = MANIFEST
+
+    def __init__(self) -> None:
+        self.sender = WeightSender(MANIFEST)
+        self.snapshots: list[int] = []
+
+    def execute(self, command: Any) -> None:
+        if isinstance(command, SendWeights):
+            fill(self.sender.views(5.0), command.version.step)
+            self.snapshots.append(command.version.step)
+
+
+class Port:
+    """A service behind its actor, as the coordinator reaches it. `cut` is the death of the process."""
+
+    def __init__(self, service: Any, incarnation: int = 0):
+        self.service = service
+        self.name = service.name
+        self.incarnation = incarnation
+        self.actor = Actor(service.name, service, capacity=9)
+        self.silent = False  # under SIGSTOP
+        self._gone = asyncio.Event()
+        self._tell: Callable[[str], None] = lambda why: None
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def give_up(self, reason: str) -> None:
+        self._gone.set()
+
+    def cut(self) -> None:
+        if self.service._group is not None:
+            self.service._group.abort()
+        self._gone.set()
+        self._tell("connection lost")
+
+    async def ask(self, message: Any, priority: Priority = Priority.CONTROL) -> Any:
+        answer = asyncio.Event() if self.silent else self.actor.send(message, priority=priority)
+        waiting = asyncio.ensure_future(answer.wait() if isinstance(answer, asyncio.Event) else answer)
+        gone = asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise Unreachable(self.name, type(message).__name__, "connection lost")
+            return waiting.result()
+        finally:
+            gone.cancel()
+            waiting.cancel()
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.ask(AbortWeights(version, epoch))
+
+
+class RolloutHere(Port):
+    def __init__(self, name: str, settings: config.Publication = PUBLICATION, incarnation: int = 0):
+        service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), name, 0)
+        self.engine = service._engine = Held()  # type: ignore[assignment]
+        super().__init__(service, incarnation)
+
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        await self.ask(JoinWeights(address, manifest))
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.ask(ReceiveWeights(version, epoch))
+
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        return (await self.ask(CommitWeights(version, epoch))).pause_seconds
+
+
+class TrainerHere(Port):
+    def __init__(self, settings: config.Publication) -> None:
+        service = TrainerService(config.Config(run=config.Run(name="test"), publication=settings), "trainer-0", 0)
+        self.worker = service._worker = Worker()  # type: ignore[assignment]
+        super().__init__(service)
+
+    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.ask(HostWeights(epoch, world_size))
+        return hosted.address, hosted.manifest
+
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self.ask(SendWeights(version, epoch), Priority.DATA)
+
+
+class Stage:
+    """A trainer, two rollouts, and what publishes over them."""
+
+    def __init__(self, settings: config.Publication) -> None:
+        self.trainer = TrainerHere(settings)
+        self.rollouts = [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)]
+        self.pool = RolloutPool(self.rollouts, patience=20.0)  # type: ignore[arg-type]
+        self.publisher = Publisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def serve(self, *ports: Port) -> None:
+        self.tasks += [asyncio.create_task(port.actor.run()) for port in ports]
+
+    def comes(self, rollout: RolloutHere) -> None:
+        self.serve(rollout)
+        self.rollouts.append(rollout)
+        self.pool.arrive(rollout)  # type: ignore[arg-type]
+
+    async def publish(self, step: int) -> Any:
+        return await self.publisher.publish(PolicyVersion(0, step))
+
+
+@asynccontextmanager
+async def stage(settings: config.Publication) -> AsyncIterator[Stage]:
+    torch.set_num_threads(1)
+    here = Stage(settings)
+    here.serve(here.trainer, *here.rollouts)
+    await here.trainer.service.start()
+    here.tasks.append(asyncio.create_task(here.publisher.run()))
+    try:
+        yield here
+    finally:
+        for task in here.tasks:
+            task.cancel()
+        await asyncio.gather(*here.tasks, return_exceptions=True)
+        for port in (here.trainer, *here.rollouts):
+            await port.service.close()
+
+
+def run(test: Callable[[Stage], Coroutine[Any, Any, None]], settings: config.Publication = PUBLICATION) -> None:
+    async def within() -> None:
+        async with stage(settings) as here:
+            await asyncio.wait_for(test(here), DEADLINE)
+
+    asyncio.run(within())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
+        await asyncio.sleep(0.002)
+
+
+def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version() -> None:
+    async def test(here: Stage) -> None:
+        staying, dying = here.rollouts
+        await here.publish(1)
+        began = time.monotonic()
+        dying.cut()
+        await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
+        assert time.monotonic() - began < REBUILT
+        assert (await here.publish(2)).epoch == 2
+        late = RolloutHere("rollout-1", incarnation=1)
+        began = time.monotonic()
+        here.comes(late)
+        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
+        assert time.monotonic() - began < REBUILT
+        assert late.engine.swapped == [2]
+        assert staying.engine.swapped == [1, 2]  # what it has is not swapped in again
+        assert here.trainer.worker.snapshots == [1, 2]  # the buckets were sent once more as they were
+        await here.publish(3)
+        assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["dies", "is silent"])
+def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts(how: str) -> None:
+    async def test(here: Stage) -> None:
+        staying, failing = here.rollouts
+        await here.publish(1)
+        transaction = await here.publisher.begin(PolicyVersion(0, 2))
+        began = time.monotonic()
+        if how == "dies":
+            failing.cut()
+        else:
+            failing.silent = True
+            failing.service._group.abort = lambda: None  # its sockets stay open
+            failing.service._receiver.abort()
+        figures = await transaction.finish()
+        transaction.close()
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert time.monotonic() - began < REBUILT + (IMPATIENT.transfer_timeout + IMPATIENT.abort_timeout) * (how != "dies")
+        assert staying.engine.swapped == [1, 2]
+        assert here.trainer.worker.snapshots == [1, 2]
+        assert [loss.name for loss in here.pool.losses.values()] == ["rollout-1"]
+
+    run(test, PUBLICATION if how == "dies" else IMPATIENT)
+
+
+def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting() -> None:
+    async def test(here: Stage) -> None:
+        staying, dying = here.rollouts
+        dying.silent = True
+        publishing = asyncio.create_task(here.publish(1))
+        await until(lambda: staying.service._epoch == 1)
+        began = time.monotonic()
+        dying.cut()
+        assert (await publishing).epoch == 2
+        assert time.monotonic() - began < REBUILT  # and not publication.join_timeout
+        assert staying.engine.swapped == [1]
+
+    run(test)
+
+
+def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> None:
+    async def test(here: Stage) -> None:
+        await here.publish(1)
+        here.rollouts[1].cut()
+        busy = asyncio.Event()
+
+        async def computing(command: Any) -> None:
+            await busy.wait()
+
+        here.trainer.service._execute = computing
+        step = asyncio.ensure_future(here.trainer.ask(Apply(1), Priority.DATA))
+        late = RolloutHere("rollout-1", incarnation=1)
+        here.comes(late)
+        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
+        assert not step.done()
+        assert late.engine.swapped == [1]
+        step.cancel()
+        busy.set()
+
+    run(test)

@@ -1,0 +1,152 @@
+"""Processes in the place of those that die, with real processes that do little."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from launcher.restarts import Allowance
+from launcher.supervisor import Child, Supervisor
+from launcher.topology import ProcessSpec
+from runtime.config import Restarts
+from runtime.os_process import INCARNATION
+
+DEADLINE = 60.0
+LIVES = "import time; time.sleep(600)"
+DIES = "raise SystemExit(1)"
+FAULTS = "import sys; print('error: it cannot be', file=sys.stderr); raise SystemExit({code})"
+DIES_FIRST = f"import os, time; os.environ['{INCARNATION}'] == '0' and os.abort(); time.sleep(600)"
+
+
+def test_an_allowance_grants_so_many_within_its_window_each_later_than_the_one_before() -> None:
+    allowance = Allowance(Restarts(attempts=2, window=100.0, backoff=0.5))
+    assert [allowance.delay(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, None]
+    assert allowance.delay(100.0) == 1.0  # the first is out of the window
+    assert allowance.delay(105.0) is None
+
+
+def test_no_attempts_are_none() -> None:
+    assert Allowance(Restarts(attempts=0)).delay(0.0) is None
+
+
+def spec(name: str, code: str) -> ProcessSpec:
+    return ProcessSpec(name=name, role=name.partition("-")[0], command=(sys.executable, "-c", code), env={})
+
+
+def supervised(tmp_path: Path, test: Callable[[Supervisor], Awaitable[None]]) -> list[str]:
+    """What it said."""
+    said: list[str] = []
+
+    async def within() -> None:
+        supervisor = Supervisor(tmp_path, said.append)
+        try:
+            await asyncio.wait_for(test(supervisor), DEADLINE)
+        finally:
+            await supervisor.end_all(0.0)
+
+    asyncio.run(within())
+    return said
+
+
+async def started_again(supervisor: Supervisor, name: str, incarnation: int) -> Child:
+    while True:  # the test's own deadline ends it
+        for child in supervisor.children:
+            if (child.spec.name, child.incarnation) == (name, incarnation):
+                return child
+        await asyncio.sleep(0.01)
+
+
+async def fewer(supervisor: Supervisor, than: int) -> None:
+    while len(supervisor.children) >= than:  # noqa: ASYNC110 - the test's own deadline ends it
+        await asyncio.sleep(0.01)
+
+
+def allowed(attempts: int = 3) -> dict[str, Restarts]:
+    return {"rollout": Restarts(attempts=attempts, backoff=0.0)}
+
+
+def test_one_that_dies_is_started_again_alone_with_a_log_of_its_own(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        trainer = await supervisor.start(spec("trainer-0", LIVES))
+        first = await supervisor.start(spec("rollout-0", DIES_FIRST))
+        supervisor.replace_from_now_on(allowed())
+        failing = asyncio.create_task(supervisor.first_failure())
+        second = await started_again(supervisor, "rollout-0", 1)
+        assert first not in supervisor.children
+        assert trainer.running
+        assert second.running
+        assert second.log.name == "rollout-0.1.log"
+        assert supervisor.culprit() is None
+        assert not failing.done()
+        trainer.process.kill()
+        assert await failing is trainer
+
+    (line,) = supervised(tmp_path, test)
+    assert line == "rollout-0: run: was killed by SIGABRT; started again in 0 s"
+
+
+def test_before_anything_may_be_replaced_a_death_is_a_failure(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        child = await supervisor.start(spec("rollout-0", DIES))
+        assert await supervisor.first_failure() is child
+
+    supervised(tmp_path, test)
+
+
+def test_out_of_attempts_the_others_go_on_and_the_last_of_its_role_is_the_failure(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on(allowed(attempts=0))
+        await supervisor.start(spec("rollout-0", DIES))
+        other = await supervisor.start(spec("rollout-1", LIVES))
+        failing = asyncio.create_task(supervisor.first_failure())
+        await fewer(supervisor, 2)
+        assert supervisor.children == [other]
+        other.process.kill()
+        assert await failing is other
+
+    (line,) = supervised(tmp_path, test)
+    assert line.endswith("the run goes on without it")
+
+
+def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on(allowed())
+        child = await supervisor.start(spec("rollout-0", FAULTS.format(code=2)))
+        assert await supervisor.first_failure() is child
+        assert str(child.fault()) == "it cannot be"
+
+    supervised(tmp_path, test)
+
+
+def test_one_that_is_given_up_is_ended_and_replaced_even_when_it_is_stopped(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on(allowed())
+        child = await supervisor.start(spec("rollout-0", LIVES))
+        failing = asyncio.create_task(supervisor.first_failure())
+        child.signal_group(19)  # SIGSTOP
+        supervisor.give_up("rollout-0", 1, "of another incarnation")
+        assert not child.given_up
+        supervisor.give_up("rollout-0", 0, "verify: no answer within 3 s")
+        second = await started_again(supervisor, "rollout-0", 1)
+        supervisor.give_up("rollout-0", 0, "told once more")
+        assert second.running
+        failing.cancel()
+
+    (line,) = supervised(tmp_path, test)
+    assert line == "rollout-0: run: verify: no answer within 3 s; started again in 0 s"
+
+
+def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on({"rollout": Restarts(backoff=30.0)})
+        await supervisor.start(spec("rollout-0", DIES))
+        failing = asyncio.create_task(supervisor.first_failure())
+        await fewer(supervisor, 1)
+        failing.cancel()
+        supervisor.replace_nobody()
+        await supervisor.wait_all(1.0)
+        assert supervisor.children == []
+
+    supervised(tmp_path, test)
