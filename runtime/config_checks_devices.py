@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.config import Computing, Config, Rollout, Trainer
+from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
 from runtime.topology import members
 
 RESERVED = 1024  # ports below belong to the system
@@ -23,7 +23,7 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
     count = len(role.devices)
     if len(set(role.devices)) < count:
         yield f"{key}.devices: names a device twice"
-    if isinstance(role, Trainer):
+    if isinstance(role, Trainer) or (isinstance(role, ReferenceScorer) and role.engine == "megatron"):
         if count != role.processes:
             yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"
     elif isinstance(role, Rollout) and role.engine != "torch":
