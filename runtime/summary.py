@@ -33,6 +33,8 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     staleness_histogram: dict[int, int]  # samples by staleness
     idle_trainer: float
     idle_rollout: float
+    mismatch_mean: float | None = None  # |log p of the rollout − log p of the trainer| over all tokens that were compared
+    mismatch_p99: float | None = None  # the largest of the steps' 99th percentiles
     groups: dict[str, int]  # by final state
     dropped: dict[str, int] = {}  # of these, the dropped ones by reason
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
@@ -67,6 +69,8 @@ class Totals:
         self.timing: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self._idle_seconds: Counter[str] = Counter()
+        self._compared = self._gap = 0.0  # tokens, and the sum of their gaps
+        self._gap_p99: float | None = None
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         self.steps += 1
@@ -78,6 +82,10 @@ class Totals:
                 self.timing[rest] += value
             elif group == "idle":
                 self._idle_seconds[rest] += value * metrics["timing/all"]
+        if compared := metrics.get("mismatch/tokens", 0.0):
+            self._compared += compared
+            self._gap += compared * metrics["mismatch/abs_logprob"]
+            self._gap_p99 = max(self._gap_p99 or 0.0, metrics["mismatch/abs_logprob_p99"])
         self.staleness.update({int(value): count for value, count in metrics.get("staleness/histogram", {}).items()})
 
     def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
@@ -94,6 +102,8 @@ class Totals:
             staleness_histogram=dict(sorted(self.staleness.items())),
             idle_trainer=self._idle_seconds["trainer"] / wall if wall else 0.0,
             idle_rollout=self._idle_seconds["rollout"] / wall if wall else 0.0,
+            mismatch_mean=self._gap / self._compared if self._compared else None,
+            mismatch_p99=self._gap_p99,
             timing=dict(self.timing),
             **rest,
         )
@@ -113,6 +123,11 @@ def render(summary: Summary) -> Table:
         "staleness", f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
     )
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
+    if summary.mismatch_mean is not None:
+        table.add_row(
+            "rollout − trainer",
+            f"log p differs by {summary.mismatch_mean:.1e} in the mean; p99 {summary.mismatch_p99:.1e} at most",
+        )
     table.add_row("groups", _groups(summary) or "–")
     table.add_row("time by phase", _phases(summary.timing))
     table.add_row("start-up", _phases(summary.startup))

@@ -307,6 +307,7 @@ def _line(figures: dict[str, float]) -> str:
         ("grpo/score/mean", "reward {:.2f}"),
         ("timing/all", "{:.0f} ms/step"),
         ("staleness/mean", "staleness {:.1f}"),
+        ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
     )
     scale = {"timing/all": 1000.0}
     return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)

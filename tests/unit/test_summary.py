@@ -26,6 +26,9 @@ STEPS: list[dict[str, Any]] = [
         "tokens": 1000.0,
         "staleness/mean": 0.5,
         "staleness/histogram": {0: 32, 1: 32},
+        "mismatch/tokens": 300.0,
+        "mismatch/abs_logprob": 2e-6,
+        "mismatch/abs_logprob_p99": 9e-6,
     },
     {
         "timing/all": 3.0,
@@ -35,6 +38,9 @@ STEPS: list[dict[str, Any]] = [
         "samples": 64.0,
         "tokens": 600.0,
         "staleness/histogram": {"1": 16, "2": 48},  # as JSON lines hold it
+        "mismatch/tokens": 100.0,
+        "mismatch/abs_logprob": 6e-6,
+        "mismatch/abs_logprob_p99": 8e-6,
     },
 ]
 
@@ -62,11 +68,16 @@ def test_totals_over_the_steps() -> None:
     assert (found.staleness_mean, found.staleness_max) == ((48 + 2 * 48) / 128, 2)
     assert found.idle_trainer == pytest.approx((0.2 * 1 + 0.8 * 3) / 4)  # weighted by the steps' durations
     assert found.idle_rollout == pytest.approx(0.4 * 3 / 4)
+    assert found.mismatch_mean == pytest.approx((300 * 2e-6 + 100 * 6e-6) / 400)
+    assert found.mismatch_p99 == 9e-6
+    assert "log p differs by 3.0e-06 in the mean; p99 9.0e-06 at most" in text_of(found)
     assert found.timing == pytest.approx({"all": 4.0, "update": 1.4, "rollout": 1.0, "non_overlap_adv": 0.1})
 
 
-def test_a_run_without_a_step() -> None:
-    found = Totals().summary(
+def test_a_run_that_compared_nothing() -> None:
+    totals = Totals()
+    totals.add({"timing/all": 0.0, "mismatch/tokens": 0.0})  # all tokens were of older versions
+    found = totals.summary(
         rl_seconds=0.0,
         stop_reason="interrupted",
         accuracy_before=None,
@@ -76,8 +87,9 @@ def test_a_run_without_a_step() -> None:
         groups={},
         peak_pss_bytes=0,
     )
-    assert (found.steps, found.samples_per_second, found.staleness_mean, found.idle_trainer) == (0, 0.0, 0.0, 0.0)
-    assert "not measured" in text_of(found)
+    assert (found.steps, found.samples_per_second, found.staleness_mean, found.idle_trainer) == (1, 0.0, 0.0, 0.0)
+    assert (found.mismatch_mean, found.mismatch_p99) == (None, None)
+    assert "not measured" in text_of(found) and "log p" not in text_of(found)
 
 
 def test_the_file(tmp_path: Path) -> None:
