@@ -27,6 +27,7 @@ from launcher.packing_trial import WAYS, PackingTrial
 from runtime import config_loading, os_process
 from runtime.config import Config
 from runtime.errors import ServiceFault
+from runtime.topology import replicas
 
 if TYPE_CHECKING:
     from launcher.plain_loop import PlainLoop
@@ -95,6 +96,7 @@ class Bench:
 
     def __init__(self, config: Config):
         self._config = config
+        self._slots = replicas(config)["rollout-0"].slots
         self._tried: set[str] = set()
         self.measures: dict[str, Callable[[float], Measured]] = {
             "decode": self.decode,
@@ -156,7 +158,7 @@ class Bench:
             finished: list[GeneratedGroup] = []
             begun = time.perf_counter()
             while time.perf_counter() - begun < seconds:
-                while engine.stats().waiting < self._config.services.rollout.slots:
+                while engine.stats().waiting < self._slots:
                     engine.submit([next(self._requests)])
                 finished += await engine.advance(lambda: False)
             return finished, time.perf_counter() - begun
@@ -174,7 +176,7 @@ class Bench:
             config.model.path,
             device=torch.device("cpu"),
             dtype=torch.float32,
-            slots=config.services.rollout.slots,
+            slots=self._slots,
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
         )
 

@@ -144,7 +144,7 @@ class Job(ABC, Generic[Result]):
     async def guarded(self, work: Awaitable[T]) -> T:
         """Wait for `work`, or for the first process that dies: then for the coordinator's word on it, then its own."""
         task = asyncio.ensure_future(work)
-        death = asyncio.create_task(self.supervisor.first_failure())
+        death = asyncio.create_task(self.supervisor.first_failure(self._spares))
         twice = asyncio.create_task(self._twice.wait())
         try:
             await asyncio.wait({task, death, twice}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,6 +159,15 @@ class Job(ABC, Generic[Result]):
             for waiting in (task, death, twice):
                 waiting.cancel()
             await asyncio.gather(task, death, twice, return_exceptions=True)
+
+    def _spares(self, child: Child) -> bool:
+        """Whether the run goes on without `child`: a rollout that died after the start, while another lives. The coordinator
+        gives what it had to the others. A mistake of the user's ends the run."""
+        rollouts = [other for other in self.supervisor.children if other.spec.role == "rollout" and other.running]
+        spared = self._began and child.spec.role == "rollout" and child.process.returncode != 2 and bool(rollouts)
+        if spared:
+            self.view.note(f"{child.fault()}; the run goes on with {', '.join(other.spec.name for other in rollouts)}")
+        return spared
 
     def _on_signal(self) -> None:
         self._signals += 1

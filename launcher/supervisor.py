@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Child:
         self.spec = spec
         self.process = process
         self.log = log
+        self.spared = False  # it ended badly, and the others go on without it
 
     @property
     def pid(self) -> int:
@@ -89,19 +90,23 @@ class Supervisor:
 
     def culprit(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
-        failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
+        failed = [(child.process.returncode, child) for child in self.children if child.process.returncode and not child.spared]
         return min(failed, key=lambda one: (one[0] > 0, one[0] != 2), default=(0, None))[1]
 
-    async def first_failure(self) -> Child:
-        """Waits until a child ends otherwise than with exit code 0."""
-        waits = {asyncio.create_task(child.process.wait()): child for child in self.children}
+    async def first_failure(self, spares: Callable[[Child], bool]) -> Child:
+        """Waits until a child ends otherwise than with exit code 0, and the others cannot go on without it: `spares` is asked
+        once of each."""
+        waits = {asyncio.create_task(child.process.wait()): child for child in self.children if not child.spared}
         try:
             while waits:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     child = waits.pop(task)
                     if child.process.returncode:
-                        return child
+                        child.spared = spares(child)
+                        if not child.spared:
+                            return child
+                        child.signal_group(signal.SIGKILL)  # what it left in its group
             await asyncio.Future()  # all ended well: there will be no failure
             raise AssertionError
         finally:

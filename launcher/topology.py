@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from runtime.config import Config, Process, Trainer
-from runtime.topology import Member, members
+from runtime.topology import Member, members, replicas
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -45,18 +45,11 @@ def service_specs(
 def _specs(config: Config, needed: list[Member], arguments: tuple[str, ...], python: str, cores: int) -> Iterator[ProcessSpec]:
     computing = sum(member.role != "reward" for member in needed)
     threads = max(1, cores // computing)
-    settings: dict[str, Process] = {
-        "rollout": config.services.rollout,
-        "reward": config.services.reward,
-        "reward_model": config.services.reward_model,
-        "reference": config.services.reference,
-        "trainer": config.services.trainer,
-        "critic": config.services.critic,
-    }
+    rollouts = replicas(config)
     for member in needed:
         if member.rank:
             continue
-        role = settings[member.role]
+        role: Process = rollouts.get(member.name) or getattr(config.services, member.role)
         start: tuple[str, ...] = (role.python or python, "-m")
         ranks = role.processes if isinstance(role, Trainer) else 1
         if ranks > 1:

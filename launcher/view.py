@@ -65,6 +65,10 @@ class View:
             self._bars.update(self._task, total=total, completed=total, detail="")
             self._bars.stop_task(self._task)
 
+    def note(self, line: str) -> None:
+        """Something that stays on the screen, above what is going on."""
+        self._bars.console.print(line, highlight=False, soft_wrap=True)
+
     def progress(self, progress: status.Progress) -> None:
         """The run's own word on where it is."""
         if progress.phase in ("finished", "failed"):

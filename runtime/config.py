@@ -346,7 +346,7 @@ class Coordinator(Process, frozen=True):
 
 
 class Rollout(Process, frozen=True):
-    """`replicas` engines with `slots` sequences each."""
+    """A fleet: `replicas` engines with `slots` sequences each."""
 
     replicas: Positive = 1
     engine: Literal["torch"] = "torch"
@@ -387,8 +387,10 @@ class Trainer(Process, frozen=True):
 
 
 class Services(Section, frozen=True):
+    """`rollout` is one fleet, or a list of several that differ; `runtime.topology.fleets` reads both."""
+
     coordinator: Coordinator = Coordinator()
-    rollout: Rollout = Rollout()
+    rollout: Rollout | list[Rollout] = Rollout()
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: Scorer = Scorer()

@@ -21,7 +21,7 @@ from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
-from runtime.topology import data_leaders
+from runtime.topology import data_leaders, fleets
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -268,15 +268,17 @@ def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
 def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> Iterator[str]:
     if policy is None:
         return
-    rollout = config.services.rollout
-    dtype = "float32" if rollout.dtype == "auto" else rollout.dtype  # what auto is on a CPU, whose memory this is
     length = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
-    needed = rollout.replicas * kv_cache_bytes(policy, rollout.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
-    if needed > available:
-        yield (
-            f"services.rollout.slots: {rollout.slots} slots of {length} tokens in {rollout.replicas} replica(s) need "
-            f"{needed / 2**30:.1f} GiB of KV cache; {available / 2**30:.1f} GiB are available"
-        )
+    free = available
+    for path, fleet in fleets(config).items():
+        dtype = "float32" if fleet.dtype == "auto" else fleet.dtype  # what auto is on a CPU, whose memory this is
+        needed = fleet.replicas * kv_cache_bytes(policy, fleet.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
+        if needed > free:
+            yield (
+                f"{path}.slots: {fleet.slots} slots of {length} tokens in {fleet.replicas} replica(s) need "
+                f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available"
+            )
+        free -= min(needed, free)
 
 
 def _updates(config: Config) -> Iterator[str]:
@@ -294,10 +296,18 @@ def _updates(config: Config) -> Iterator[str]:
 
 
 def _processes(config: Config) -> Iterator[str]:
-    for role in config.services.__struct_fields__:
-        python = getattr(config.services, role).python
-        if python and shutil.which(python) is None:
-            yield f"services.{role}.python: '{python}' is not an executable"
+    roles = {f"services.{role}": getattr(config.services, role) for role in config.services.__struct_fields__}
+    del roles["services.rollout"]
+    if not fleets(config):
+        yield "services.rollout: an empty list; at least one fleet is needed"
+    for path, process in (roles | fleets(config)).items():
+        if process.python and shutil.which(process.python) is None:
+            yield f"{path}.python: '{process.python}' is not an executable" + _how_to_install(process.python)
+
+
+def _how_to_install(python: str) -> str:
+    """What makes the interpreter that is missing, where Sluice's own Makefile does."""
+    return "; run make install-vllm" if ".venv-vllm" in Path(python).parts else ""
 
 
 def _lora(config: Config) -> Iterator[str]:

@@ -37,6 +37,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     mismatch_p99: float | None = None  # the largest of the steps' 99th percentiles
     groups: dict[str, int]  # by final state
     dropped: dict[str, int] = {}  # of these, the dropped ones by reason
+    lost: list[str] = []  # rollouts that died, without which the run went on
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
     peak_pss_bytes: int  # of all processes together
 
@@ -129,6 +130,8 @@ def render(summary: Summary) -> Table:
             f"log p differs by {summary.mismatch_mean:.1e} in the mean; p99 {summary.mismatch_p99:.1e} at most",
         )
     table.add_row("groups", _groups(summary) or "–")
+    if summary.lost:
+        table.add_row("lost", ", ".join(summary.lost))
     table.add_row("time by phase", _phases(summary.timing))
     table.add_row("start-up", _phases(summary.startup))
     table.add_row("peak memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)")

@@ -12,6 +12,7 @@ from runtime.actor import Letter
 from runtime.commands import AbortWeights, Cancel, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage, ServiceFault
+from runtime.topology import replicas
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
 
@@ -43,14 +44,14 @@ class RolloutService(process.Service):
         from runtime import platform
         from runtime.engines.rollout_torch import TorchRolloutEngine
 
-        config = self.config
+        config, settings = self.config, replicas(self.config)[self.name]
         device = platform.device()
         longest = config.sampling.max_new_tokens, config.evaluation.max_new_tokens
         self._engine = TorchRolloutEngine(
             config.model.path,
             device=device,
-            dtype=platform.resolve_dtype(config.services.rollout.dtype, device),
-            slots=config.services.rollout.slots,
+            dtype=platform.resolve_dtype(settings.dtype, device),
+            slots=settings.slots,
             max_model_len=config.data.max_prompt_tokens + max(longest),
         )
 

@@ -26,7 +26,7 @@ class Watched(Protocol):
 
 
 class BusyMeter:
-    """The rollouts' idle fraction, from the busy seconds that their status tells."""
+    """The rollouts' idle fraction, from the busy seconds that their status tells. `rollouts` are those that live now."""
 
     def __init__(self, rollouts: Sequence[Watched]):
         self._rollouts = rollouts
@@ -34,22 +34,24 @@ class BusyMeter:
 
     async def run(self) -> None:
         """Measure until cancelled; `idle` is that of the newest interval in which all rollouts answered."""
-        then, before = time.monotonic(), 0.0
+        then, before = time.monotonic(), await self._busy_seconds() or {}
         while True:
+            await asyncio.sleep(POLL)
             busy = await self._busy_seconds()
             if busy is not None:
-                now = time.monotonic()
-                self.idle = idle_fraction(busy - before, now - then, len(self._rollouts))
+                now, both = time.monotonic(), busy.keys() & before.keys()
+                if both:
+                    self.idle = idle_fraction(sum(busy[name] - before[name] for name in both), now - then, len(both))
                 then, before = now, busy
-            await asyncio.sleep(POLL)
 
-    async def _busy_seconds(self) -> float | None:
-        """None when one did not answer: that is for whoever waits for its work to judge."""
+    async def _busy_seconds(self) -> dict[str, float] | None:
+        """By name. None when one did not answer: that is for whoever waits for its work to judge."""
+        rollouts = list(self._rollouts)
         try:
-            statuses = await asyncio.gather(*(rollout.status() for rollout in self._rollouts))
+            statuses = await asyncio.gather(*(rollout.status() for rollout in rollouts))
         except ServiceFault:
             return None
-        return sum(status.gauges["busy_seconds_total"] for status in statuses)
+        return {rollout.name: status.gauges["busy_seconds_total"] for rollout, status in zip(rollouts, statuses, strict=True)}
 
 
 class Books:

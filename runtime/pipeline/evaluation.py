@@ -140,10 +140,10 @@ class Evaluator:
         return result
 
     def _course(self, folder: Path, alone: bool, progress: Progress) -> _Course:
-        rollout = self._config.services.rollout
+        slots = [self._pool.slots[rollout.name] for rollout in self._pool.living]
         if alone:  # twice the slots keeps them full
-            return _Course(folder, self._sets, Places(2 * rollout.slots * rollout.replicas), rollout.slots, progress)
-        places, largest = rollout.slots * rollout.replicas // SHARE, rollout.slots // SHARE
+            return _Course(folder, self._sets, Places(2 * sum(slots)), min(slots), progress)
+        places, largest = sum(slots) // SHARE, min(slots) // SHARE
         return _Course(folder, self._sets, Places(max(1, places)), max(1, largest), progress)
 
     async def _problem(self, course: _Course, place: int, index: int) -> None:
@@ -173,7 +173,9 @@ class Evaluator:
                 sampling=self._sampling[place],
                 purpose="eval",
             )
-            generated = await self._pool.generate(self._pool.least_loaded(), request)
+            generated = None
+            while generated is None:  # a rollout may be lost with it
+                generated = await self._pool.generate(self._pool.least_loaded(), request)
             scoring = ScoreRequest(
                 group_id=request.group_id,
                 label=problem.label,

@@ -34,7 +34,7 @@ class EvaluationRun:
 
     def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles):
         self._material = material
-        pool = RolloutPool(roles.rollouts)
+        pool = RolloutPool.of(material.config, roles.rollouts)
         self._evaluator = Evaluator(material.config, material.held_out, roles, pool, material.text, material.stop_token_ids)
         self._stopped = False
         self._evaluating: asyncio.Task[EvaluationResult] | None = None

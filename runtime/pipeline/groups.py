@@ -48,7 +48,7 @@ class GroupStage:
         spans: SpanClock,
         dynamic_sampling: DynamicSampling | None = None,
     ):
-        self._config = config
+        self._size = config.sampling.group_size
         self._roles = roles
         self._pool = pool
         self._buffer = buffer
@@ -64,8 +64,6 @@ class GroupStage:
             temperature=config.sampling.temperature,
             stop_token_ids=stop_token_ids,
         )
-        self._max_in_flight = max_in_flight(config)
-        self._together = max(1, min(TOGETHER, config.services.rollout.slots) // config.sampling.group_size)
         self._lives: set[asyncio.Task[None]] = set()
 
     async def run(self, tasks: TaskGroup, last_step: Callable[[], int]) -> None:
@@ -76,11 +74,13 @@ class GroupStage:
                 self._spawn(tasks, self._resume(group))
         while True:
             buffer.room_changed.clear()
-            waiting = buffer.waiting()
-            for index in range(buffer.capacity(self._max_in_flight, last_step())):
-                if index % self._together == 0:
+            waiting, together = buffer.waiting(), 0
+            for index in range(buffer.capacity(self._max_in_flight(), last_step())):
+                if not together:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
                     rollout = self._pool.least_loaded()
+                    together = max(1, min(TOGETHER, self._pool.slots[rollout.name]) // self._size)
+                together -= 1
                 group = waiting[index] if index < len(waiting) else self._admit()
                 buffer.dispatch(group.group_id, rollout.name)
                 self._spawn(tasks, self._live(group, rollout))
@@ -108,6 +108,10 @@ class GroupStage:
         self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
         return group
 
+    def _max_in_flight(self) -> int:
+        """Groups that the rollouts may hold together: what their slots take, and one more each so that no slot waits."""
+        return sum(self._pool.slots[rollout.name] // self._size + 1 for rollout in self._pool.living)
+
     def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
         task = tasks.create_task(life)
         self._lives.add(task)
@@ -118,12 +122,15 @@ class GroupStage:
         request = GroupRequest(
             group_id=ticket.group_id,
             prompt=self._prompts.tokens[ticket.problem],
-            n=self._config.sampling.group_size,
+            n=self._size,
             seed=ticket.seed,
             sampling=self._sampling,
         )
         with self._spans.span("rollout"):
             result = await self._pool.generate(rollout, request)
+        if result is None:
+            self._buffer.lose(group.group_id)
+            return
         self._buffer.generated(result)
         await self._annotate(group, result.payload)
 
@@ -179,9 +186,3 @@ class GroupStage:
         with self._spans.span("critic_model"):
             values = await self._roles.critic.values(request)
         self._buffer.valued(group.group_id, values)
-
-
-def max_in_flight(config: Config) -> int:
-    """Groups that the rollouts may hold together: what their slots take, and one more each so that no slot waits."""
-    rollout = config.services.rollout
-    return rollout.replicas * (rollout.slots // config.sampling.group_size + 1)

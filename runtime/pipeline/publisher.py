@@ -1,9 +1,13 @@
-"""Drives weight publications: the epoch's group, and `publication.Publication` against the clock and the ports."""
+"""Drives weight publications: the epoch's group, and `publication.Publication` against the clock and the ports.
+
+A rollout whose connection breaks is lost for good: the others meet in a new epoch, and a version that was not committed is sent
+to them once more, whose weights the trainer has until the next step is applied.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -52,7 +56,7 @@ class Publisher:
         self.committed: PolicyVersion | None = None
 
     async def open_epoch(self) -> None:
-        """A new group of the trainer and every rollout. Raises ServiceFault naming who did not come."""
+        """A new group of the trainer and every rollout that lives. Raises ServiceFault naming who did not come."""
         self._epoch += 1
         address, manifest = await self._trainer.host_weights(self._epoch, 1 + len(self._rollouts))
         joins = (
@@ -60,6 +64,12 @@ class Publisher:
             for rank, rollout in enumerate(self._rollouts.values(), start=1)
         )
         await asyncio.gather(*joins)
+
+    async def go_on_without(self, lost: Iterable[str]) -> None:
+        """A new epoch of the others."""
+        for name in lost:
+            del self._rollouts[name]
+        await self.open_epoch()
 
     def begin(self, version: PolicyVersion) -> Transaction:
         """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it."""
@@ -74,11 +84,16 @@ class Transaction:
     def __init__(self, publisher: Publisher, version: PolicyVersion):
         self._publisher = publisher
         self._version = version
-        self._epoch = publisher._epoch
         self._clock = asyncio.get_running_loop().time
         self._calls: dict[asyncio.Task[Any], tuple[str, Callable[[str], Event]]] = {}
+        self._unreachable: set[str] = set()
         self._pause = 0.0
         self._bytes = 0
+        self._post()
+
+    def _post(self) -> None:
+        publisher, version = self._publisher, self._version
+        self._epoch = publisher._epoch
         self._call(publisher._trainer.name, self._sent(publisher._trainer.send_weights(version, self._epoch)), _sent)
         for name, rollout in publisher._rollouts.items():
             self._call(name, rollout.receive_weights(version, self._epoch), Verified)
@@ -86,19 +101,46 @@ class Transaction:
     async def finish(self) -> PublicationFigures:
         """See the publication through, once the trainer has made the version: the deadlines count from here.
 
-        Raises ServiceFault naming the members on which it failed.
+        Raises ServiceFault naming the members on which it failed, where it is not enough to go on without rollouts whose
+        connection broke.
         """
         publisher, began = self._publisher, self._clock()
-        machine = Publication(self._version, publisher._rollouts, publisher._trainer.name, publisher._seconds, began)
-        # A reception that is posted late only delays the sender, which announces itself before its first byte.
-        for name in publisher._rollouts:
-            machine.handle(Prepared(name), began)
-        while not machine.final:
-            await self._step(machine)
-        if machine.phase != "done" or machine.reason:
-            raise _fault(machine, publisher._settings)
+        machine = await self._attempt()
+        while machine.reason:
+            if not self._may_go_on(machine):
+                raise _fault(machine, publisher._settings)
+            await self._over()
+            await publisher.go_on_without(machine.lost)
+            if machine.phase == "done":  # the version counts, and the others have it
+                break
+            self._post()
+            machine = await self._attempt()
         publisher.committed = self._version
         return PublicationFigures(seconds=self._clock() - began, pause_seconds=self._pause, bytes=self._bytes)
+
+    async def _attempt(self) -> Publication:
+        publisher, now = self._publisher, self._clock()
+        machine = Publication(self._version, publisher._rollouts, publisher._trainer.name, publisher._seconds, now)
+        # A reception that is posted late only delays the sender, which announces itself before its first byte.
+        for name in publisher._rollouts:
+            machine.handle(Prepared(name), now)
+        while not machine.final:
+            await self._step(machine)
+        return machine
+
+    def _may_go_on(self, machine: Publication) -> bool:
+        """Whether those that were lost are rollouts whose connection broke, and others live. Silence is another matter: who is
+        silent may come back with a version that counts no more."""
+        rollouts = self._publisher._rollouts.keys()
+        return bool(machine.lost) and machine.lost <= self._unreachable & rollouts and machine.lost != rollouts
+
+    async def _over(self) -> None:
+        """The calls of an attempt that failed have ended: no late order of it meets the next epoch's group."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=ABORT_SECONDS)
+        self.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        self._calls.clear()
 
     def cancel(self) -> None:
         """Withdraw the calls that are under way, if any; to be called in the end whatever happened."""
@@ -115,6 +157,8 @@ class Transaction:
             done = await asyncio.sleep(timeout, set())
         for task in done:
             name, answered = self._calls.pop(task)
+            if isinstance(task.exception(), Unreachable):
+                self._unreachable.add(name)
             self._act(machine.handle(_event(name, task, answered), self._clock()))
         if not done:
             self._act(machine.handle(Tick(), self._clock()))

@@ -83,9 +83,9 @@ class Run:
         )
         self._checkpoints = Checkpoints(material.folder, config, roles, material.ledger, self._stream, self._buffer)
         self._spans = SpanClock()
-        self._pool = RolloutPool(roles.rollouts)
+        self._pool = RolloutPool.of(config, roles.rollouts)
         self._publisher = Publisher(roles.trainer, roles.rollouts, config.publication, config.deadlines.train)
-        self._meter = BusyMeter(roles.rollouts)  # type: ignore[arg-type]
+        self._meter = BusyMeter(self._pool.living)  # type: ignore[arg-type]
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
         self._books = Books(material.trackers, self._spans, self._buffer, self._meter, accelerators(config), self._dynamic)
@@ -296,6 +296,7 @@ class Run:
             startup={**self._material.seconds, "to first step": self._training.first_applied - self._material.launched},
             groups=final,
             dropped=dropped,
+            lost=self._pool.lost,
             peak_pss_bytes=0,
         )
 

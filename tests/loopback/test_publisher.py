@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.errors import InvariantViolated, ServiceFault
+from runtime.errors import InvariantViolated, ServiceFault, Unreachable
 from runtime.metrics import PublicationFigures
 from runtime.pipeline import publisher
 from runtime.pipeline.publisher import Publisher
 from runtime.types import PolicyVersion
+from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.model_fakes import BYTES
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
 
@@ -170,6 +171,76 @@ def test_a_member_that_reports_a_failure_aborts_for_all_and_is_told() -> None:
         assert not any(call[0] == "commit" for rollout in cast.rollouts for call in rollout.calls)
         assert all(("abort", 1) in rollout.calls for rollout in cast.rollouts)
         assert cast.trainer.calls == [("abort", 1)]
+
+    run(test)
+
+
+class Dying(FakeRollout):
+    """Its connection breaks at the call named `dies`, and stays broken; `dead` until then says nothing."""
+
+    dies = ""
+    dead = False
+
+    def _live(self, call: str) -> None:
+        self.dead = self.dead or call == self.dies
+        if self.dead:
+            raise Unreachable(self.name, call, "connection lost")
+
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        self._live("join")
+        await super().join_weights(address, manifest)
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        self._live("receive")
+        await super().receive_weights(version, epoch)
+
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        self._live("commit")
+        return await super().commit_weights(version, epoch)
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        self._live("abort")
+        await super().abort_weights(version, epoch)
+
+
+def with_dying(*dies: str) -> Cast:
+    cast = Cast.prompt()
+    for place, call in enumerate(dies):
+        dying = Dying(f"rollout-{place}", cast.weights)
+        dying.dies = call
+        cast.rollouts[place] = dying
+    return cast
+
+
+@pytest.mark.parametrize("call", ["receive", "commit"])
+def test_a_publication_goes_on_without_a_member_whose_connection_breaks(call: str) -> None:
+    async def test() -> None:
+        cast = with_dying(call)
+        publishing = make(cast)
+        await publishing.open_epoch()
+        living = cast.rollouts[1]
+        await publishing.begin(FIRST).finish()
+        assert publishing.committed == living.version == FIRST
+        assert living.address is not None
+        assert (living.address.epoch, living.address.rank, living.address.world_size) == (2, 1, 2)
+        again = [("abort", 1), ("receive", 1), ("verified", 1)] if call == "receive" else []
+        assert living.calls == [("receive", 1), ("verified", 1), *again, ("commit", 1)]
+        sent = [command for command in cast.trainer.posted if command[0] == "send_weights"]
+        assert sent == [("send_weights", 1)] * (2 if again else 1)
+        await publishing.begin(SECOND).finish()
+        assert living.version == SECOND
+
+    run(test)
+
+
+def test_a_publication_that_loses_its_last_member_fails() -> None:
+    async def test() -> None:
+        cast = with_dying("receive", "commit")
+        publishing = make(cast)
+        await publishing.open_epoch()
+        fault = await fault_of(publishing)
+        assert "rollout-1" in fault.service
+        assert publishing.committed is None
 
     run(test)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import Live, check_gone, eventually, listening, one_line, started
+from tests.system.runs import Live, check_gone, eventually, listening, one_line, started, steps, summary
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -47,15 +47,45 @@ class Ending:
         return one_line(run.errors)
 
 
-@pytest.mark.parametrize("name", ["rollout-1", "trainer-0", "reference-0", "reward-0", "coordinator"])
+@pytest.mark.parametrize("name", ["rollout-0", "trainer-0", "reference-0", "reward-0", "coordinator"])
 def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: str) -> None:
-    with started(config, *LONG, folder=tmp_path / "run") as run:
+    with started(config, *LONG, "services.rollout.replicas=1", folder=tmp_path / "run") as run:
         run.reaches(2)
         ending = Ending(run)
         run.member(name).kill()
         line = ending.told(TOLD)
         assert line.startswith(f"error: {name}: ")
         assert "SIGKILL" in line
+
+
+def test_a_run_goes_on_without_a_rollout_that_is_killed(config: Path, tmp_path: Path) -> None:
+    """In the middle of its groups, and of a publication as often as not; the one that is left is not done without."""
+    with started(config, *LONG, "services.rollout.replicas=3", folder=tmp_path / "run") as run:
+        run.reaches(2)
+        run.member("rollout-1").kill()
+        run.says("rollout-1: run: was killed by SIGKILL; the run goes on with rollout-0, rollout-2")
+        run.reaches(run.steps() + 5)
+        run.member("rollout-0").kill()
+        run.says("the run goes on with rollout-2")
+        run.reaches(run.steps() + 5)
+        run.interrupt()
+        assert run.wait(TOLD) == 0, run.output + run.errors
+        check_gone(run.folder)
+    found, trained = summary(run.folder), steps(run.folder)
+    assert sorted(found["lost"]) == ["rollout-0", "rollout-1"]
+    assert [point["step"] for point in trained] == list(range(1, len(trained) + 1))
+    assert found["groups"]["retired"] == len(trained) * 4
+    assert max(point["staleness/max"] for point in trained) <= 2
+
+
+def test_the_last_rollout_is_named(config: Path, tmp_path: Path) -> None:
+    with started(config, *LONG, folder=tmp_path / "run") as run:
+        run.reaches(2)
+        ending = Ending(run)
+        run.member("rollout-1").kill()
+        run.says("the run goes on with rollout-0")
+        run.member("rollout-0").kill()
+        assert ending.told(TOLD).startswith("error: rollout-0: run: was killed by SIGKILL")
 
 
 def test_a_rank_that_is_killed_ends_its_group_and_the_run(config: Path, tmp_path: Path) -> None:

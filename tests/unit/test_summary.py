@@ -101,7 +101,7 @@ def test_the_file(tmp_path: Path) -> None:
     expected = {"accuracy_before", "accuracy_after", "steps", "rl_seconds", "total_seconds", "peak_pss_bytes"}
     expected |= {"samples_per_second", "tokens_per_second", "staleness_mean", "staleness_max", "staleness_histogram"}
     expected |= {"idle_trainer", "idle_rollout", "groups", "dropped", "timing", "startup", "stop_reason"}
-    expected |= {"mismatch_mean", "mismatch_p99"}
+    expected |= {"mismatch_mean", "mismatch_p99", "lost"}
     assert data.keys() == expected
     assert data["staleness_histogram"] == {"0": 32, "1": 48, "2": 48}
     assert Summary.read(tmp_path) == found
