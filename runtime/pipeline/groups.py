@@ -79,7 +79,7 @@ class GroupStage:
                 if not together:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
                     rollout = self._pool.least_loaded()
-                    together = max(1, min(TOGETHER, self._pool.slots[rollout.name]) // self._size)
+                    together = self._together(rollout)
                 together -= 1
                 group = waiting[index] if index < len(waiting) else self._admit()
                 buffer.dispatch(group.group_id, rollout.name)
@@ -109,8 +109,17 @@ class GroupStage:
         return group
 
     def _max_in_flight(self) -> int:
-        """Groups that the rollouts may hold together: what their slots take, and one more each so that no slot waits."""
-        return sum(self._pool.slots[rollout.name] // self._size + 1 for rollout in self._pool.living)
+        """Groups that the rollouts may hold together."""
+        return sum(map(self._most, self._pool.living))
+
+    def _most(self, rollout: RolloutPort) -> int:
+        """Groups that `rollout` may hold: what its slots take, and one more so that no slot waits."""
+        return self._pool.slots[rollout.name] // self._size + 1
+
+    def _together(self, rollout: RolloutPort) -> int:
+        """Groups that go to `rollout` before the next is chosen."""
+        wanted = min(TOGETHER, self._pool.slots[rollout.name]) // self._size
+        return max(1, min(wanted, self._most(rollout) - self._pool.load[rollout.name] // self._size))
 
     def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
         task = tasks.create_task(life)

@@ -42,18 +42,18 @@ class RolloutPool:
         self.living = list(rollouts)
         self.lost: list[str] = []
         self.slots = slots
-        self._load = dict.fromkeys((rollout.name for rollout in rollouts), 0)
+        self.load = dict.fromkeys((rollout.name for rollout in rollouts), 0)  # samples under way
 
     @classmethod
     def of(cls, config: Config, rollouts: Sequence[RolloutPort]) -> RolloutPool:
         return cls(rollouts, {name: fleet.slots for name, fleet in replicas(config).items()})
 
     def least_loaded(self) -> RolloutPort:
-        return min(self.living, key=lambda rollout: self._load[rollout.name] / self.slots[rollout.name])
+        return min(self.living, key=lambda rollout: self.load[rollout.name] / self.slots[rollout.name])
 
     async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup | None:
         """None when the rollout was lost, and others live. Raises Unreachable when it was the last one."""
-        self._load[rollout.name] += request.n
+        self.load[rollout.name] += request.n
         try:
             return await rollout.generate(request)
         except Unreachable as fault:
@@ -62,7 +62,7 @@ class RolloutPool:
             self._lose(rollout, str(fault))
             return None
         finally:
-            self._load[rollout.name] -= request.n
+            self.load[rollout.name] -= request.n
 
     def _lose(self, rollout: RolloutPort, why: str) -> None:
         if rollout in self.living:
