@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from runtime import os_process
 from runtime.actor import Letter
 from runtime.commands import AbortWeights, Cancel, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
 from runtime.config import Config
@@ -41,18 +42,30 @@ class RolloutService(process.Service):
 
     def load(self) -> None:
         from runtime import platform
-        from runtime.engines.rollout_torch import TorchRolloutEngine
 
-        config = self.config
+        config, settings = self.config, self.config.services.rollout
         device = platform.device()
-        longest = config.sampling.max_new_tokens, config.evaluation.max_new_tokens
-        self._engine = TorchRolloutEngine(
-            config.model.path,
-            device=device,
-            dtype=platform.resolve_dtype(config.services.rollout.dtype, device),
-            slots=config.services.rollout.slots,
-            max_model_len=config.data.max_prompt_tokens + max(longest),
-        )
+        dtype = platform.resolve_dtype(settings.dtype, device)
+        longest = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
+        if settings.engine == "torch":
+            from runtime.engines.rollout_torch import TorchRolloutEngine
+
+            path, slots = config.model.path, settings.slots
+            self._engine = TorchRolloutEngine(path, device=device, dtype=dtype, slots=slots, max_model_len=longest)
+        else:
+            from runtime.engines.rollout_vllm import VLLMRolloutEngine
+
+            self._engine = VLLMRolloutEngine(
+                config.model.path,
+                name=self.name,
+                device=device,
+                dtype=dtype,
+                slots=settings.slots,
+                max_model_len=longest,
+                tensor_parallel=settings.tensor_parallel,
+                engine_args=settings.engine_args,
+                swap_timeout=config.publication.commit_timeout,
+            )
 
     async def close(self) -> None:
         self._leave()
@@ -136,7 +149,8 @@ class RolloutService(process.Service):
 
         self._leave()
         self._group = await asyncio.to_thread(group.join, message.address, self.name)
-        self._receiver = WeightReceiver(message.manifest)
+        # vLLM's workers are processes of their own, which read the weights where they were staged.
+        self._receiver = WeightReceiver(message.manifest, shared=self.config.services.rollout.engine == "vllm")
 
     def _leave(self) -> None:
         if self._commit is not None and not self._commit[0].abandoned:
@@ -198,5 +212,7 @@ class RolloutService(process.Service):
         letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
 
+if __name__ == "__mp_main__":  # vLLM's engine is started by multiprocessing, which imports this: it must not outlive us
+    os_process.die_with_parent()
 if __name__ == "__main__":
     process.main(RolloutService)
