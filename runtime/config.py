@@ -6,7 +6,7 @@ Durations are seconds, sizes bytes, lengths tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -346,12 +346,14 @@ class Coordinator(Process, frozen=True):
 
 
 class Rollout(Process, frozen=True):
-    """A fleet: `replicas` engines with `slots` sequences each."""
+    """A fleet: `replicas` engines with `slots` sequences each. `tensor_parallel` and `engine_args` are for engine vllm."""
 
     replicas: Positive = 1
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     slots: Positive = 64
     dtype: DType = "auto"
+    tensor_parallel: Positive = 1  # devices of one engine
+    engine_args: dict[str, Any] = {}  # of vLLM's AsyncEngineArgs
 
 
 class Reward(Process, frozen=True):

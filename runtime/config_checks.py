@@ -19,6 +19,7 @@ from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
+from runtime.config_checks_rollout import rollout_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
 from runtime.topology import data_leaders, fleets
@@ -60,6 +61,7 @@ def semantic_faults(
         *_lengths(config, policy),
         *_kv_memory(config, policy, available_bytes),
         *_processes(config),
+        *rollout_faults(config, policy),
     ]
     if not trains:
         return faults
@@ -271,6 +273,8 @@ def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> It
     length = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
     free = available
     for path, fleet in fleets(config).items():
+        if fleet.engine != "torch":  # vLLM divides its own memory
+            continue
         dtype = "float32" if fleet.dtype == "auto" else fleet.dtype  # what auto is on a CPU, whose memory this is
         needed = fleet.replicas * kv_cache_bytes(policy, fleet.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
         if needed > free:

@@ -309,6 +309,8 @@ def _paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
 
 
 def _fits(value: object, kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.AnyType):
+        return True
     if isinstance(kind, inspect.BoolType):
         return isinstance(value, bool)
     if isinstance(kind, inspect.NoneType):

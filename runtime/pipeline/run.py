@@ -35,7 +35,7 @@ from runtime.pipeline.training import TrainedStep, TrainStage
 from runtime.position import Position
 from runtime.status import Progress
 from runtime.summary import Summary
-from runtime.topology import members, uses_reference
+from runtime.topology import members, replicas, uses_reference
 from runtime.trackers import Trackers
 from runtime.types import PolicyVersion
 
@@ -327,5 +327,7 @@ def _needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """All devices of the run: one a process of all roles that compute."""
-    return sum(member.role != "reward" for member in members(config))
+    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes."""
+    rollouts = replicas(config)
+    ways = (rollouts[member.name].tensor_parallel if member.name in rollouts else 1 for member in members(config))
+    return sum(ways) - sum(member.role == "reward" for member in members(config))

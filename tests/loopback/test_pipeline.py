@@ -455,18 +455,28 @@ def test_a_run_ends_with_its_last_rollout(tmp_path: Path) -> None:
     assert fault.service.startswith("rollout-")
 
 
+class Held(FakeRollout):
+    """All wait until twelve groups are generating, by which time `asked` says how many each has."""
+
+    asked: Counter[str]
+    full: asyncio.Event
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        if not self.full.is_set():
+            self.asked[self.name] += 1
+            if self.asked.total() == 12:
+                self.full.set()
+            await self.full.wait()
+        return await super().generate(request)
+
+
 def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
-    """Held up, both are full together: 16 slots take 8 groups of two samples and one more, 4 take 2 and one more."""
+    """16 slots take 8 groups of two samples, and one more; 4 take 2 and one more."""
+    cast = Cast.make()
+    cast.rollouts = [Held(f"rollout-{i}", cast.weights) for i in range(2)]
+    asked, full = Counter[str](), asyncio.Event()
+    for rollout in cast.rollouts:
+        rollout.asked, rollout.full = asked, full  # type: ignore[attr-defined]
     fleets = config.Services(rollout=[config.Rollout(slots=4), config.Rollout(slots=16)])
-    folder = RunFolder(tmp_path, steps=20, staleness=20, sections={"services": fleets})
-    gates = {group: asyncio.Event() for group in range(12)}
-    cast = gated(Cast.make(), gates)
-
-    async def course(run: Run) -> None:
-        while len(run.buffer) < 12:
-            await asyncio.sleep(0)
-        assert Counter(group.replica for group in run.buffer) == {"rollout-0": 3, "rollout-1": 9}
-        for gate in gates.values():
-            gate.set()
-
-    folder.run(cast, course)
+    RunFolder(tmp_path, steps=20, staleness=20, sections={"services": fleets}).run(cast)
+    assert asked == {"rollout-0": 3, "rollout-1": 9}
