@@ -121,27 +121,28 @@ class Core:
 
     async def outputs(self, timeout: float) -> list[Output]:
         """Those of one step, or none after `timeout` seconds. Raises RuntimeError when the engine has died."""
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._core.get_output_async())
-        if not self._next.done():
-            await asyncio.wait([self._next], timeout=timeout)
-        return self._take() or []
+        step = self._ask()
+        if not step.done():
+            await asyncio.wait([step], timeout=timeout)
+        return self._take()
 
     async def outstanding(self) -> list[Output]:
         """All outputs of before a pause, once `pause` has returned."""
         found: list[Output] = []
-        while True:
-            step = self._take()
-            if step is None and self._core.outputs_queue.empty():
-                        found += step or []
-            if step is None:
-                await asyncio.sleep(0)
-            else:
-                self._next = asyncio.ensure_future(self._core.get_output_async())
+        while self._ask().done() or not self._core.outputs_queue.empty():
+            found += self._take()
+            await asyncio.sleep(0)
+        return found
 
-    def _take(self) -> list[Output] | None:
+    def _ask(self) -> asyncio.Future[Any]:
+        """What waits for the next step's outputs; it outlives the waits that were in vain."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._core.get_output_async())
+        return self._next
+
+    def _take(self) -> list[Output]:
         if self._next is None or not self._next.done():
-            return None
+            return []
         outputs, self._next = self._next.result(), None
         return [_output(each) for each in outputs.outputs]
 
