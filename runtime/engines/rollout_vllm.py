@@ -38,6 +38,7 @@ from runtime.weights import shared
 _INITIAL = PolicyVersion()
 _POLL_SECONDS = 0.01  # how often a wait for outputs looks whether it is interrupted
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WORKER = "runtime.engines.vllm.worker.WeightLoading"
 
 
@@ -101,6 +102,7 @@ class VLLMRolloutEngine(RolloutEngine):
             "enforce_eager": device.type == "cpu",
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }
+        self._model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         self._shapes = WeightFiles(model_path).shapes
         self._name = name
         self._context = max_model_len
@@ -121,7 +123,7 @@ class VLLMRolloutEngine(RolloutEngine):
         prepare_environment(device.type == "cpu")
         check_version()
         if device.type == "cpu":
-            own["kv_cache_memory_bytes"] = _cpu_cache_bytes(model_path, slots, max_model_len, dtype, tensor_parallel)
+            own["kv_cache_memory_bytes"] = _cpu_cache_bytes(self._model, slots, max_model_len, dtype, tensor_parallel)
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -254,7 +256,7 @@ class VLLMRolloutEngine(RolloutEngine):
             raise ServiceFault(self._name, "swap", self._torn, self._swap_timeout) from error
 
     async def _swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
-        locations, copies = shared.locate(tensors)
+        locations, copies = shared.locate({**self._tied(tensors), **tensors})
         await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
@@ -265,11 +267,15 @@ class VLLMRolloutEngine(RolloutEngine):
         self._version, self._torn = version, ""
         await self._core.resume()
 
+    def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
+        renews only when it is told to, and ignores the name otherwise."""
+        return {_HEAD: tensors[_EMBEDDING]} if self._model.get("tie_word_embeddings") and _EMBEDDING in tensors else {}
+
     def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises InvalidMessage when names or shapes are not those of the model's files."""
-        optional = {"lm_head.weight"}  # may be tied
-        missing = sorted(self._shapes.keys() - tensors.keys() - optional)
-        unknown = sorted(tensors.keys() - self._shapes.keys() - optional)
+        missing = sorted(self._shapes.keys() - tensors.keys() - {_HEAD})
+        unknown = sorted(tensors.keys() - self._shapes.keys() - {_HEAD})
         if missing or unknown:
             raise InvalidMessage(f"weights do not fit the model: missing {missing[:4]}, unknown {unknown[:4]}")
         for name, tensor in tensors.items():
@@ -299,10 +305,9 @@ class VLLMRolloutEngine(RolloutEngine):
         await asyncio.get_running_loop().run_in_executor(None, self._core.close)
 
 
-def _cpu_cache_bytes(path: str, slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
+def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
     """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
     accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
-    model = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     blocks = -(-length // _CPU_BLOCK) + 1
     needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
     return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways

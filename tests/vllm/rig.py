@@ -51,7 +51,9 @@ class Rig:
         self.run(self.engine.close())
         self._loop.close()
 
-    def request(self, n: int = 4, tokens: int = 24, prompt: np.ndarray = PROMPT, seed: int = 0, **sampling: Any) -> GroupRequest:
+    def request(
+        self, n: int = 4, tokens: int = 24, prompt: np.ndarray = PROMPT, seed: int = 0, **sampling: Any
+    ) -> GroupRequest:
         self._ids += 1
         chosen = SamplingParams(max_new_tokens=tokens, **{"temperature": 0.7, **sampling})
         return GroupRequest(group_id=self._ids, prompt=prompt, n=n, seed=seed or self._ids, sampling=chosen)
@@ -103,9 +105,11 @@ class Rig:
     @torch.no_grad()
     def logprobs(self, version: int, prompt: np.ndarray, sample: Sample, temperature: float = 0.7) -> np.ndarray:
         """float32 [R]: what the model of `version` gives the sample's tokens."""
-        return self.distribution(version, prompt, sample, temperature).gather(
-            1, torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(1)
-        )[:, 0].numpy()
+        return (
+            self.distribution(version, prompt, sample, temperature)
+            .gather(1, torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(1))[:, 0]
+            .numpy()
+        )
 
     @torch.no_grad()
     def distribution(self, version: int, prompt: np.ndarray, sample: Sample, temperature: float) -> torch.Tensor:

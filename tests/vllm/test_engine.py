@@ -256,5 +256,3 @@ def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
 def test_unknown_arguments_are_refused_before_anything_starts(model_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine_args\.block_sise: this vLLM has no such argument; nearest is 'block_size'"):
         Rig(model_path, engine_args={"block_sise": 16})
-
-

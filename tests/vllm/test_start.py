@@ -23,7 +23,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def descendants() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())}
+    return {
+        child.pid for child in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())
+    }
 
 
 def with_config(path: Path, folder: Path, **changes: object) -> Path:
