@@ -21,7 +21,7 @@ from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample
 from runtime.engines.rollout_slots import Slots
 from runtime.engines.sampling import RowSampling, as_row, sample, uniforms
-from runtime.errors import UserError
+from runtime.errors import InvariantViolated, UserError
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._stats = EngineStats(slots=slots)
         self._halt = False
         self._held = False
+        self._asleep = False
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -132,7 +133,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups)
+        return bool(self._slots.count if self._held else self._groups) and not self._asleep
 
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
@@ -256,6 +257,8 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
+        if self._asleep:
+            raise InvariantViolated("weights are swapped while the engine is asleep")
 
         def apply() -> None:
             self._decoder.load_weights(tensors)
@@ -280,6 +283,19 @@ class TorchRolloutEngine(RolloutEngine):
             _, kept = self._forward([texts[slot] for slot in batch])
             for row, slot in enumerate(batch):
                 self._cache.fill(slot, kept[:, :, row, :, : len(texts[slot])])
+
+    async def sleep(self) -> None:
+        """The weights stay."""
+        if self._slots.count:
+            raise InvariantViolated(f"the engine is put to sleep while {self._slots.count} samples are running")
+        for group in self._waiting:
+            group.prefilled = None
+        self._asleep = True
+        await self._in_thread(self._cache.release)
+
+    async def wake(self) -> None:
+        await self._in_thread(self._cache.restore)
+        self._asleep = False
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""

@@ -12,27 +12,33 @@ weights, and those that are running keep theirs or, with `recompute`, none are l
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from runtime import platform
+from runtime.config_checks import kv_cache_bytes
 from runtime.engines.hf_weights import WeightFiles
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample
 from runtime.engines.vllm.sampling import as_vllm, check_temperature, sample_seed
-from runtime.engines.vllm.shim import Core, Output, prepare_environment, version
-from runtime.errors import InvalidMessage, ServiceFault
+from runtime.engines.vllm.shim import Core, Output, check_version, prepare_environment
+from runtime.errors import InvalidMessage, InvariantViolated, ServiceFault
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
 from runtime.weights import shared
 
 _INITIAL = PolicyVersion()
 _POLL_SECONDS = 0.01  # how often a wait for outputs looks whether it is interrupted
+_CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WORKER = "runtime.engines.vllm.worker.WeightLoading"
 
 
@@ -69,10 +75,14 @@ class VLLMRolloutEngine(RolloutEngine):
         tensor_parallel: int = 1,
         engine_args: Mapping[str, Any] | None = None,
         swap_timeout: float = 30.0,
+        sleeps: bool = False,
         version: PolicyVersion = _INITIAL,
         worker: str = _WORKER,
     ):
-        """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop. `worker` is the extension of its workers.
+        """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop.
+
+        `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, for
+        which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers.
 
         Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
         whatever keeps it from starting: a model that it does not support, too little memory.
@@ -88,9 +98,11 @@ class VLLMRolloutEngine(RolloutEngine):
             "worker_extension_cls": worker,
             "disable_log_stats": True,
             "enable_prefix_caching": True,
+            "enable_sleep_mode": sleeps,
             "enforce_eager": device.type == "cpu",
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }
+        self._model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         self._shapes = WeightFiles(model_path).shapes
         self._name = name
         self._context = max_model_len
@@ -104,11 +116,15 @@ class VLLMRolloutEngine(RolloutEngine):
         self._finished: list[GeneratedGroup] = []
         self._requests = 0
         self._held = False
+        self._asleep = False
+        self._sleeps = sleeps
         self._torn = ""  # why the weights are no version
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
-        _version()
-        self._core = Core({**own, **_defaults(device)}, engine_args or {})
+        check_version()
+        if device.type == "cpu":
+            own["kv_cache_memory_bytes"] = _cpu_cache_bytes(self._model, slots, max_model_len, dtype, tensor_parallel)
+        self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         known = set(self._groups)
@@ -135,20 +151,20 @@ class VLLMRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return not self._torn and bool(self._running or (self._waiting and not self._held))
+        return not (self._torn or self._asleep) and bool(self._running or (self._waiting and not self._held))
 
     async def _outputs(self) -> list[Output]:
         try:
             return await self._core.outputs(_POLL_SECONDS)
         except Exception as error:
-            raise self._death(error) from error
+            raise self._death() from error
 
     def _check_alive(self) -> None:
         if self._core.dead:
-            raise self._death("")
+            raise self._death()
 
-    def _death(self, error: object) -> ServiceFault:
-        return ServiceFault(self._name, "generate", f"vLLM's engine has died {f'({error})' if error else ''}; its log says why")
+    def _death(self) -> ServiceFault:
+        return ServiceFault(self._name, "generate", f"vLLM's engine has died: {self._core.cause}")
 
     async def _feed(self) -> None:
         """Hand over as many samples as there are slots for."""
@@ -217,7 +233,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._can_step or self._finished or self._withdrawn)
+        return bool(self._can_step or self._finished or self._withdrawn or self._core.dead)
 
     @property
     def version(self) -> PolicyVersion:
@@ -230,6 +246,8 @@ class VLLMRolloutEngine(RolloutEngine):
         """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
         self._check_weights(tensors)
         self._check_alive()
+        if self._asleep:
+            raise InvariantViolated("weights are swapped while the engine is asleep")
         try:
             await asyncio.wait_for(self._swap(tensors, version, recompute), self._swap_timeout)
         except Exception as error:
@@ -238,7 +256,7 @@ class VLLMRolloutEngine(RolloutEngine):
             raise ServiceFault(self._name, "swap", self._torn, self._swap_timeout) from error
 
     async def _swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
-        locations, copies = shared.locate(tensors)
+        locations, copies = shared.locate({**self._tied(tensors), **tensors})
         await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
@@ -249,11 +267,15 @@ class VLLMRolloutEngine(RolloutEngine):
         self._version, self._torn = version, ""
         await self._core.resume()
 
+    def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
+        renews only when it is told to, and ignores the name otherwise."""
+        return {_HEAD: tensors[_EMBEDDING]} if self._model.get("tie_word_embeddings") and _EMBEDDING in tensors else {}
+
     def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises InvalidMessage when names or shapes are not those of the model's files."""
-        optional = {"lm_head.weight"}  # may be tied
-        missing = sorted(self._shapes.keys() - tensors.keys() - optional)
-        unknown = sorted(tensors.keys() - self._shapes.keys() - optional)
+        missing = sorted(self._shapes.keys() - tensors.keys() - {_HEAD})
+        unknown = sorted(tensors.keys() - self._shapes.keys() - {_HEAD})
         if missing or unknown:
             raise InvalidMessage(f"weights do not fit the model: missing {missing[:4]}, unknown {unknown[:4]}")
         for name, tensor in tensors.items():
@@ -263,6 +285,18 @@ class VLLMRolloutEngine(RolloutEngine):
                     f"weights do not fit the model: {name} has shape {list(tensor.shape)}, not {list(expected)}"
                 )
 
+    async def sleep(self) -> None:
+        """With `sleeps` the weights leave the device as well."""
+        if self._running:
+            raise InvariantViolated(f"the engine is put to sleep while {len(self._running)} samples are running")
+        self._asleep = True
+        await self._flush()
+        await (self._core.sleep() if self._sleeps else self._core.pause(forget=True))
+
+    async def wake(self) -> None:
+        await (self._core.wake() if self._sleeps else self._core.resume())
+        self._asleep = False
+
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples; `decode_steps` outputs of vLLM."""
         return msgspec.structs.replace(self._stats, running=len(self._running), waiting=len(self._waiting))
@@ -271,8 +305,9 @@ class VLLMRolloutEngine(RolloutEngine):
         await asyncio.get_running_loop().run_in_executor(None, self._core.close)
 
 
-_version = version
-
-
-def _defaults(device: torch.device) -> dict[str, Any]:
-    return {"kv_cache_memory_bytes": 256 << 20} if device.type == "cpu" else {}
+def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
+    """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
+    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
+    blocks = -(-length // _CPU_BLOCK) + 1
+    needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
+    return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways

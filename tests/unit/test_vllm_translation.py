@@ -14,7 +14,7 @@ import torch
 
 from runtime import config_loading
 from runtime.config_checks import semantic_faults
-from runtime.engines.vllm import arguments, sampling
+from runtime.engines.vllm import arguments, relay, sampling
 from runtime.errors import InvalidMessage
 from runtime.types import GroupRequest, SamplingParams
 from runtime.weights import shared
@@ -156,3 +156,37 @@ def test_a_buffer_goes_with_its_last_view() -> None:
     assert copies == []
     del view
     assert "FileNotFoundError" in read_elsewhere(locations)
+
+
+# ------------------------------------------------------------------------------------------------ errors of its processes
+
+PRINTED = """
+(EngineCore pid=12) INFO 11-21 17:57:53 [core.py:185] local_world_size=1
+(Worker pid=13) ERROR 11-21 17:46:14 [multiproc_executor.py:1055] Traceback (most recent call last):
+(Worker pid=13) ERROR 11-21 17:46:14 [multiproc_executor.py:1055] RuntimeError: head_dim=16 is not supported
+(EngineCore pid=12) ERROR 11-21 17:46:14 [core.py:1368] RuntimeError: Worker failed with error 'head_dim=16 is not supported', \
+please check the stack trace above for the root cause
+Traceback (most recent call last):
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.
+"""
+
+
+def test_the_error_behind_the_errors_is_found() -> None:
+    assert relay.last_error(PRINTED) == "RuntimeError: head_dim=16 is not supported"
+    assert relay.last_error("INFO all is well\nAn Error: none\n") == ""
+
+
+def test_what_children_print_is_passed_on_and_kept() -> None:
+    script = (
+        "import subprocess, sys, time\n"
+        "from runtime.engines.vllm.relay import Relay\n"
+        "made = Relay()\n"
+        "with made:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import sys; print(\"out\"); sys.exit(\"ValueError: no\")'])\n"
+        "child.wait()\n"
+        "while not made.error(): time.sleep(0.01)\n"
+        "print('own', made.error())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "own ValueError: no\n"
+    assert done.stderr.split() == ["out", "ValueError:", "no"]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Forked, vLLM's processes need not import it again; nothing here has threads before they are.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
 
-try:
-    import vllm  # noqa: F401
-except ImportError:
-    collect_ignore_glob = ["test_*.py"]
+MISSING = importlib.util.find_spec("vllm") is None
+collect_ignore_glob = ["test_*.py"] * MISSING
 
 
-def pytest_report_header() -> str:
-    return "" if "collect_ignore_glob" not in globals() else "tests/vllm is left out: this interpreter has no vLLM"
+def pytest_report_header() -> list[str]:
+    return ["tests/vllm is left out: this interpreter has no vLLM"] * MISSING
 
 
 @pytest.fixture(scope="session")
@@ -31,13 +31,3 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = Warmup(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=256)
     tiny_model.make_model(settings, tokenizer).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM's own files stay out of the home folder."""
-    folder = tmp_path_factory.mktemp("vllm-cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CACHE_ROOT", str(folder))
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-        yield

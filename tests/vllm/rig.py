@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,7 @@ class Rig:
         """The next `count` groups that end."""
         done: list[Any] = []
         while len(done) < count:
+            assert self.engine.has_work
             done += await self.engine.advance(lambda: False)
         return [codec.decode(GroupPayload, each.payload) for each in done]
 
@@ -74,12 +76,19 @@ class Rig:
         """Generate until the engine has made `count` tokens more."""
         goal = self.engine.stats().decode_tokens + count
         while self.engine.stats().decode_tokens < goal:
+            assert self.engine.has_work
             assert not await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal)
+
+    async def until_tokens_or_finished(self, count: int, done: list[Sample]) -> None:
+        """As `until_tokens`, where samples (of groups of one) may be done meanwhile."""
+        goal = self.engine.stats().decode_tokens + count
+        while self.engine.stats().decode_tokens < goal:
+            assert self.engine.has_work
+            for each in await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal):
+                done += codec.decode(GroupPayload, each.payload).samples
 
     def next_weights(self, scale: float = 0.05) -> dict[str, torch.Tensor]:
         """Weights of the version after the newest, quite unlike it."""
-        import copy
-
         model = copy.deepcopy(self.models[self.newest])
         generator = torch.Generator().manual_seed(self.newest)
         self.newest += 1

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from runtime.engines.vllm.arguments import own_faults, unknown_faults
+from runtime.engines.vllm.relay import Relay
 from runtime.errors import UserError
 from runtime.weights.shared import Location
 
@@ -38,8 +39,8 @@ class Output(NamedTuple):
     cached: int  # prompt tokens found in the prefix cache, told with the first output
 
 
-def version() -> str:
-    """vLLM's version. Raises UserError when it is not installed, or not one that Sluice is made for."""
+def check_version() -> None:
+    """Raises UserError when vLLM is not installed, or not of a version that Sluice is made for."""
     try:
         import vllm
     except ImportError as error:
@@ -48,7 +49,6 @@ def version() -> str:
     release = ".".join(found.split(".")[:2])
     if release not in SUPPORTED:
         raise UserError(f"services.rollout.engine: vllm is of version {found}, must be one of {', '.join(SUPPORTED)}")
-    return found
 
 
 def prepare_environment(on_cpu: bool) -> None:
@@ -77,12 +77,14 @@ class Core:
         if faults:
             raise UserError("\n".join(faults))
         method = os.environ[_METHOD]
+        self._relay = Relay()
         try:
             config = AsyncEngineArgs(**{**arguments, **engine_args}).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
-            self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            with self._relay:
+                self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except Exception as error:
-            raise UserError(f"services.rollout: vLLM did not start: {_one_line(error)}") from error
+            raise UserError(f"services.rollout: vLLM did not start: {self._relay.error() or _one_line(error)}") from error
         self._core: Any = self._llm.engine_core
         self._next: asyncio.Future[Any] | None = None
         self.vocabulary = int(self._llm.model_config.get_vocab_size())
@@ -90,6 +92,11 @@ class Core:
     @property
     def dead(self) -> bool:
         return bool(self._llm.errored)
+
+    @property
+    def cause(self) -> str:
+        """Why the engine has died, as far as its processes have printed it."""
+        return self._relay.error() or "killed, or out of memory"
 
     async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str) -> None:
         """Queue a request. Prefixes are shared with requests of the same `salt` alone."""
@@ -114,28 +121,28 @@ class Core:
 
     async def outputs(self, timeout: float) -> list[Output]:
         """Those of one step, or none after `timeout` seconds. Raises RuntimeError when the engine has died."""
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._core.get_output_async())
-        if not self._next.done():
-            await asyncio.wait([self._next], timeout=timeout)
-        return self._take() or []
+        step = self._ask()
+        if not step.done():
+            await asyncio.wait([step], timeout=timeout)
+        return self._take()
 
     async def outstanding(self) -> list[Output]:
         """All outputs of before a pause, once `pause` has returned."""
         found: list[Output] = []
-        while True:
-            step = self._take()
-            if step is None and self._core.outputs_queue.empty():
-                return found
-            found += step or []
-            if step is None:
-                await asyncio.sleep(0)
-            else:
-                self._next = asyncio.ensure_future(self._core.get_output_async())
+        while self._ask().done() or not self._core.outputs_queue.empty():
+            found += self._take()
+            await asyncio.sleep(0)
+        return found
 
-    def _take(self) -> list[Output] | None:
+    def _ask(self) -> asyncio.Future[Any]:
+        """What waits for the next step's outputs; it outlives the waits that were in vain."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._core.get_output_async())
+        return self._next
+
+    def _take(self) -> list[Output]:
         if self._next is None or not self._next.done():
-            return None
+            return []
         outputs, self._next = self._next.result(), None
         return [_output(each) for each in outputs.outputs]
 
