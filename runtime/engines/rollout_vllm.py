@@ -31,7 +31,7 @@ from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample
 from runtime.engines.vllm.sampling import as_vllm, check_temperature, sample_seed
 from runtime.engines.vllm.shim import Core, Output, check_version, prepare_environment
-from runtime.errors import InvalidMessage, InvariantViolated, ServiceFault
+from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
 from runtime.weights import shared
 
@@ -118,7 +118,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._held = False
         self._asleep = False
         self._sleeps = sleeps
-        self._torn = ""  # why the weights are no version
+        self._torn = False  # the weights are of no version
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version()
@@ -251,9 +251,12 @@ class VLLMRolloutEngine(RolloutEngine):
         try:
             await asyncio.wait_for(self._swap(tensors, version, recompute), self._swap_timeout)
         except Exception as error:
+            self._torn = True
+            if isinstance(error, ServiceFault):
+                raise
             late = isinstance(error, asyncio.TimeoutError)
-            self._torn = f"version {version} was not loaded: {'no answer' if late else error}"
-            raise ServiceFault(self._name, "swap", self._torn, self._swap_timeout) from error
+            fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
+            raise (DeadlineExceeded if late else ServiceFault)(self._name, "swap", fault, self._swap_timeout) from error
 
     async def _swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
         locations, copies = shared.locate({**self._tied(tensors), **tensors})
@@ -262,9 +265,11 @@ class VLLMRolloutEngine(RolloutEngine):
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
         self._waiting.extendleft(reversed(unbegun))
         await self._flush()
-        await self._core.load(locations)
+        faults = await self._core.load(locations)
         del copies  # not before: the workers read them
-        self._version, self._torn = version, ""
+        if faults:
+            raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
+        self._version, self._torn = version, False
         await self._core.resume()
 
     def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ T = TypeVar("T")
 CONTEXT = 384
 SLOTS = 16
 SWAP_SECONDS = 60.0
+TOLERANCE = 1e-4  # of a log-probability, between vLLM and Hugging Face in float32
 PROMPT = np.arange(5, 155, dtype=np.int32)  # longer than a block of the prefix cache (128 tokens on CPUs)
 
 
@@ -122,6 +123,14 @@ class Rig:
         """The largest difference from the model of `version`, over the tokens `where`."""
         difference = np.abs(self.logprobs(version, PROMPT, sample) - sample.logprobs)
         return float(difference[where if where is not None else slice(None)].max(initial=0.0))
+
+    def check_exact(self, samples: Sequence[Sample]) -> None:
+        """Every token has the log-probability that the weights of its version give it."""
+        for sample in samples:
+            steps = sample.versions & 0xFFFFFFFF
+            assert (np.diff(steps) >= 0).all()
+            for version in set(steps.tolist()):
+                assert self.error(version, sample, steps == version) < TOLERANCE
 
 
 def interrupted_after(calls: int) -> Callable[[], bool]:

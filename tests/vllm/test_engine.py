@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.errors import InvalidMessage, ServiceFault, UserError
+from runtime.errors import InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion, Sample
 from tests.vllm.faulty_worker import BREAKS
-from tests.vllm.rig import CONTEXT, PROMPT, SLOTS, Rig, interrupted_after
+from tests.vllm.rig import CONTEXT, PROMPT, SLOTS, TOLERANCE, Rig, interrupted_after
 
-TOLERANCE = 1e-4
 pytestmark = pytest.mark.timeout(900)  # the first test's includes the start of the engine
 
 
@@ -25,20 +24,11 @@ def rig(model_path: Path) -> Iterator[Rig]:
     made.close()
 
 
-def check_exact(rig: Rig, samples: list[Sample]) -> None:
-    """Every token has the log-probability that the weights of its version give it."""
-    for sample in samples:
-        steps = sample.versions & 0xFFFFFFFF
-        assert (np.diff(steps) >= 0).all()
-        for version in set(steps.tolist()):
-            assert rig.error(version, sample, steps == version) < TOLERANCE
-
-
 def test_log_probabilities_are_the_trainers_before_and_after_updates(rig: Rig) -> None:
     for _ in range(4):
         (samples,) = rig.generate(rig.request())
         assert [set(sample.versions.tolist()) for sample in samples] == [{rig.newest}] * 4
-        check_exact(rig, samples)
+        rig.check_exact(samples)
         assert rig.engine.version == PolicyVersion(0, rig.newest)
         if rig.newest:  # the weights before would not do
             assert rig.error(rig.newest - 1, samples[0]) > 100 * TOLERANCE
@@ -51,7 +41,7 @@ def test_recompute_in_flight_is_exact_at_the_boundary(rig: Rig) -> None:
     rig.run(rig.until_tokens(300))
     rig.run(rig.update(recompute=True))
     (payload,) = rig.run(rig.finish(1))
-    check_exact(rig, payload.samples)
+    rig.check_exact(payload.samples)
     assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2
     assert payload.samples[-1].versions[0] == rig.newest  # begun after the swap
 
@@ -63,7 +53,7 @@ def test_keep_in_flight_goes_on_but_begins_nothing_on_old_keys(rig: Rig) -> None
     rig.run(rig.update())
     rig.engine.submit([second])
     payloads = {payload.group_id: payload.samples for payload in rig.run(rig.finish(2))}
-    check_exact(rig, payloads[second.group_id])  # the same prompt as the first
+    rig.check_exact(payloads[second.group_id])  # the same prompt as the first
     gaps = []
     for sample in payloads[first.group_id]:
         steps = sample.versions & 0xFFFFFFFF
@@ -220,7 +210,7 @@ def test_weights_that_do_not_fit_change_nothing(rig: Rig) -> None:
         with pytest.raises(InvalidMessage, match=fault):
             rig.run(rig.engine.swap(bad, PolicyVersion(9, 9)))
     assert rig.engine.version != PolicyVersion(9, 9)
-    check_exact(rig, rig.generate(rig.request(n=1))[0])
+    rig.check_exact(rig.generate(rig.request(n=1))[0])
 
 
 def test_a_worker_that_fails_quarantines_the_engine_until_a_whole_version_comes(rig: Rig) -> None:
@@ -251,8 +241,3 @@ def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
             child.kill()
     with pytest.raises(ServiceFault, match="rollout-0: generate: vLLM's engine has died"):
         rig.run(rig.finish(1), 60.0)
-
-
-def test_unknown_arguments_are_refused_before_anything_starts(model_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine_args\.block_sise: this vLLM has no such argument; nearest is 'block_size'"):
-        Rig(model_path, engine_args={"block_sise": 16})

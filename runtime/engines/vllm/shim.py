@@ -153,9 +153,10 @@ class Core:
     async def resume(self) -> None:
         await self._core.resume_scheduler_async()
 
-    async def load(self, locations: Sequence[Location]) -> None:
-        """Have every worker load weights. Raises whatever one of them raised, after all have answered."""
-        await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)),))
+    async def load(self, locations: Sequence[Location]) -> list[str]:
+        """Have every worker load weights; returns what went wrong, [] when nothing did."""
+        faults = await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)),))
+        return [f"worker {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
 
     async def sleep(self) -> None:
         await self._core.sleep_async(1, "keep")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime import platform
 from runtime.weights.shared import Location, Mapped
+
+log = logging.getLogger("vllm.sluice")
 
 
 class WeightLoading:
@@ -18,26 +22,35 @@ class WeightLoading:
         vllm_config: Any
         model_config: Any
 
-    def sluice_load(self, locations: Sequence[Sequence[Any]]) -> None:
+    def sluice_load(self, locations: Sequence[Sequence[Any]]) -> str:
         """Load a whole set of weights, of which this worker takes its part, in place of those that the model has.
 
-        Some of vLLM's layers keep their weights in a layout of the device's, so they cannot be copied into one by one. vLLM
-        puts layers of the checkpoint's shape in place, fills and converts each, and copies it over the old one. When that
-        fails, the weights are a mixture, but the next load finds the model in order.
+        Returns what went wrong, or "": an exception would be answered with the first worker's answer, and those of the others
+        taken for the answers to the next call. The weights are then a mixture.
+        """
+        try:
+            self._sluice_reload(locations)
+        except Exception as error:
+            log.exception("sluice: the weights were not loaded")
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _sluice_reload(self, locations: Sequence[Sequence[Any]]) -> None:
+        """Some of vLLM's layers keep their weights in a layout of the device's, so they cannot be copied into one by one. vLLM
+        puts layers of the checkpoint's shape in place, fills and converts each, and copies it over the old one. That is brought
+        to its end also when a tensor was missing, so that the next load finds the model in order.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        model = self.model_runner.model
-        with set_current_vllm_config(self.vllm_config):
+        model, device = self.model_runner.model, self.model_runner.device
+        with set_current_vllm_config(self.vllm_config), torch.device(device):
             initialize_layerwise_reload(model)
             try:
-                with torch.device(self.model_runner.device):
-                    model.load_weights(self.sluice_weights(locations))
+                model.load_weights(self.sluice_weights(locations))
             finally:
                 finalize_layerwise_reload(model, self.model_config)
-        if self.model_runner.device.type != "cpu":
-            getattr(torch, self.model_runner.device.type).synchronize()  # the buffers are overwritten after this
+        platform.synchronize(device)  # the buffers are overwritten after this
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, as a checkpoint's files would give them."""
