@@ -30,7 +30,7 @@ def versions(folder: Path) -> dict[str, set[int]]:
 
 def test_both_engines_serve_the_same_versions_and_the_run_goes_on_without_vllm(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", hidden_size=64)  # vLLM's attention wants heads of 32
-    config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START})
+    config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START, "stop": 30})
     overrides = ("training.steps=100000", "publication.in_flight=recompute", "checkpoint.keep=1")
     with started(config, *overrides, folder=tmp_path / "run") as run:
         run.reaches(6, START)
@@ -54,6 +54,6 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_without_vllm(t
 
 
 def test_the_quickstart_learns_to_add(tmp_path: Path) -> None:
-    overrides = [f"warmup.cache={tmp_path / 'cache'}", "warmup.max_seconds=500", f"deadlines.start={START}"]
+    overrides = [f"warmup.cache={tmp_path / 'cache'}", "warmup.max_seconds=500"]
     run = trained(ROOT / "configs" / "quickstart_vllm.yaml", *overrides, folder=tmp_path / "run", timeout=800.0)
     assert summary(run.folder)["accuracy_after"] >= 0.90
