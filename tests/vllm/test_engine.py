@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.errors import InvalidMessage, ServiceFault
+from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion, Sample
-from tests.vllm.faulty_worker import BREAKS
+from tests.vllm.faulty_worker import BREAKS, HANGS
 from tests.vllm.rig import CONTEXT, PROMPT, SLOTS, TOLERANCE, Rig, interrupted_after
 
 pytestmark = pytest.mark.timeout(900)  # the first test's includes the start of the engine
@@ -228,6 +228,18 @@ def test_a_worker_that_fails_quarantines_the_engine_until_a_whole_version_comes(
     for sample in payload.samples:
         steps = sample.versions & 0xFFFFFFFF
         assert rig.error(rig.newest, sample, steps == rig.newest) < TOLERANCE
+
+
+def test_a_worker_that_hangs_is_a_deadline(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: tensor.clone() for name, tensor in rig.models[rig.newest].state_dict().items()}
+    tensors["model.norm.weight"][0] = HANGS
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "_swap_timeout", 1.0)
+        with pytest.raises(DeadlineExceeded, match=r"swap: version 9\.9 was not loaded: no answer from vLLM \(deadline 1 s\)"):
+            rig.run(rig.engine.swap(tensors, PolicyVersion(9, 9)))
+    assert not rig.engine.has_work
+    rig.run(rig.update())  # behind the late one
+    rig.check_exact(rig.generate(rig.request(n=2))[0])
 
 
 def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
