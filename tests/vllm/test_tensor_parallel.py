@@ -54,5 +54,3 @@ def test_it_sleeps_and_wakes(rig: Rig) -> None:
     rig.run(rig.engine.wake())
     (payload,) = rig.run(rig.finish(1))
     rig.check_exact(payload.samples)
-
-
