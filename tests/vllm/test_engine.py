@@ -251,5 +251,5 @@ def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
     for child in psutil.Process().children(recursive=True):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.kill()
-    with pytest.raises(ServiceFault, match="rollout-0: generate: vLLM's engine has died"):
+    with pytest.raises(ServiceFault, match="rollout-0: generate: vLLM's engine has died: "):
         rig.run(rig.finish(1), 60.0)
