@@ -63,6 +63,17 @@ def test_keep_in_flight_goes_on_but_begins_nothing_on_old_keys(rig: Rig) -> None
     assert max(gaps) > 10 * TOLERANCE  # on the keys and values that they had
 
 
+def test_what_has_no_token_at_a_swap_is_begun_under_the_new_version(rig: Rig) -> None:
+    rig.generate(rig.request(n=1))  # its prompt is cached now
+    rig.run(rig.engine._core.pause(forget=False))
+    rig.engine.submit([rig.request(n=SLOTS)])
+    rig.run(rig.engine._feed())
+    rig.run(rig.update())
+    (payload,) = rig.run(rig.finish(1))
+    assert {version for sample in payload.samples for version in sample.versions.tolist()} == {rig.newest}
+    rig.check_exact(payload.samples)
+
+
 def test_prompts_are_shared_within_a_version(rig: Rig) -> None:
     rig.generate(rig.request(n=1, tokens=2))
     before = rig.engine.stats().prefill_tokens
