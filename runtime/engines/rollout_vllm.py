@@ -102,7 +102,8 @@ class VLLMRolloutEngine(RolloutEngine):
             "enforce_eager": device.type == "cpu",
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }
-        self._model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        self._is_tied = bool(model.get("tie_word_embeddings"))
         self._shapes = WeightFiles(model_path).shapes
         self._name = name
         self._context = max_model_len
@@ -123,7 +124,7 @@ class VLLMRolloutEngine(RolloutEngine):
         prepare_environment(device.type == "cpu")
         check_version()
         if device.type == "cpu":
-            own["kv_cache_memory_bytes"] = _cpu_cache_bytes(self._model, slots, max_model_len, dtype, tensor_parallel)
+            own["kv_cache_memory_bytes"] = _cpu_cache_bytes(model, slots, max_model_len, dtype, tensor_parallel)
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -275,12 +276,13 @@ class VLLMRolloutEngine(RolloutEngine):
     def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
         renews only when it is told to, and ignores the name otherwise."""
-        return {_HEAD: tensors[_EMBEDDING]} if self._model.get("tie_word_embeddings") and _EMBEDDING in tensors else {}
+        return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
 
     def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises InvalidMessage when names or shapes are not those of the model's files."""
-        missing = sorted(self._shapes.keys() - tensors.keys() - {_HEAD})
-        unknown = sorted(tensors.keys() - self._shapes.keys() - {_HEAD})
+        optional = {_HEAD} if self._is_tied else set()
+        missing = sorted(self._shapes.keys() - tensors.keys() - optional)
+        unknown = sorted(tensors.keys() - self._shapes.keys() - optional)
         if missing or unknown:
             raise InvalidMessage(f"weights do not fit the model: missing {missing[:4]}, unknown {unknown[:4]}")
         for name, tensor in tensors.items():

@@ -6,6 +6,7 @@ default, and the kernel frees them with the last process that holds one, however
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import weakref
@@ -56,7 +57,7 @@ def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[to
     locations = []
     for name, tensor in tensors.items():
         path = _PATHS.get(tensor.untyped_storage().data_ptr())
-        offset = tensor.storage_offset() * tensor.itemsize
+        offset = int(tensor.storage_offset()) * tensor.itemsize
         if path is None or not tensor.is_contiguous():
             flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             copy = allocate(max(1, flat.numel()))
@@ -84,7 +85,5 @@ class Mapped:
                 os.close(descriptor)
             self._buffers[location.path] = buffer
         dtype: torch.dtype = getattr(torch, location.dtype)
-        numel = 1
-        for size in location.shape:
-            numel *= size
-        return buffer[location.offset : location.offset + numel * dtype.itemsize].view(dtype).view(location.shape)
+        nbytes = math.prod(location.shape) * dtype.itemsize
+        return buffer[location.offset : location.offset + nbytes].view(dtype).view(location.shape)

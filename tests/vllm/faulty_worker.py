@@ -12,7 +12,7 @@ from runtime.engines.vllm.worker import WeightLoading
 
 BREAKS = 12345.0
 HANGS = 54321.0
-HANG_SECONDS = 600.0
+HANG_SECONDS = 5.0
 
 
 class FaultyLoading(WeightLoading):

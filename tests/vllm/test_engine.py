@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.errors import InvalidMessage, ServiceFault
+from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion, Sample
-from tests.vllm.faulty_worker import BREAKS
+from tests.vllm.faulty_worker import BREAKS, HANGS
 from tests.vllm.rig import CONTEXT, PROMPT, SLOTS, TOLERANCE, Rig, interrupted_after
 
 pytestmark = pytest.mark.timeout(900)  # the first test's includes the start of the engine
@@ -61,6 +61,17 @@ def test_keep_in_flight_goes_on_but_begins_nothing_on_old_keys(rig: Rig) -> None
         assert rig.error(rig.newest - 1, sample, steps == rig.newest - 1) < TOLERANCE
         gaps.append(rig.error(rig.newest, sample, steps == rig.newest))
     assert max(gaps) > 10 * TOLERANCE  # on the keys and values that they had
+
+
+def test_what_has_no_token_at_a_swap_is_begun_under_the_new_version(rig: Rig) -> None:
+    rig.generate(rig.request(n=1))  # its prompt is cached now
+    rig.run(rig.engine._core.pause(forget=False))
+    rig.engine.submit([rig.request(n=SLOTS)])
+    rig.run(rig.engine._feed())
+    rig.run(rig.update())
+    (payload,) = rig.run(rig.finish(1))
+    assert {version for sample in payload.samples for version in sample.versions.tolist()} == {rig.newest}
+    rig.check_exact(payload.samples)
 
 
 def test_prompts_are_shared_within_a_version(rig: Rig) -> None:
@@ -230,6 +241,18 @@ def test_a_worker_that_fails_quarantines_the_engine_until_a_whole_version_comes(
         assert rig.error(rig.newest, sample, steps == rig.newest) < TOLERANCE
 
 
+def test_a_worker_that_hangs_is_a_deadline(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: tensor.clone() for name, tensor in rig.models[rig.newest].state_dict().items()}
+    tensors["model.norm.weight"][0] = HANGS
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "_swap_timeout", 1.0)
+        with pytest.raises(DeadlineExceeded, match=r"swap: version 9\.9 was not loaded: no answer from vLLM \(deadline 1 s\)"):
+            rig.run(rig.engine.swap(tensors, PolicyVersion(9, 9)))
+    assert not rig.engine.has_work
+    rig.run(rig.update())  # behind the late one
+    rig.check_exact(rig.generate(rig.request(n=2))[0])
+
+
 def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
     """Last, as it ends the module's engine."""
     import psutil
@@ -239,5 +262,5 @@ def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
     for child in psutil.Process().children(recursive=True):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.kill()
-    with pytest.raises(ServiceFault, match="rollout-0: generate: vLLM's engine has died"):
+    with pytest.raises(ServiceFault, match="rollout-0: generate: vLLM's engine has died: "):
         rig.run(rig.finish(1), 60.0)

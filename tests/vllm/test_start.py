@@ -40,7 +40,7 @@ def with_config(path: Path, folder: Path, **changes: object) -> Path:
     [
         ({"engine_args": {"block_sise": 16}}, "this vLLM has no such argument; nearest is 'block_size'"),
         ({"engine_args": {"dtype": "float64"}}, "services.rollout.engine_args.dtype: Sluice sets it"),
-        ({"engine_args": {"kv_cache_memory_bytes": 4096}}, "services.rollout: vLLM did not start: ValueError: .*KV cache"),
+        ({"engine_args": {"kv_cache_memory_bytes": 300_000}}, "services.rollout: vLLM did not start: ValueError: .*KV cache"),
     ],
 )
 def test_arguments_that_do_not_work(model_path: Path, options: dict[str, object], fault: str) -> None:

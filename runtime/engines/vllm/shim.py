@@ -96,7 +96,8 @@ class Core:
     @property
     def cause(self) -> str:
         """Why the engine has died, as far as its processes have printed it."""
-        return self._relay.error() or "killed, or out of memory"
+        error = self._relay.error()
+        return f"the last error that it printed is {error}" if error else "killed, or out of memory"
 
     async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str) -> None:
         """Queue a request. Prefixes are shared with requests of the same `salt` alone."""

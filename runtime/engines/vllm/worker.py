@@ -43,6 +43,8 @@ class WeightLoading:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        # It warns of layers that got no weights, such as those of rotary embeddings, which have none.
+        logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
         model, device = self.model_runner.model, self.model_runner.device
         with set_current_vllm_config(self.vllm_config), torch.device(device):
             initialize_layerwise_reload(model)
