@@ -309,7 +309,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return msgspec.structs.replace(self._stats, running=len(self._running), waiting=len(self._waiting))
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self._core.close)
+        await self._core.close()
 
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:

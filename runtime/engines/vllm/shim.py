@@ -165,11 +165,11 @@ class Core:
     async def wake(self) -> None:
         await self._core.wake_up_async(None)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the processes."""
         if self._next is not None:
             self._next.cancel()
-        self._llm.shutdown()
+        await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
 
 
 def _output(raw: Any) -> Output:
