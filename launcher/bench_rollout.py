@@ -29,9 +29,9 @@ DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
 class Settings(Struct, frozen=True):
     shapes: tuple[Shape, ...] = (Shape(128, 4, 4, 2, 384), Shape(512, 4, 8, 4, 1536))
     sequences: tuple[int, ...] = (32, 128)  # generated at once
-    rounds: int = 4
-    seconds: float = 4.0  # of one measure of tokens
-    updates: int = 25  # of one measure of pauses
+    rounds: int = 3
+    seconds: float = 3.0  # of one measure of tokens
+    updates: int = 34  # of one measure of pauses
 
 
 class Pauses(Struct):
@@ -100,6 +100,8 @@ def rollout_config(folder: Path, shape: Shape, engine: str, slots: int) -> Confi
 async def _case(
     shape: Shape, sequences: int, workers: Mapping[str, Worker], settings: Settings, show: Callable[[str], None]
 ) -> Case:
+    for worker in workers.values():  # the first of each is not counted
+        await worker.ask({"what": "pauses", "sequences": sequences, "updates": 1})
     rates: dict[str, list[Measured]] = {engine: [] for engine in workers}
     pauses: dict[str, list[float]] = {engine: [] for engine in workers}
     for (number, what), (engine, worker) in product(product(range(settings.rounds), ("tokens", "pauses")), workers.items()):

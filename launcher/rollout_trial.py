@@ -22,6 +22,7 @@ import numpy as np
 
 from runtime import config_loading, os_process
 from runtime.config import Config
+from runtime.errors import DeadlineExceeded
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services.rollout import make_engine
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 FLEET = "rollout-0"
 WARM = 0.2  # share of a measure that comes before it, so that the prefill of the first prompts is over
+FIRST_TOKENS = 120.0  # seconds that a measure waits for them
 GENERATED = 0.05  # seconds of generation between two swaps
 TOKENS = 256  # ids that prompts are made of
 
@@ -46,7 +48,7 @@ class Trial:
         self._weights = shared_weights(Path(config.model.path))
 
     async def tokens(self, sequences: int, seconds: float) -> dict[str, float]:
-        await self._generate(sequences, seconds * WARM)
+        await self._warm_up(sequences, seconds * WARM)
         before, begun = self._engine.stats().decode_tokens, time.perf_counter()
         await self._generate(sequences, seconds)
         done, spent = self._engine.stats().decode_tokens - before, time.perf_counter() - begun
@@ -63,6 +65,14 @@ class Trial:
             pauses.append(time.perf_counter() - begun)
         await self._clear()
         return {"pauses": pauses}
+
+    async def _warm_up(self, sequences: int, seconds: float) -> None:
+        """Until every sequence may have a token. Raises DeadlineExceeded."""
+        before, begun = self._engine.stats().decode_tokens, time.perf_counter()
+        while self._engine.stats().decode_tokens - before < sequences:
+            if time.perf_counter() - begun > FIRST_TOKENS:
+                raise DeadlineExceeded(FLEET, "bench", "generated nothing", FIRST_TOKENS)
+            await self._generate(sequences, seconds)
 
     async def _generate(self, sequences: int, seconds: float) -> None:
         give_up = time.perf_counter() + seconds

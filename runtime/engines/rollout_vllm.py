@@ -37,6 +37,7 @@ from runtime.weights import shared
 
 _INITIAL = PolicyVersion()
 _POLL_SECONDS = 0.01  # how often a wait for outputs looks whether it is interrupted
+_CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WORKER = "runtime.engines.vllm.worker.WeightLoading"
@@ -124,6 +125,9 @@ class VLLMRolloutEngine(RolloutEngine):
         prepare_environment(device.type == "cpu")
         check_version()
         if device.type == "cpu":
+            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
+            own["enable_chunked_prefill"] = False
+            own["max_num_batched_tokens"] = max(_CPU_STEP, max_model_len, slots)
             own["kv_cache_memory_bytes"] = _cpu_cache_bytes(model, slots, max_model_len, dtype, tensor_parallel)
         self._core = Core(own, engine_args or {})
 
