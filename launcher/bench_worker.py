@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cached_property, partial
 from itertools import count, cycle
 from pathlib import Path
@@ -28,6 +29,7 @@ from launcher.packing_trial import WAYS, PackingTrial
 from runtime import config_loading, os_process
 from runtime.config import Config
 from runtime.errors import ServiceFault
+from runtime.topology import replicas
 
 if TYPE_CHECKING:
     from launcher.plain_loop import PlainLoop
@@ -64,31 +66,44 @@ class Worker:
 
     @classmethod
     @asynccontextmanager
-    async def started(cls, config: Config, threads: int) -> AsyncIterator[Worker]:
-        """A worker that computes with so many threads; it ends with the block."""
+    async def started(
+        cls, config: Config, threads: int, python: str = sys.executable, module: str = "launcher.bench_worker"
+    ) -> AsyncIterator[Worker]:
+        """A worker that computes with so many threads; it ends with the block, and with it all that it started."""
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write(config_loading.to_yaml(config))
             file.flush()
-            command = (sys.executable, "-m", "launcher.bench_worker", file.name)
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env
+                *(python, "-m", module, file.name),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=env,
+                start_new_session=True,
             )
             try:
                 yield cls(process)
             finally:
-                if process.returncode is None:
-                    process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
 
     async def measure(self, what: str, seconds: float) -> Measured:
         """Raises ServiceFault when the worker ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"what": what, "seconds": seconds}).encode() + b"\n")
+        return Measured(**await self.ask({"what": what, "seconds": seconds}))
+
+    async def ask(self, order: Mapping[str, Any]) -> Any:
+        """What the worker answers. Raises ServiceFault when it ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        return await self.hear(order["what"])
+
+    async def hear(self, what: str) -> Any:
+        assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
             raise ServiceFault("bench worker", what, "ended without an answer")
-        return Measured(**json.loads(line))
+        return json.loads(line)
 
 
 class Bench:
@@ -96,6 +111,7 @@ class Bench:
 
     def __init__(self, config: Config):
         self._config = config
+        self._slots = replicas(config)["rollout-0"].slots
         self._tried: set[str] = set()
         self.measures: dict[str, Callable[[float], Measured]] = {
             "decode": self.decode,
@@ -160,7 +176,7 @@ class Bench:
             finished: list[GeneratedGroup] = []
             begun = time.perf_counter()
             while time.perf_counter() - begun < seconds:
-                while engine.stats().waiting < self._config.services.rollout.slots:
+                while engine.stats().waiting < self._slots:
                     engine.submit([next(self._requests)])
                 finished += await engine.advance(lambda: False)
             return finished, time.perf_counter() - begun
@@ -178,7 +194,7 @@ class Bench:
             config.model.path,
             device=torch.device("cpu"),
             dtype=torch.float32,
-            slots=config.services.rollout.slots,
+            slots=self._slots,
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
         )
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from launcher.environment import environment, hccl_ports, part, used_npus
 from launcher.machine import Machine
 from runtime.config import Config, Process, Restarts, Spread
-from runtime.topology import Member, members, replaceable
+from runtime.topology import Member, members, place_in_fleet, replaceable, replicas
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def _command(config: Config, member: Member, python: str, arguments: tuple[str, 
 
 
 def _role(config: Config, member: Member) -> Process:
-    role: Process = getattr(config.services, member.role)
+    role: Process = replicas(config).get(member.name) or getattr(config.services, member.role)
     return role
 
 
@@ -99,4 +99,4 @@ def _ranks(config: Config, member: Member) -> int:
 
 def _part(config: Config, member: Member) -> list[int]:
     role = _role(config, member)
-    return part(role, int(member.name.rpartition("-")[2]), getattr(role, "replicas", 1))
+    return part(role, place_in_fleet(config, member), getattr(role, "replicas", 1))

@@ -6,7 +6,7 @@ Durations are seconds, sizes bytes, lengths tokens.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -365,13 +365,15 @@ class Restarts(Section, frozen=True):
 
 
 class Rollout(Computing, frozen=True):
-    """`replicas` engines with `slots` sequences each."""
+    """A fleet: `replicas` engines with `slots` sequences each. `tensor_parallel` and `engine_args` are for engine vllm."""
 
     replicas: Positive = 1
     restarts: Restarts = Restarts()
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     slots: Positive = 64
     dtype: DType = "auto"
+    tensor_parallel: Positive = 1  # devices of one engine
+    engine_args: dict[str, Any] = {}  # of vLLM's AsyncEngineArgs
 
 
 class Reward(Process, frozen=True):
@@ -438,13 +440,14 @@ Spread = Trainer | ReferenceScorer
 class Services(Section, frozen=True):
     """`preset` names a file of these keys (configs/models/NAME.yaml, or a path): a layout of one model on one kind of node.
     `environment` names another (configs/envs/NAME.yaml, or a path): the variables of one kind of machine. What the
-    configuration sets itself, be it one variable, stands over the files'.
+    configuration sets itself, be it one variable, stands over the files'. `rollout` is one fleet, or a list of several that
+    differ; `runtime.topology.fleets` reads both.
     """
 
     preset: str = ""
     environment: str = ""
     coordinator: Coordinator = Coordinator()
-    rollout: Rollout = Rollout()
+    rollout: Rollout | list[Rollout] = Rollout()
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()

@@ -20,9 +20,10 @@ from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
 from runtime.config_checks_rewards import reward_faults
+from runtime.config_checks_rollout import rollout_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
-from runtime.topology import data_leaders, uses_reference
+from runtime.topology import data_leaders, fleets, uses_reference
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -63,6 +64,7 @@ def semantic_faults(
         *_experts(config, policy, trains),
         *_processes(config),
         *device_faults(config, trains),
+        *rollout_faults(config, policy),
     ]
     if not trains:
         return faults
@@ -276,22 +278,26 @@ def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
 def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> Iterator[str]:
     if policy is None:
         return
-    rollout = config.services.rollout
-    dtype = "float32" if rollout.dtype == "auto" else rollout.dtype  # what auto is on a CPU, whose memory this is
     length = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
-    needed = rollout.replicas * kv_cache_bytes(policy, rollout.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
-    if needed > available:
-        yield (
-            f"services.rollout.slots: {rollout.slots} slots of {length} tokens in {rollout.replicas} replica(s) need "
-            f"{needed / 2**30:.1f} GiB of KV cache; {available / 2**30:.1f} GiB are available"
-        )
+    free = available
+    for path, fleet in fleets(config).items():
+        if fleet.engine != "torch":  # vLLM divides its own memory
+            continue
+        dtype = "float32" if fleet.dtype == "auto" else fleet.dtype  # what auto is on a CPU, whose memory this is
+        needed = fleet.replicas * kv_cache_bytes(policy, fleet.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
+        if needed > free:
+            yield (
+                f"{path}.slots: {fleet.slots} slots of {length} tokens in {fleet.replicas} replica(s) need "
+                f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available"
+            )
+        free -= min(needed, free)
 
 
 def _experts(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
     """What does without transformers, and without vLLM, has no mixture of experts."""
     kind = _kind_with_experts(policy)
-    if kind and config.services.rollout.engine == "torch":
-        yield f"services.rollout.engine: torch generates with no mixture of experts, and model.path is a {kind}; must be vllm"
+    for path in (path for path, fleet in fleets(config).items() if kind and fleet.engine == "torch"):
+        yield f"{path}.engine: torch generates with no mixture of experts, and model.path is a {kind}; must be vllm"
     reference = config.model.reference
     kind = _kind_with_experts(_model_config(reference)) if reference else kind
     if kind and trains and uses_reference(config) and config.services.reference.engine == "torch":
@@ -319,11 +325,18 @@ def _updates(config: Config) -> Iterator[str]:
 
 
 def _processes(config: Config) -> Iterator[str]:
-    for role in config.services.__struct_fields__:
-        settings = getattr(config.services, role)
-        python = settings.python if isinstance(settings, Process) else ""
-        if python and shutil.which(python) is None:
-            yield f"services.{role}.python: '{python}' is not an executable"
+    roles = {f"services.{role}": getattr(config.services, role) for role in config.services.__struct_fields__}
+    processes = {path: settings for path, settings in roles.items() if isinstance(settings, Process)}
+    if not fleets(config):
+        yield "services.rollout: an empty list; at least one fleet is needed"
+    for path, process in (processes | fleets(config)).items():
+        if process.python and shutil.which(process.python) is None:
+            yield f"{path}.python: '{process.python}' is not an executable" + _how_to_install(process.python)
+
+
+def _how_to_install(python: str) -> str:
+    """What makes the interpreter that is missing, where Sluice's own Makefile does."""
+    return "; run make install-vllm" if ".venv-vllm" in Path(python).parts else ""
 
 
 def _lora(config: Config) -> Iterator[str]:

@@ -260,7 +260,7 @@ def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:
 def _member(kind: inspect.Type | None, name: str) -> tuple[inspect.Type | None, Any]:
     """Type and default, as a fresh container, of the section or list `name` in `kind`; (None, {}) where the schema has none."""
     for variant in _variants(kind):
-        if isinstance(variant, inspect.ListType):
+        if isinstance(variant, inspect.ListType) and name.isdecimal():
             return variant.item_type, {}
         for field in _fields(variant):
             if field.encode_name == name:
@@ -345,6 +345,8 @@ def _paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
 
 
 def _fits(value: object, kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.AnyType):
+        return True
     if isinstance(kind, inspect.BoolType):
         return isinstance(value, bool)
     if isinstance(kind, inspect.NoneType):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.config import Config, Parallel, ReferenceScorer, Spread
+from runtime.config import Config, Parallel, ReferenceScorer, Rollout, Spread
 
 
 class Member(Struct, frozen=True):
@@ -19,7 +19,7 @@ def members(config: Config, trains: bool = True) -> list[Member]:
     """Every process that registers, in a fixed order. `trains`: False for an evaluation alone, which needs no more than
     rollouts and rewards."""
     services = config.services
-    out = [Member("rollout", f"rollout-{index}") for index in range(services.rollout.replicas)]
+    out = [Member("rollout", name) for name in replicas(config)]
     if config.rewards.rules or config.rewards.remote:
         out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
     if config.rewards.model is not None:
@@ -39,6 +39,33 @@ def _references(settings: ReferenceScorer) -> list[Member]:
     spread = settings.engine == "megatron"
     count = settings.processes if spread else settings.replicas
     return [Member("reference", f"reference-{index}", index if spread else 0) for index in range(count)]
+
+
+def fleets(config: Config) -> dict[str, Rollout]:
+    """The fleets of rollouts by their YAML paths: services.rollout, or services.rollout.0 and on where there is a list."""
+    path, settings = "services.rollout", config.services.rollout
+    return {path: settings} if isinstance(settings, Rollout) else {f"{path}.{at}": fleet for at, fleet in enumerate(settings)}
+
+
+def replicas(config: Config) -> dict[str, Rollout]:
+    """Every rollout by its name, with the settings of its fleet. Names count over all fleets: rollout-0 and on."""
+    each = [fleet for fleet in fleets(config).values() for _ in range(fleet.replicas)]
+    return {f"rollout-{index}": fleet for index, fleet in enumerate(each)}
+
+
+def slots(config: Config) -> dict[str, int]:
+    """How many sequences each rollout generates at once, by its name."""
+    return {name: fleet.slots for name, fleet in replicas(config).items()}
+
+
+def place_in_fleet(config: Config, member: Member) -> int:
+    """Which of its fleet's replicas, or of its role's, a member is."""
+    index = int(member.name.rpartition("-")[2])
+    for fleet in fleets(config).values() if member.role == "rollout" else ():
+        if index < fleet.replicas:
+            break
+        index -= fleet.replicas
+    return index
 
 
 def uses_reference(config: Config) -> bool:

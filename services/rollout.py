@@ -8,10 +8,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from runtime import os_process
 from runtime.actor import Letter
 from runtime.commands import AbortWeights, Cancel, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage, ServiceFault
+from runtime.topology import replicas
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
 
@@ -19,6 +21,33 @@ if TYPE_CHECKING:
     from runtime.engines.rollout_base import RolloutEngine
     from runtime.weights.group import WeightGroup
     from runtime.weights.receiver import Staged, WeightReceiver
+
+
+def make_engine(config: Config, name: str) -> RolloutEngine:
+    """The engine of the rollout `name`, as its fleet has it. Takes seconds, with vLLM up to a minute; raises UserError."""
+    from runtime import platform
+
+    settings, device = replicas(config)[name], platform.device()
+    dtype = platform.resolve_dtype(settings.dtype, device)
+    longest = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
+    if settings.engine == "torch":
+        from runtime.engines.rollout_torch import TorchRolloutEngine
+
+        path, slots = config.model.path, settings.slots
+        return TorchRolloutEngine(path, device=device, dtype=dtype, slots=slots, max_model_len=longest)
+    from runtime.engines.rollout_vllm import VLLMRolloutEngine
+
+    return VLLMRolloutEngine(
+        config.model.path,
+        name=name,
+        device=device,
+        dtype=dtype,
+        slots=settings.slots,
+        max_model_len=longest,
+        tensor_parallel=settings.tensor_parallel,
+        engine_args=settings.engine_args,
+        swap_timeout=config.publication.commit_timeout,
+    )
 
 
 class RolloutService(process.Service):
@@ -42,19 +71,7 @@ class RolloutService(process.Service):
         self._swaps = 0
 
     def load(self) -> None:
-        from runtime import platform
-        from runtime.engines.rollout_torch import TorchRolloutEngine
-
-        config = self.config
-        device = platform.device()
-        longest = config.sampling.max_new_tokens, config.evaluation.max_new_tokens
-        self._engine = TorchRolloutEngine(
-            config.model.path,
-            device=device,
-            dtype=platform.resolve_dtype(config.services.rollout.dtype, device),
-            slots=config.services.rollout.slots,
-            max_model_len=config.data.max_prompt_tokens + max(longest),
-        )
+        self._engine = make_engine(self.config, self.name)
 
     async def close(self) -> None:
         self._leave()
@@ -156,7 +173,9 @@ class RolloutService(process.Service):
             future.result().abort()
             letter.fail(Cancelled(f"{self.name}: epoch {message.address.epoch} was given up"))
         else:
-            self._group, self._receiver = future.result(), WeightReceiver(message.manifest)
+            # vLLM's workers are processes of their own, which read the weights where they were staged.
+            shared = replicas(self.config)[self.name].engine == "vllm"
+            self._group, self._receiver = future.result(), WeightReceiver(message.manifest, shared=shared)
             letter.reply()
 
     def _leave(self) -> None:
@@ -228,5 +247,7 @@ class RolloutService(process.Service):
         letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
 
+if __name__ == "__mp_main__":  # vLLM's engine is started by multiprocessing, which imports this: it must not outlive us
+    os_process.die_with_parent()
 if __name__ == "__main__":
     process.main(RolloutService)

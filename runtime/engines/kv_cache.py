@@ -61,3 +61,12 @@ class KVCache:
         held = self.data[:, :, one, :, :length].clone()
         self.move(other, one, length)
         self.data[:, :, other, :, :length].copy_(held)
+
+    def release(self) -> None:
+        """Give the memory back. What was in the slots is lost."""
+        self.data.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, zeroed. Raises RuntimeError when there is not enough."""
+        self.data.untyped_storage().resize_(self.data.numel() * self.data.itemsize)
+        self.data.zero_()

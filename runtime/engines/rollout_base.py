@@ -63,6 +63,15 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
+    async def sleep(self) -> None:
+        """Give back the memory of keys and values, and of more where the engine can, until `wake`. Nothing may be running;
+        nothing is begun, and no weights are swapped meanwhile. Raises InvariantViolated, changing nothing."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Take the memory again; groups that waited are begun."""
+
+    @abstractmethod
     def stats(self) -> EngineStats: ...
 
     @abstractmethod

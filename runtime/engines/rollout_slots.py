@@ -12,23 +12,12 @@ import numpy as np
 
 from runtime.engines.decoder import LENGTH_STEP, Span, round_up
 from runtime.engines.kv_cache import KVCache
+from runtime.engines.rollout_groups import make_sample
 from runtime.engines.sampling import as_row
-from runtime.types import FinishReason, Sample, SamplingParams, Segment
+from runtime.types import Sample, SamplingParams
 
 _BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: where the boundary may stay, as each change of it moves sequences
 _WORTH_SPLITTING = 512  # positions of attention spared a layer, for which a second call pays
-
-
-def make_sample(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason) -> Sample:
-    """A reply of one segment, all of it the model's."""
-    return Sample(
-        tokens=tokens,
-        loss_mask=np.ones(len(tokens), np.uint8),
-        logprobs=logprobs,
-        versions=versions,
-        segments=[Segment("model", len(tokens))],
-        finish_reason=reason,
-    )
 
 
 class Slots:

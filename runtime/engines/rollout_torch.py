@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 import torch
 
-from runtime import codec
 from runtime.engines.decoder import Decoder
 from runtime.engines.kv_cache import KVCache
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
-from runtime.engines.rollout_slots import Slots, make_sample
+from runtime.engines.rollout_groups import check_request, finished_group, make_sample
+from runtime.engines.rollout_slots import Slots
 from runtime.engines.sampling import RowSampling, as_row, sample, uniforms
-from runtime.errors import InvalidMessage, UserError
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from runtime.errors import InvariantViolated, UserError
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")
 
@@ -86,38 +86,18 @@ class TorchRolloutEngine(RolloutEngine):
         self._stats = EngineStats(slots=slots)
         self._halt = False
         self._held = False
+        self._asleep = False
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         known = set(self._groups)
         for request in requests:
-            self._check(request, known)
+            check_request(request, known, self._cache.max_length, self._decoder.config.vocab_size)
             known.add(request.group_id)
         for request in requests:
             group = _Group(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
             self._waiting.append(group)
-
-    def _check(self, request: GroupRequest, known: set[int]) -> None:
-        prompt, sampling, vocabulary = request.prompt, request.sampling, self._decoder.config.vocab_size
-        total, context = len(prompt) + sampling.max_new_tokens, self._cache.max_length
-        faults = {
-            "group_id is already here": request.group_id in known,
-            f"n is {request.n}, must be at least 1": request.n < 1,
-            f"first is {request.first}, must be at least 0": request.first < 0,
-            f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
-            "the prompt is empty": len(prompt) == 0,
-            f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
-            f"the prompt has token ids outside of 0..{vocabulary - 1}": len(prompt) > 0
-            and (prompt.min() < 0 or prompt.max() >= vocabulary),
-            f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
-            f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
-            f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,
-            f"top_k is {sampling.top_k}, must be at least 0": sampling.top_k < 0,
-        }
-        for fault, present in faults.items():
-            if present:
-                raise InvalidMessage(f"group {request.group_id}: {fault}")
 
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
         await self._in_thread(lambda: self._generate(interrupted))
@@ -153,7 +133,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups)
+        return bool(self._slots.count if self._held else self._groups) and not self._asleep
 
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
@@ -252,21 +232,8 @@ class TorchRolloutEngine(RolloutEngine):
         group.unfinished -= 1
         if group.unfinished:
             return
-        request = group.request
-        del self._groups[request.group_id]
-        samples = [each for each in group.samples if each is not None]
-        payload = GroupPayload(group_id=request.group_id, prompt=request.prompt, samples=samples)
-        self._finished.append(
-            GeneratedGroup(
-                group_id=request.group_id,
-                prompt_tokens=len(request.prompt),
-                response_tokens=[len(each.tokens) for each in samples],
-                truncated=sum(each.finish_reason == "length" for each in samples),
-                oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
-                newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
-                payload=codec.encode(payload),
-            )
-        )
+        del self._groups[group.request.group_id]
+        self._finished.append(finished_group(group.request, [each for each in group.samples if each is not None]))
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
         known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
@@ -290,6 +257,8 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
+        if self._asleep:
+            raise InvariantViolated("weights are swapped while the engine is asleep")
 
         def apply() -> None:
             self._decoder.load_weights(tensors)
@@ -314,6 +283,19 @@ class TorchRolloutEngine(RolloutEngine):
             _, kept = self._forward([texts[slot] for slot in batch])
             for row, slot in enumerate(batch):
                 self._cache.fill(slot, kept[:, :, row, :, : len(texts[slot])])
+
+    async def sleep(self) -> None:
+        """The weights stay."""
+        if self._slots.count:
+            raise InvariantViolated(f"the engine is put to sleep while {self._slots.count} samples are running")
+        for group in self._waiting:
+            group.prefilled = None
+        self._asleep = True
+        await self._in_thread(self._cache.release)
+
+    async def wake(self) -> None:
+        await self._in_thread(self._cache.restore)
+        self._asleep = False
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""

@@ -101,6 +101,9 @@ class Objective:
         mismatch = (behaviour - start).abs() * fresh
         statistics.mean("mismatch/abs_logprob", mismatch.sum(), fresh.sum())
         statistics.maximum("mismatch/max", torch.where(fresh.sum() > 0, mismatch.max(), -torch.inf))
+        statistics.histogram("mismatch/abs_logprob", mismatch, fresh)
+        statistics.total("mismatch/tokens", fresh.sum())
+        statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
         return self._chosen.aggregation(values, batch.mask, self._chosen.aggregation_options).total
 
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:

@@ -31,6 +31,7 @@ from runtime.generations import SUFFIX, TextDecoder, Transcript, faults_told, re
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
+from runtime.topology import slots
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
@@ -141,10 +142,10 @@ class Evaluator:
         return result
 
     def _course(self, folder: Path, alone: bool, progress: Progress) -> _Course:
-        rollout = self._config.services.rollout
+        each = slots(self._config).values()
         if alone:  # twice the slots keeps them full
-            return _Course(folder, self._sets, Places(2 * rollout.slots * rollout.replicas), rollout.slots, progress)
-        places, largest = rollout.slots * rollout.replicas // SHARE, rollout.slots // SHARE
+            return _Course(folder, self._sets, Places(2 * sum(each)), min(each), progress)
+        places, largest = sum(each) // SHARE, min(each) // SHARE
         return _Course(folder, self._sets, Places(max(1, places)), max(1, largest), progress)
 
     async def _problem(self, course: _Course, place: int, index: int) -> None:

@@ -16,6 +16,7 @@ from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import Replaceable
 from runtime.status import Loss, Progress
+from runtime.topology import slots
 from runtime.trackers import Trackers
 
 
@@ -38,7 +39,7 @@ class EvaluationRun:
     def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles):
         self._material = material
         self._roles = roles
-        self._pool = RolloutPool(roles.rollouts, material.config.deadlines.start, material.lost)
+        self._pool = RolloutPool(roles.rollouts, slots(material.config), material.config.deadlines.start, material.lost)
         self._pool.serve_as_loaded()
         self._evaluator = Evaluator(
             material.config, material.held_out, roles, self._pool, material.text, material.stop_token_ids

@@ -50,7 +50,7 @@ class GroupStage:
         spans: SpanClock,
         dynamic_sampling: DynamicSampling | None = None,
     ):
-        self._config = config
+        self._size = config.sampling.group_size
         self._roles = roles
         self._pool = pool
         self._buffer = buffer
@@ -66,10 +66,7 @@ class GroupStage:
             temperature=config.sampling.temperature,
             stop_token_ids=stop_token_ids,
         )
-        # Groups that a rollout may hold: what its slots take, and one more so that no slot waits.
-        self._each = config.services.rollout.slots // config.sampling.group_size + 1
         pool.subscribe(buffer.room_changed.set)
-        self._together = max(1, min(TOGETHER, config.services.rollout.slots) // config.sampling.group_size)
         self._lives: set[asyncio.Task[None]] = set()
 
     async def run(self, tasks: TaskGroup, last_step: Callable[[], int]) -> None:
@@ -80,13 +77,15 @@ class GroupStage:
                 self._spawn(tasks, self._resume(group))
         while True:
             buffer.room_changed.clear()
-            waiting = buffer.waiting()
-            for index in range(buffer.capacity(len(self._pool.serving) * self._each, last_step())):
-                if index % self._together == 0:
+            waiting, together = buffer.waiting(), 0
+            for index in range(buffer.capacity(sum(map(self._most, self._pool.serving)), last_step())):
+                if not together:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
                     if not self._pool.serving:
                         break
                     rollout = self._pool.least_loaded()
+                    together = self._together(rollout)
+                together -= 1
                 group = waiting[index] if index < len(waiting) else self._admit()
                 buffer.dispatch(group.group_id, rollout.name)
                 self._spawn(tasks, self._live(group, rollout))
@@ -114,6 +113,15 @@ class GroupStage:
         self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
         return group
 
+    def _most(self, rollout: RolloutPort) -> int:
+        """Groups that `rollout` may hold: what its slots take, and one more so that no slot waits."""
+        return self._pool.slots[rollout.name] // self._size + 1
+
+    def _together(self, rollout: RolloutPort) -> int:
+        """Groups that go to `rollout` before the next is chosen."""
+        wanted = min(TOGETHER, self._pool.slots[rollout.name]) // self._size
+        return max(1, min(wanted, self._most(rollout) - self._pool.load(rollout) // self._size))
+
     def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
         task = tasks.create_task(life)
         self._lives.add(task)
@@ -124,7 +132,7 @@ class GroupStage:
         request = GroupRequest(
             group_id=ticket.group_id,
             prompt=self._prompts.tokens[ticket.problem],
-            n=self._config.sampling.group_size,
+            n=self._size,
             seed=ticket.seed,
             sampling=self._sampling,
         )

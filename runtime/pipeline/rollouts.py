@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from runtime.errors import ServiceFault, Unanswered, Unreachable
@@ -17,16 +17,22 @@ log = logging.getLogger("sluice")
 
 
 class RolloutPool:
-    """Spreads groups over the rollouts that serve: each goes to whoever has the fewest samples under way.
+    """Spreads groups over the rollouts that serve: each goes to whoever has the fewest samples under way for its slots.
 
     A rollout that arrives is a newcomer until `membership` says that it serves. One whose connection is lost, or that is given
     up, fails every call under way with Unreachable: its groups are another's to make.
     """
 
     def __init__(
-        self, rollouts: Sequence[RolloutPort], patience: float = 120.0, lost: Callable[[Loss], None] = lambda loss: None
+        self,
+        rollouts: Sequence[RolloutPort],
+        slots: Mapping[str, int],
+        patience: float = 120.0,
+        lost: Callable[[Loss], None] = lambda loss: None,
     ):
-        """`patience`: seconds that a run goes on without any rollout. `lost` is told of each that is lost."""
+        """`slots`: how many sequences each generates at once, by name. `patience`: seconds that a run goes on without any
+        rollout. `lost` is told of each that is lost."""
+        self.slots = slots
         self.membership = Membership()
         self.losses: dict[str, Loss] = {}
         """The newest loss of each name, while nobody has come in its place."""
@@ -105,7 +111,11 @@ class RolloutPool:
 
     def least_loaded(self) -> RolloutPort:
         """Of those that serve, of whom there is at least one."""
-        return self._ports[min(self.membership.serving, key=lambda member: self._load[member])]
+        return self._ports[min(self.membership.serving, key=lambda member: self._load[member] / self.slots[member.name])]
+
+    def load(self, rollout: RolloutPort) -> int:
+        """Its samples under way."""
+        return self._load[_member(rollout)]
 
     async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
         """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""

@@ -37,7 +37,7 @@ from runtime.ports import Replaceable
 from runtime.position import Position
 from runtime.status import Loss, Progress
 from runtime.summary import Summary
-from runtime.topology import members, uses_reference
+from runtime.topology import members, replicas, slots, uses_reference
 from runtime.trackers import Trackers
 from runtime.types import PolicyVersion
 
@@ -86,7 +86,7 @@ class Run:
         )
         self._checkpoints = Checkpoints(material.folder, config, roles, material.ledger, self._stream, self._buffer)
         self._spans = SpanClock()
-        self._pool = RolloutPool(roles.rollouts, config.deadlines.start, material.lost)
+        self._pool = RolloutPool(roles.rollouts, slots(config), config.deadlines.start, material.lost)
         self._publisher = Publisher(roles.trainer, self._pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(self._pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
@@ -329,6 +329,7 @@ def _line(figures: dict[str, float]) -> str:
         ("grpo/score/mean", "reward {:.2f}"),
         ("timing/all", "{:.0f} ms/step"),
         ("staleness/mean", "staleness {:.1f}"),
+        ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
     )
     scale = {"timing/all": 1000.0}
     return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)
@@ -347,5 +348,7 @@ def _needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """All devices of the run: one a process of all roles that compute."""
-    return sum(member.role != "reward" for member in members(config))
+    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes."""
+    rollouts = replicas(config)
+    ways = (rollouts[member.name].tensor_parallel if member.name in rollouts else 1 for member in members(config))
+    return sum(ways) - sum(member.role == "reward" for member in members(config))

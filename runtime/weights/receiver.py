@@ -36,10 +36,13 @@ class Staged:
 class WeightReceiver:
     """Owns the staging buckets of one manifest. They outlive epochs: the group is an argument of `receive`."""
 
-    def __init__(self, manifest: Manifest, *, pin: bool = False):
-        """`pin` page-locks the buckets, for copies to an accelerator. Raises InvalidMessage for a manifest without a plan."""
+    def __init__(self, manifest: Manifest, *, pin: bool = False, shared: bool = False):
+        """`pin` page-locks the buckets, for copies to an accelerator; `shared` ones can be mapped by other processes.
+
+        Raises InvalidMessage for a manifest without a plan.
+        """
         self.buckets = plan_buckets(manifest)
-        self._buffers = allocate(self.buckets, pin)
+        self._buffers = allocate(self.buckets, pin, shared)
         names = (spec.name for spec in manifest.tensors)
         self._tensors = dict(zip(names, views(manifest, self.buckets, self._buffers), strict=True))
         self._lock = threading.Lock()

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
+from runtime.weights import shared as shared_memory
 from runtime.weights.group import Transfer, WeightGroup, drop_frames, reason
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
 
@@ -91,8 +92,10 @@ class WeightSender:
         return SendResult(sum(bucket.total_bytes for bucket in self.buckets), time.monotonic() - began)
 
 
-def allocate(buckets: Sequence[Bucket], pin: bool) -> list[torch.Tensor]:
+def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
     """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding."""
+    if shared:
+        return [shared_memory.allocate(bucket.total_bytes) for bucket in buckets]
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
 
 

@@ -156,7 +156,7 @@ class Stage:
     def __init__(self, settings: config.Publication) -> None:
         self.trainer = TrainerHere(settings)
         self.rollouts = [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)]
-        self.pool = RolloutPool(self.rollouts, patience=20.0)  # type: ignore[arg-type]
+        self.pool = RolloutPool(self.rollouts, {rollout.name: 1 for rollout in self.rollouts}, 20.0)  # type: ignore[arg-type]
         self.publisher = Publisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
         self.tasks: list[asyncio.Task[None]] = []
 

@@ -41,7 +41,7 @@ def make(cast: Cast, transfer: float = 5.0, commit: float = 5.0, in_flight: Any 
     settings = config.Publication(
         transfer_timeout=transfer, commit_timeout=commit, abort_timeout=min(transfer, commit), in_flight=in_flight
     )
-    pool = RolloutPool(cast.rollouts, patience=patience)
+    pool = RolloutPool(cast.rollouts, {rollout.name: 1 for rollout in cast.rollouts}, patience)
     return Publisher(cast.trainer, pool, settings, 5.0)
 
 

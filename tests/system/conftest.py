@@ -13,9 +13,9 @@ from tests.real_data import real_file
 from tests.system.runs import write_config
 
 
-def make_tiny(folder: Path, kv_heads: int = 1) -> Path:
+def make_tiny(folder: Path, kv_heads: int = 1, hidden_size: int = 32) -> Path:
     """model/ with random weights, train.jsonl and eval.jsonl."""
-    settings = Warmup(hidden_size=32, layers=2, heads=2, kv_heads=kv_heads, intermediate_size=64)
+    settings = Warmup(hidden_size=hidden_size, layers=2, heads=2, kv_heads=kv_heads, intermediate_size=64)
     (folder / "model").mkdir(parents=True)
     tokenizer = tiny_model.write_tokenizer(folder / "model")
     tiny_model.make_model(settings, tokenizer).save_pretrained(folder / "model")

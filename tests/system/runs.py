@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 POLL = 0.02  # seconds between two looks at something outside that cannot be waited for
+
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make install-vllm")
 
 START = 90.0  # seconds until a run trains
 END = 30.0  # seconds until nothing is left of a run that ended

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from runtime import config_loading
-from runtime.config import Config, Critic, Source, Tracker, Warmup
+from runtime.config import Config, Critic, Rollout, Source, Tracker, Warmup
 from runtime.config_checks import kv_cache_bytes, semantic_faults
 from runtime.config_loading import load, preset_names, resolve, schema, to_yaml
 from runtime.errors import ConfigError
+from runtime.topology import fleets
 
 Loading = Callable[..., Config]
 
@@ -89,6 +90,25 @@ def test_what_is_wrong_within_a_list_is_said_where_a_name_would_do_too(loading: 
         "data.train.2: 'z' is not a section of keys",
     ]
     assert faults_of(loading, "run: {name: a}", "data.train={a: b}") == ["data.train: a mapping is not a string or a list"]
+
+
+def test_rollouts_are_one_fleet_or_several(loading: Loading) -> None:
+    text = "run: {name: a}\nservices: {rollout: [{slots: 8}, {env: {B: x}}]}"
+    config = loading(text, "services.rollout.1.replicas=2", "services.rollout.0.env.A=y")
+    assert fleets(config) == {
+        "services.rollout.0": Rollout(slots=8, env={"A": "y"}),
+        "services.rollout.1": Rollout(replicas=2, env={"B": "x"}),
+    }
+    assert loading(to_yaml(config)) == config
+    single = loading("run: {name: a}", "services.rollout.env.A=y", "services.rollout.slots=8")
+    assert fleets(single) == {"services.rollout": Rollout(slots=8, env={"A": "y"})}
+    assert fleets(loading("run: {name: a}", "services.rollout=[{slots: 2}, {}]")).keys() == fleets(config).keys()
+    assert faults_of(loading, text, "services.rollout.1.slot=2", "services.rollout.2.slots=2") == [
+        "services.rollout.2: no such item; the list has 2, counted from 0",
+        "services.rollout.1.slot: unknown key; nearest is 'slots'",
+    ]
+    assert faults_of(loading, text, "services.rollout.slots=2")[0].startswith("services.rollout.slots: no such item")
+    assert faults_of(loading, text, "services.rollout=5") == ["services.rollout: 5 is not a section of keys or a list"]
 
 
 def test_override_of_one_alias_leaves_the_other(loading: Loading) -> None:
@@ -462,6 +482,11 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
             "services.critic.processes: 8 does not divide training.mini_batch_size = 2",
         ),
         ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
+        ({"services": {"rollout": []}}, "services.rollout: an empty list; at least one fleet is needed"),
+        (
+            {"services": {"rollout": [{}, {"python": "/no/.venv-vllm/bin/python"}]}},
+            "services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm",
+        ),
     ],
 )
 def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault: str) -> None:
@@ -525,6 +550,10 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
     assert checked(sound, available_bytes=needed, services=services) == []
     (fault,) = checked(sound, available_bytes=needed - 1, services=services)
     assert fault.startswith("services.rollout.slots: 64 slots of 128 tokens in 2 replica(s) need 0.0 GiB of KV cache")
+    fleets = {"rollout": [{"dtype": "bfloat16"}, {"replicas": 1, "dtype": "bfloat16"}]}
+    assert checked(sound, available_bytes=needed, services=fleets) == []
+    (fault,) = checked(sound, available_bytes=needed - 1, services=fleets)
+    assert fault.startswith("services.rollout.1.slots: 64 slots")
     (fault,) = checked(sound, available_bytes=3 << 30, services={"rollout": {"slots": 1 << 18, "dtype": "float32"}})
     assert fault.endswith("need 16.0 GiB of KV cache; 3.0 GiB are available")
 

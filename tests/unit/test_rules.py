@@ -40,8 +40,8 @@ IMPURE = {  # what reads a clock, the system or the configuration
     *("runtime.config", "runtime.config_checks", "runtime.config_loading", "runtime.platform"),
 }
 OPTIONAL = {  # what only some machines have, and the files and folders that may name it
-    "vllm": {"runtime/engines/rollout_vllm.py"},
-    "megatron": {"runtime/engines/megatron/"},
+    "vllm": {"runtime/engines/vllm/shim.py", "runtime/engines/vllm/worker.py"},
+    "megatron": {"runtime/engines/megatron/", "runtime/engines/update_megatron.py"},
     "mindspeed": {"runtime/engines/megatron/"},
     "torch_npu": {"runtime/platform.py", "runtime/weights/device_link.py"},
 }

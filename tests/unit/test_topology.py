@@ -11,7 +11,7 @@ import pytest
 from launcher.topology import coordinator_spec, service_specs
 from runtime.config import Config
 from runtime.pipeline.run import accelerators
-from runtime.topology import Member, members, uses_reference
+from runtime.topology import Member, members, replicas, uses_reference
 
 
 def make(**sections: Any) -> Config:
@@ -53,6 +53,24 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
     assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
     assert spec.command[8:10] == ("-m", "services.reference")
     assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
+    fleets = [{"replicas": 2, "slots": 8, "python": "/a", "env": {"A": "1"}}, {"slots": 4, "dtype": "bfloat16", "threads": 3}]
+    config = make(services={"rollout": fleets})
+    assert names(config) == ["rollout-0", "rollout-1", "rollout-2", "reward-0", "trainer-0"]
+    assert accelerators(config) == 4
+    assert [(name, each.slots, each.dtype) for name, each in replicas(config).items()] == [
+        ("rollout-0", 8, "auto"),
+        ("rollout-1", 8, "auto"),
+        ("rollout-2", 4, "bfloat16"),
+    ]
+    specs = [spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "rollout"]
+    assert [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in specs] == [
+        ("/a", "1", "2"),
+        ("/a", "1", "2"),
+        ("python", None, "3"),
+    ]
 
 
 def test_every_rank_of_a_critic_is_a_member() -> None:

@@ -15,7 +15,7 @@ from runtime.config import Config, Trainer
 from runtime.engines import hf_policy, packed_attention, train_objective
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import UserError
-from runtime.types import GroupPayload, Logprobs, TrainGroup
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
 from tests.unit.training_steps import LOSS_TERMS, assert_same, comparable, run_step, weights
@@ -221,13 +221,46 @@ def test_metrics(policy: str):
     assert metrics["actor/lr"] == pytest.approx(2.5e-3)
     assert metrics["actor/pg_clipfrac"] == 0
     assert metrics["staleness/token_mean"] == 0
-    assert metrics["mismatch/max"] >= metrics["mismatch/abs_logprob"] > 0
+    assert metrics["mismatch/max"] >= metrics["mismatch/abs_logprob_p99"] >= metrics["mismatch/abs_logprob"] > 0
+    trained = metrics["mismatch/tokens"]
+    assert metrics["mismatch/tokens_of_other_versions"] == 0
     assert "actor/kl_loss" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())
     # The next step finds only tokens of version 0: one version old, and none to compare engines by.
     metrics = comparable(run_step(engine, groups))
     assert metrics["staleness/token_mean"] == 1
-    assert not [name for name in metrics if name.startswith("mismatch/")]
+    assert {name: value for name, value in metrics.items() if name.startswith("mismatch/")} == {
+        "mismatch/tokens": 0,
+        "mismatch/tokens_of_other_versions": trained,
+    }
+
+
+def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_trained(policy: str):
+    """The exact numbers are of a forward pass in float64."""
+    config = make_config(policy)
+    engine, groups, gaps, others = TorchTrainEngine(config), make_groups(3, (20, 24, 16), step=1, longest=16), [], 0
+    run_step(engine, make_groups(2))
+    model = Oracle(policy).model
+    model.load_state_dict({name: tensor.double() for name, tensor in weights(engine).items()}, strict=False)
+    for group in groups:
+        payload = codec.decode(GroupPayload, group.payload)
+        for sample, valid in zip(payload.samples, group.valid, strict=True):
+            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+            with torch.no_grad():
+                logp = torch.log_softmax(model(ids[None]).logits[0, len(payload.prompt) - 1 : -1], -1)
+            own = logp[torch.arange(len(sample.tokens)), ids[len(payload.prompt) :]].numpy()
+            gap = np.abs(own - sample.logprobs)
+            steps = np.array([PolicyVersion.unpack(int(version)).step for version in sample.versions])
+            trained = sample.loss_mask.astype(bool) & bool(valid)
+            gaps += list(gap[trained & (steps == 1)])
+            others += int((trained & (steps != 1)).sum())
+    metrics = comparable(run_step(engine, groups))
+    assert (metrics["mismatch/tokens"], metrics["mismatch/tokens_of_other_versions"]) == (len(gaps), others)
+    assert len(gaps) > 100 and others > 100
+    assert metrics["mismatch/abs_logprob"] == pytest.approx(np.mean(gaps), rel=1e-5)
+    assert metrics["mismatch/max"] == pytest.approx(max(gaps), rel=1e-5)
+    exact = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
+    assert exact * 2 ** (-1 / 16) * 0.9999 <= metrics["mismatch/abs_logprob_p99"] <= exact * 1.0001
 
 
 def test_learning_raises_the_log_probability_of_rewarded_tokens(policy: str):

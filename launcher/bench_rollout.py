@@ -1,0 +1,150 @@
+"""`sluice bench rollout`: tokens/s of the embedded rollout engine and of vLLM, the pause of an update, and the start."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.table import Table
+
+from launcher.bench_material import bench_config
+from launcher.bench_packing import Shape
+from launcher.bench_worker import Measured, Worker, total
+from runtime.config import Config, Rollout, Warmup
+from runtime.errors import UserError
+
+ENGINES = ("torch", "vllm")
+TRIAL = "launcher.rollout_trial"
+DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
+
+
+class Settings(Struct, frozen=True):
+    shapes: tuple[Shape, ...] = (Shape(128, 4, 4, 2, 384), Shape(512, 4, 8, 4, 1536))
+    sequences: tuple[int, ...] = (32, 128)  # generated at once
+    rounds: int = 3
+    seconds: float = 3.0  # of one measure of tokens
+    updates: int = 34  # of one measure of pauses
+
+
+class Pauses(Struct):
+    """Seconds for which an update of the weights holds generation up."""
+
+    p50: float
+    p99: float
+    updates: int
+
+
+class Case(Struct):
+    """`ratios`: vLLM's rate over the embedded engine's, round by round."""
+
+    shape: Shape
+    sequences: int
+    tokens_per_second: dict[str, float]
+    ratios: list[float]
+    pauses: dict[str, Pauses]
+
+
+class Report(Struct):
+    cases: list[Case]
+    start_seconds: dict[str, dict[str, float]]  # by shape and engine
+
+
+def interpreter(path: Path) -> str:
+    """Raises UserError where there is none."""
+    if shutil.which(path) is None:
+        hint = "; run make install-vllm" if path == DEFAULT_PYTHON else ""
+        raise UserError(f"--vllm-python: '{path}' is not an executable{hint}")
+    return str(path)
+
+
+async def measure(
+    folder: Path, vllm_python: str, settings: Settings, show: Callable[[str], None] = lambda line: None
+) -> Report:
+    """Both engines in processes of their own of one thread, in turn. Raises UserError, ServiceFault."""
+    cases: list[Case] = []
+    starts: dict[str, dict[str, float]] = {}
+    for shape in settings.shapes:
+        async with AsyncExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            starts[shape.name] = {}
+            for engine, python in zip(ENGINES, (sys.executable, vllm_python), strict=True):
+                show(f"{shape.name}: starting {engine}")
+                config = rollout_config(folder, shape, engine, max(settings.sequences))
+                workers[engine] = await stack.enter_async_context(Worker.started(config, 1, python, TRIAL))
+                starts[shape.name][engine] = Measured(**await workers[engine].hear("start")).seconds
+            cases += [await _case(shape, sequences, workers, settings, show) for sequences in settings.sequences]
+    return Report(cases, starts)
+
+
+def rollout_config(folder: Path, shape: Shape, engine: str, slots: int) -> Config:
+    warmup = Warmup(
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate_size,
+    )
+    config = bench_config(folder / f"{shape.layers}x{shape.hidden_size}", warmup)
+    fleet = Rollout(engine=engine, slots=slots, dtype="float32")  # type: ignore[arg-type]
+    return replace(config, services=replace(config.services, rollout=fleet))
+
+
+async def _case(
+    shape: Shape, sequences: int, workers: Mapping[str, Worker], settings: Settings, show: Callable[[str], None]
+) -> Case:
+    for worker in workers.values():  # the first of each is not counted
+        await worker.ask({"what": "pauses", "sequences": sequences, "updates": 1})
+    rates: dict[str, list[Measured]] = {engine: [] for engine in workers}
+    pauses: dict[str, list[float]] = {engine: [] for engine in workers}
+    for (number, what), (engine, worker) in product(product(range(settings.rounds), ("tokens", "pauses")), workers.items()):
+        show(f"{shape.name}, {sequences} sequences: round {number + 1} of {settings.rounds}, {what}, {engine}")
+        if what == "tokens":
+            order = {"what": what, "sequences": sequences, "seconds": settings.seconds}
+            rates[engine].append(Measured(**await worker.ask(order)))
+        else:
+            order = {"what": what, "sequences": sequences, "updates": settings.updates}
+            pauses[engine] += (await worker.ask(order))["pauses"]
+    torch, vllm = (rates[engine] for engine in ENGINES)
+    return Case(
+        shape=shape,
+        sequences=sequences,
+        tokens_per_second={engine: total(rounds).rate for engine, rounds in rates.items()},
+        ratios=[theirs.rate / ours.rate for ours, theirs in zip(torch, vllm, strict=True)],
+        pauses={engine: Pauses(rank(found, 0.5), rank(found, 0.99), len(found)) for engine, found in pauses.items()},
+    )
+
+
+def rank(values: Sequence[float], share: float) -> float:
+    """The value of rank ceil(`share` · n) among n >= 1."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def render(report: Report) -> list[Table]:
+    rates = Table(title="Generation, tokens/s", title_justify="left", title_style="bold")
+    for name in ("", "sequences", "torch", "vllm", "vllm / torch", "of the rounds"):
+        rates.add_column(name, justify="right" if name else "left")
+    pauses = Table(title="Pause of an update, ms", title_justify="left", title_style="bold")
+    for name in ("", "sequences", *(f"{engine} {share}" for engine in ENGINES for share in ("p50", "p99")), "updates"):
+        pauses.add_column(name, justify="right" if name else "left")
+    for case in report.cases:
+        told = (f"{case.tokens_per_second[engine]:,.0f}" for engine in ENGINES)
+        spread = f"{min(case.ratios):.2f} – {max(case.ratios):.2f}"
+        rates.add_row(case.shape.name, str(case.sequences), *told, f"{median(case.ratios):.2f}", spread)
+        held = (f"{value * 1e3:.1f}" for engine in ENGINES for value in (case.pauses[engine].p50, case.pauses[engine].p99))
+        pauses.add_row(case.shape.name, str(case.sequences), *held, str(case.pauses["vllm"].updates))
+    rates.caption = "Qwen2, float32, one thread each, prompts of 24 tokens, replies of 32 to 64; prefill is in the time"
+    rates.caption_justify = "left"
+    starts = Table(title="Start of the engine, s", title_justify="left", title_style="bold")
+    for name in ("", *ENGINES):
+        starts.add_column(name, justify="right" if name else "left")
+    for shape, seconds in report.start_seconds.items():
+        starts.add_row(shape, *(f"{seconds[engine]:.1f}" for engine in ENGINES))
+    return [rates, pauses, starts]

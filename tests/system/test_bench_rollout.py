@@ -1,0 +1,51 @@
+"""`sluice bench rollout` on a tiny setting: the engines are measured in two environments; no speed is asserted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher import bench, bench_rollout
+from launcher.bench_packing import Shape
+from launcher.bench_rollout import Settings, measure, rank, render
+from runtime.errors import UserError
+from tests.system.runs import VLLM_PYTHON, needs_vllm
+
+TINY = Settings(shapes=(Shape(128, 1, 4, 2, 64),), sequences=(8, 16), rounds=2, seconds=0.5, updates=2)
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_both_engines_are_measured(tmp_path: Path) -> None:
+    report = asyncio.run(measure(tmp_path, str(VLLM_PYTHON), TINY))
+    assert [case.sequences for case in report.cases] == [8, 16]
+    for case in report.cases:
+        assert case.tokens_per_second.keys() == {"torch", "vllm"}
+        assert all(rate > 0 for rate in case.tokens_per_second.values())
+        assert len(case.ratios) == 2
+        for pauses in case.pauses.values():
+            assert pauses.updates == 4
+            assert 0 < pauses.p50 <= pauses.p99
+    assert report.start_seconds["1 layers of 128"]["vllm"] > 0
+    console = Console(record=True, width=160)
+    for table in render(report):
+        console.print(table)
+    assert "vllm / torch" in console.export_text()
+
+
+def test_ranks() -> None:
+    assert [rank([4.0, 1.0, 3.0, 2.0], share) for share in (0.01, 0.5, 0.51, 0.99)] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"'\.venv-vllm/bin/python' is not an executable; run make install-vllm$"):
+        bench.run("rollout", None)
+    with pytest.raises(UserError, match=r"'/no/python' is not an executable$"):
+        bench.run("rollout", None, vllm_python=Path("/no/python"))
+    with pytest.raises(UserError, match="bench engine runs no vLLM"):
+        bench.run("engine", None, vllm_python=Path("/no/python"))
+    assert bench_rollout.interpreter(Path("python3")) == "python3"

@@ -1,0 +1,59 @@
+"""Whole runs with vLLM among the rollouts: beside the embedded engine, without it after a kill, and a model that learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runtime.ledger_reader import LedgerReader
+from tests.system.conftest import make_tiny
+from tests.system.runs import ROOT, VLLM_PYTHON, check_gone, needs_vllm, started, steps, summary, trained, write_config
+from tests.system.test_faults import all_gone, everyone
+
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+
+START = 300.0  # vLLM takes its time
+FLEETS = [{"slots": 16}, {"engine": "vllm", "slots": 8, "python": str(VLLM_PYTHON)}]
+CLOSE = 1e-4  # log-probabilities of float32, between engines
+
+
+def versions(folder: Path) -> dict[str, set[int]]:
+    """The steps whose weights each rollout generated with, of the groups that are ready or were trained on."""
+    found: dict[str, set[int]] = {}
+    with LedgerReader(folder / "ledger") as reader:
+        for group in reader.groups():
+            if group.replica and group.oldest is not None and group.newest is not None:
+                found.setdefault(group.replica, set()).update((group.oldest.step, group.newest.step))
+    return found
+
+
+def test_both_engines_serve_the_same_versions_and_the_run_goes_on_without_vllm(tmp_path: Path) -> None:
+    tiny = make_tiny(tmp_path / "tiny", hidden_size=64)  # vLLM's attention wants heads of 32
+    config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START, "stop": 30})
+    overrides = ("training.steps=100000", "publication.in_flight=recompute", "checkpoint.keep=1")
+    with started(config, *overrides, folder=tmp_path / "run") as run:
+        run.reaches(6, START)
+        family = everyone(run)
+        served = versions(run.folder)
+        run.member("rollout-1").kill()
+        run.says("rollout-1: run: was killed by SIGKILL; the run goes on with rollout-0")
+        run.reaches(run.steps() + 5)
+        run.interrupt()
+        assert run.wait(60.0) == 0, run.output + run.errors
+        all_gone(family)
+        check_gone(run.folder)
+    assert served.keys() == {"rollout-0", "rollout-1"}
+    assert len(served["rollout-0"] & served["rollout-1"]) >= 3
+    found, points = summary(run.folder), steps(run.folder)
+    assert found["lost"] == ["rollout-1"]
+    assert found["groups"]["retired"] == len(points) * 4
+    compared = [point for point in points if point["mismatch/tokens"]]
+    assert compared
+    assert max(point["mismatch/max"] for point in compared) < CLOSE
+
+
+def test_the_quickstart_learns_to_add(tmp_path: Path) -> None:
+    overrides = [f"warmup.cache={tmp_path / 'cache'}", "warmup.max_seconds=500"]
+    run = trained(ROOT / "configs" / "quickstart_vllm.yaml", *overrides, folder=tmp_path / "run", timeout=800.0)
+    assert summary(run.folder)["accuracy_after"] >= 0.90

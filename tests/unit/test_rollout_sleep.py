@@ -1,0 +1,44 @@
+"""The embedded engine put to sleep: its memory of keys and values is given back, and generation goes on after it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.engines.rollout_torch import TorchRolloutEngine
+from runtime.errors import InvariantViolated
+from runtime.types import GeneratedGroup, PolicyVersion
+from tests.unit.test_rollout_torch import drain, never, request
+from tests.unit.tiny_models import save_model
+
+
+def test_sleep_gives_the_cache_back_and_loses_no_group(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    engine = TorchRolloutEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, slots=2, max_model_len=64)
+
+    async def go() -> list[GeneratedGroup]:
+        engine.submit([request(1)])
+        plain = [group async for group in drain(engine)]
+        engine.submit([request(2)])
+        assert await engine.advance(iter([False, True]).__next__) == []
+        with pytest.raises(InvariantViolated, match="while 2 samples are running"):
+            await engine.sleep()
+        again = [group async for group in drain(engine)]
+        assert [group.group_id for group in again] == [2]
+        await engine.sleep()
+        assert engine._cache.data.untyped_storage().nbytes() == 0
+        engine.submit([request(1)])
+        assert not engine.has_work
+        assert await engine.advance(never) == []
+        with pytest.raises(InvariantViolated, match="asleep"):
+            await engine.swap({}, PolicyVersion(0, 1))
+        await engine.wake()
+        after = [group async for group in drain(engine)]
+        assert after == plain
+        await engine.close()
+        return after
+
+    assert len(asyncio.run(go())) == 1

@@ -1,0 +1,139 @@
+"""An engine with the Hugging Face model whose weights it should have."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from runtime import codec
+from runtime.engines.rollout_vllm import VLLMRolloutEngine
+from runtime.types import GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
+
+T = TypeVar("T")
+
+CONTEXT = 384
+SLOTS = 16
+SWAP_SECONDS = 60.0
+TOLERANCE = 1e-4  # of a log-probability, between vLLM and Hugging Face in float32
+PROMPT = np.arange(5, 155, dtype=np.int32)  # longer than a block of the prefix cache (128 tokens on CPUs)
+
+
+class Rig:
+    """`models[v]` are the weights of version v; the engine is used on one event loop."""
+
+    def __init__(self, path: Path, worker: str = "tests.vllm.faulty_worker.FaultyLoading", **options: Any):
+        self.engine = VLLMRolloutEngine(
+            str(path),
+            name="rollout-0",
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            slots=SLOTS,
+            max_model_len=CONTEXT,
+            swap_timeout=SWAP_SECONDS,
+            worker=worker,
+            **options,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._ids = 0
+        self.models = {0: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
+        self.newest = 0
+
+    def run(self, work: Awaitable[T], timeout: float = 240.0) -> T:
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout))
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self._loop.close()
+
+    def request(
+        self, n: int = 4, tokens: int = 24, prompt: np.ndarray = PROMPT, seed: int = 0, **sampling: Any
+    ) -> GroupRequest:
+        self._ids += 1
+        chosen = SamplingParams(max_new_tokens=tokens, **{"temperature": 0.7, **sampling})
+        return GroupRequest(group_id=self._ids, prompt=prompt, n=n, seed=seed or self._ids, sampling=chosen)
+
+    async def finish(self, count: int) -> list[GroupPayload]:
+        """The next `count` groups that end."""
+        done: list[Any] = []
+        while len(done) < count:
+            assert self.engine.has_work
+            done += await self.engine.advance(lambda: False)
+        return [codec.decode(GroupPayload, each.payload) for each in done]
+
+    def generate(self, *requests: GroupRequest) -> list[list[Sample]]:
+        """The samples of each request, in its order."""
+        self.engine.submit(requests)
+        found = {payload.group_id: payload.samples for payload in self.run(self.finish(len(requests)))}
+        return [found[request.group_id] for request in requests]
+
+    async def until_tokens(self, count: int) -> None:
+        """Generate until the engine has made `count` tokens more."""
+        goal = self.engine.stats().decode_tokens + count
+        while self.engine.stats().decode_tokens < goal:
+            assert self.engine.has_work
+            assert not await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal)
+
+    async def until_tokens_or_finished(self, count: int, done: list[Sample]) -> None:
+        """As `until_tokens`, where samples (of groups of one) may be done meanwhile."""
+        goal = self.engine.stats().decode_tokens + count
+        while self.engine.stats().decode_tokens < goal:
+            assert self.engine.has_work
+            for each in await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal):
+                done += codec.decode(GroupPayload, each.payload).samples
+
+    def next_weights(self, scale: float = 0.05) -> dict[str, torch.Tensor]:
+        """Weights of the version after the newest, quite unlike it."""
+        model = copy.deepcopy(self.models[self.newest])
+        generator = torch.Generator().manual_seed(self.newest)
+        self.newest += 1
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        self.models = {self.newest - 1: self.models[self.newest - 1], self.newest: model}
+        return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+
+    async def update(self, recompute: bool = False) -> None:
+        tensors = self.next_weights()
+        await self.engine.swap(tensors, PolicyVersion(0, self.newest), recompute)
+
+    @torch.no_grad()
+    def logprobs(self, version: int, prompt: np.ndarray, sample: Sample, temperature: float = 0.7) -> np.ndarray:
+        """float32 [R]: what the model of `version` gives the sample's tokens."""
+        return (
+            self.distribution(version, prompt, sample, temperature)
+            .gather(1, torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(1))[:, 0]
+            .numpy()
+        )
+
+    @torch.no_grad()
+    def distribution(self, version: int, prompt: np.ndarray, sample: Sample, temperature: float) -> torch.Tensor:
+        """float32 [R, vocabulary]: log-probabilities before each of the sample's tokens."""
+        ids = torch.from_numpy(np.concatenate((prompt, sample.tokens)).astype(np.int64))
+        logits = self.models[version](ids.unsqueeze(0)).logits[0].float() / temperature
+        return torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+
+    def error(self, version: int, sample: Sample, where: Sequence[bool] | np.ndarray | None = None) -> float:
+        """The largest difference from the model of `version`, over the tokens `where`."""
+        difference = np.abs(self.logprobs(version, PROMPT, sample) - sample.logprobs)
+        return float(difference[where if where is not None else slice(None)].max(initial=0.0))
+
+    def check_exact(self, samples: Sequence[Sample]) -> None:
+        """Every token has the log-probability that the weights of its version give it."""
+        for sample in samples:
+            steps = sample.versions & 0xFFFFFFFF
+            assert (np.diff(steps) >= 0).all()
+            for version in set(steps.tolist()):
+                assert self.error(version, sample, steps == version) < TOLERANCE
+
+
+def interrupted_after(calls: int) -> Callable[[], bool]:
+    """What `advance` asks: true from the call after `calls` on."""
+    left = iter(range(calls))
+    return lambda: next(left, None) is None

@@ -1,0 +1,56 @@
+"""Two workers that share each layer: the same log-probabilities, before and after updates, in flight too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import ServiceFault
+from runtime.types import PolicyVersion
+from tests.vllm.faulty_worker import BREAKS
+from tests.vllm.rig import SLOTS, Rig
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def rig(model_path: Path) -> Iterator[Rig]:
+    made = Rig(model_path, tensor_parallel=2)
+    yield made
+    made.close()
+
+
+def test_log_probabilities_are_the_trainers_before_and_after_updates(rig: Rig) -> None:
+    for _ in range(4):
+        (samples,) = rig.generate(rig.request())
+        rig.check_exact(samples)
+        rig.run(rig.update())
+
+
+def test_recompute_in_flight_is_exact_at_the_boundary(rig: Rig) -> None:
+    rig.engine.submit([rig.request(n=SLOTS, tokens=60)])
+    rig.run(rig.until_tokens(300))
+    rig.run(rig.update(recompute=True))
+    (payload,) = rig.run(rig.finish(1))
+    rig.check_exact(payload.samples)
+    assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2
+
+
+def test_workers_that_fail_are_one_named_error_and_recover(rig: Rig) -> None:
+    tensors = {name: tensor.clone() for name, tensor in rig.models[rig.newest].state_dict().items()}
+    tensors["model.layers.1.self_attn.q_proj.weight"].view(-1)[0] = BREAKS
+    with pytest.raises(ServiceFault, match=r"swap: version 9\.9 was not loaded: .*injected fault at model\.layers\.1"):
+        rig.run(rig.engine.swap(tensors, PolicyVersion(9, 9)))
+    rig.run(rig.update())
+    rig.check_exact(rig.generate(rig.request(n=2))[0])
+
+
+def test_it_sleeps_and_wakes(rig: Rig) -> None:
+    rig.run(rig.engine.sleep())
+    rig.engine.submit([rig.request(n=1)])
+    assert not rig.engine.has_work
+    rig.run(rig.engine.wake())
+    (payload,) = rig.run(rig.finish(1))
+    rig.check_exact(payload.samples)
