@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launcher.machine import Machine
 from runtime.config import Computing, Config, Network, Process, Spread
+from runtime.topology import processes
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -93,13 +94,10 @@ def used_npus(role: Process, machine: Machine, own: Sequence[int], processes: in
 
 def faults(config: Config, machine: Machine) -> Iterator[str]:
     """What the configuration asks of this machine that it has not, one line each."""
-    for name in config.services.__struct_fields__:
-        role = getattr(config.services, name)
-        if not isinstance(role, Process):
-            continue
-        yield from _jemalloc_faults(f"services.{name}.jemalloc", role, machine)
+    for path, role in processes(config).items():
+        yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
         if machine.npus and isinstance(role, Computing) and max(role.devices, default=0) >= machine.npus:
-            yield f"services.{name}.devices: {max(role.devices)} is not one of this machine's NPUs, 0 to {machine.npus - 1}"
+            yield f"{path}.devices: {max(role.devices)} is not one of this machine's NPUs, 0 to {machine.npus - 1}"
 
 
 def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:

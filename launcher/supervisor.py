@@ -80,7 +80,7 @@ class Supervisor:
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and the role
 
     def replace_from_now_on(self, restarts: Mapping[str, Restarts]) -> None:
-        """A process of one of these roles that dies is started again as its settings allow, while the others go on. When it may
+        """One of these processes that dies is started again as its settings allow, while the others go on. When it may
         not be, the others go on as long as another of its role lives."""
         self._restarts = restarts
 
@@ -155,9 +155,9 @@ class Supervisor:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
         role, name = child.spec.role, child.spec.name
         # What its user has to mend would only happen again.
-        if role not in self._restarts or child.process.returncode == 2:
+        if name not in self._restarts or child.process.returncode == 2:
             return False
-        delay = self._allowances.setdefault(name, Allowance(self._restarts[role])).delay(time.monotonic())
+        delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         others = [one for one in self.children if one is not child and one.spec.role == role and one.running]
         if delay is None and not others and role not in self._starting.values():
             return False

@@ -76,8 +76,10 @@ def service_specs(
 
 
 def restarts(config: Config) -> dict[str, Restarts]:
-    """By role, for those whose processes can be replaced while a run goes on: they hold nothing that another cannot get."""
-    return {role: getattr(config.services, role).restarts for role in replaceable(config)}
+    """By name, for the processes that can be replaced while a run goes on: they hold nothing that another cannot get."""
+    roles = replaceable(config)
+    alone = [member for member in members(config) if member.role in roles]
+    return {member.name: _role(config, member).restarts for member in alone}  # type: ignore[attr-defined]  # such roles' own
 
 
 def _command(config: Config, member: Member, python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from runtime.config import Algorithm, Config, Process, RewardModel, Sampling, Warmup
+from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
@@ -23,7 +23,7 @@ from runtime.config_checks_rewards import reward_faults
 from runtime.config_checks_rollout import rollout_faults
 from runtime.data.chosen import sources
 from runtime.registry import OWN
-from runtime.topology import data_leaders, fleets, uses_reference
+from runtime.topology import data_leaders, fleets, processes, uses_reference
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
@@ -325,11 +325,9 @@ def _updates(config: Config) -> Iterator[str]:
 
 
 def _processes(config: Config) -> Iterator[str]:
-    roles = {f"services.{role}": getattr(config.services, role) for role in config.services.__struct_fields__}
-    processes = {path: settings for path, settings in roles.items() if isinstance(settings, Process)}
     if not fleets(config):
         yield "services.rollout: an empty list; at least one fleet is needed"
-    for path, process in (processes | fleets(config)).items():
+    for path, process in processes(config).items():
         if process.python and shutil.which(process.python) is None:
             yield f"{path}.python: '{process.python}' is not an executable" + _how_to_install(process.python)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
-from runtime.topology import members
+from runtime.topology import members, processes
 
 RESERVED = 1024  # ports below belong to the system
 
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
     """One line per fault."""
-    for name in config.services.__struct_fields__:
-        role = getattr(config.services, name)
+    for path, role in processes(config).items():
         if isinstance(role, Computing) and role.devices:
-            yield from _devices(f"services.{name}", role)
+            yield from _devices(path, role)
     yield from _hccl_ports(config, trains)
 
 
@@ -27,8 +26,12 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
         if count != role.processes:
             yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"
     elif isinstance(role, Rollout) and role.engine != "torch":
-        if count % role.replicas:
-            yield f"{key}.devices: {count} of them are not a multiple of replicas = {role.replicas}"
+        needed = role.replicas * role.tensor_parallel
+        if count != needed:
+            yield (
+                f"{key}.devices: {count} of them for {role.replicas} replicas of tensor_parallel {role.tensor_parallel}; "
+                f"must be {needed}"
+            )
     elif count != role.replicas:  # type: ignore[attr-defined]  # every other role has replicas
         yield f"{key}.devices: {count} of them for {role.replicas} replicas; must be one each"  # type: ignore[attr-defined]
 

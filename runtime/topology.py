@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from runtime.config import Config, Parallel, ReferenceScorer, Rollout, Spread
+from runtime.config import Config, Parallel, Process, ReferenceScorer, Rollout, Spread
 
 
 class Member(Struct, frozen=True):
@@ -45,6 +45,12 @@ def fleets(config: Config) -> dict[str, Rollout]:
     """The fleets of rollouts by their YAML paths: services.rollout, or services.rollout.0 and on where there is a list."""
     path, settings = "services.rollout", config.services.rollout
     return {path: settings} if isinstance(settings, Rollout) else {f"{path}.{at}": fleet for at, fleet in enumerate(settings)}
+
+
+def processes(config: Config) -> dict[str, Process]:
+    """By its YAML path, what each role's processes have in common; of rollouts, each fleet's."""
+    roles = {f"services.{role}": getattr(config.services, role) for role in config.services.__struct_fields__}
+    return {path: role for path, role in roles.items() if isinstance(role, Process)} | fleets(config)
 
 
 def replicas(config: Config) -> dict[str, Rollout]:

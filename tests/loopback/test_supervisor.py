@@ -64,7 +64,7 @@ async def fewer(supervisor: Supervisor, than: int) -> None:
 
 
 def allowed(attempts: int = 3) -> dict[str, Restarts]:
-    return {"rollout": Restarts(attempts=attempts, backoff=0.0)}
+    return dict.fromkeys(("rollout-0", "rollout-1"), Restarts(attempts=attempts, backoff=0.0))
 
 
 def test_one_that_dies_is_started_again_alone_with_a_log_of_its_own(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_one_that_is_given_up_is_ended_and_replaced_even_when_it_is_stopped(tmp_
 
 def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on({"rollout": Restarts(backoff=30.0)})
+        supervisor.replace_from_now_on({"rollout-0": Restarts(backoff=30.0)})
         await supervisor.start(spec("rollout-0", DIES))
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 1)
