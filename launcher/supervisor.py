@@ -20,6 +20,7 @@ from runtime import os_process
 from runtime.config import Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 
+DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
 FAULT = "error: "  # how a process begins the line that says why it ends
 
 
@@ -41,10 +42,11 @@ class Child:
     def running(self) -> bool:
         return self.process.returncode is None
 
-    @property
-    def alive(self) -> bool:
-        """Whether it runs indeed: one that died of itself, and of which we are about to hear, does not."""
-        return self.running and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    def give_up(self, reason: str) -> None:
+        """End it, if it runs still."""
+        if self.running:
+            self.given_up = reason
+            self.signal_group(signal.SIGKILL)
 
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started."""
@@ -77,6 +79,7 @@ class Supervisor:
         self.children: list[Child] = []
         self._restarts: Mapping[str, Restarts] = {}
         self._allowances: dict[str, Allowance] = {}
+        self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and the role
 
     def replace_from_now_on(self, restarts: Mapping[str, Restarts]) -> None:
@@ -92,11 +95,11 @@ class Supervisor:
         self._starting.clear()
 
     def give_up(self, name: str, incarnation: int, reason: str) -> None:
-        """End a process that the run does without, if it is still that one."""
+        """End a process that the run does without, unless it is dying by itself: then its own end says more."""
         for child in self.children:
-            if (child.spec.name, child.incarnation) == (name, incarnation) and child.alive and not child.given_up:
-                child.given_up = reason
-                child.signal_group(signal.SIGKILL)
+            if (child.spec.name, child.incarnation) == (name, incarnation) and child not in self._given_up:
+                self._given_up.append(child)
+                asyncio.get_running_loop().call_later(DYING, child.give_up, reason)
 
     async def start(
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0

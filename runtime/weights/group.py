@@ -290,8 +290,7 @@ class PendingGroup:
 
     def abort(self) -> None:
         """Fail `connect`, here and, where rank 0 does it, at everyone who came already. Idempotent, from any thread."""
-        here = (self.address.host, self.address.port)
-        _shut(here, frozenset({here}))
+        _shut((here := (self.address.host, self.address.port)), frozenset({here}))
 
     def _connect(self, names: Sequence[str]) -> WeightGroup:
         address = self.address

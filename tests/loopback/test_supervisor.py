@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from launcher.restarts import Allowance
-from launcher.supervisor import Child, Supervisor
+from launcher.supervisor import DYING, Child, Supervisor
 from launcher.topology import ProcessSpec
 from runtime.config import Restarts
 from runtime.os_process import INCARNATION
@@ -127,15 +127,29 @@ def test_one_that_is_given_up_is_ended_and_replaced_even_when_it_is_stopped(tmp_
         failing = asyncio.create_task(supervisor.first_failure())
         child.signal_group(19)  # SIGSTOP
         supervisor.give_up("rollout-0", 1, "of another incarnation")
-        assert not child.given_up
         supervisor.give_up("rollout-0", 0, "verify: no answer within 3 s")
         second = await started_again(supervisor, "rollout-0", 1)
         supervisor.give_up("rollout-0", 0, "told once more")
+        await asyncio.sleep(2 * DYING)
         assert second.running
         failing.cancel()
 
     (line,) = supervised(tmp_path, test)
     assert line == "rollout-0: run: verify: no answer within 3 s; started again in 0 s"
+
+
+def test_one_that_was_dying_when_it_was_given_up_says_itself_why(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on(allowed())
+        child = await supervisor.start(spec("rollout-0", LIVES))
+        failing = asyncio.create_task(supervisor.first_failure())
+        child.signal_group(9)
+        supervisor.give_up("rollout-0", 0, "connection lost")
+        await started_again(supervisor, "rollout-0", 1)
+        failing.cancel()
+
+    (line,) = supervised(tmp_path, test)
+    assert line == "rollout-0: run: was killed by SIGKILL; started again in 0 s"
 
 
 def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:

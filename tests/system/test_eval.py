@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import evaluation, generations
-from tests.system.runs import Live, belonging, check_gone, one_line, sluice, started, trained
+from tests.system.runs import START, Live, belonging, check_gone, eventually, one_line, sluice, started, trained
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -98,9 +98,22 @@ def test_a_mistake_is_one_line(config: Path, tmp_path: Path, overrides: tuple[st
     assert all(part in line for part in parts), line
 
 
-@pytest.mark.parametrize("name", ["rollout-1", "reward-0", "coordinator"])
-def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: str) -> None:
+def test_a_rollout_that_is_killed_is_replaced(config: Path, tmp_path: Path) -> None:
     with started(config, *LONG, folder=tmp_path / "run", command="eval") as run:
+        run.says("evaluating")
+        run.member("rollout-1").kill()
+        run.says("rollout-1: run: was killed by SIGKILL; started again in 0.5 s")
+        again = run.folder / "eval" / "logs" / "rollout-1.1.log"
+        eventually(lambda: again.exists() and "serves on" in again.read_text(), START, "another in its place")
+        run.interrupt()
+        assert run.wait(TOLD) == 0, run.output + run.errors
+        check_gone(run.folder)
+
+
+@pytest.mark.parametrize("name", ["reward-0", "coordinator"])
+def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: str) -> None:
+    once = "services.reward.restarts.attempts=0"
+    with started(config, *LONG, once, folder=tmp_path / "run", command="eval") as run:
         run.says("evaluating")
         run.member(name).kill()
         assert run.wait(TOLD) == 1, run.output + run.errors

@@ -115,7 +115,7 @@ def check_scores(folder: Path, reward_model: Path) -> None:
 def test_a_reward_model_alone_trains_and_is_named_when_it_is_killed(tiny: Path, tmp_path: Path, reward_model: Path) -> None:
     rewards = {"rules": [], "model": {"path": str(reward_model)}}
     config = write_config(tmp_path / "config.yaml", tiny, rewards=rewards)
-    with started(config, "training.steps=100000", folder=tmp_path / "run") as run:
+    with started(config, "training.steps=100000", "services.reward_model.restarts.attempts=0", folder=tmp_path / "run") as run:
         run.reaches(3)
         assert not list((run.folder / "logs").glob("reward-*"))
         shown = sluice("status", str(run.folder))
