@@ -91,8 +91,9 @@ def test_killed_it_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
 
 
 def has_worker(process: psutil.Process) -> bool:
-    """Whether the engine, a child, has started its worker."""
-    return any(child.children() for child in process.children())
+    """Whether the engine has started its worker. Before it, vLLM inspects the model in a process that ends by itself."""
+    children = [(child, " ".join(child.cmdline())) for child in process.children()]
+    return any(child.children() for child, command in children if "spawn_main" in command or "VLLM" in command)
 
 
 def until(holds: Callable[[], bool], seconds: float) -> None:
