@@ -106,7 +106,8 @@ class Supervisor:
                         child.spared = spares(child)
                         if not child.spared:
                             return child
-                        child.signal_group(signal.SIGKILL)  # what it left in its group
+                        # What it left ends in order: Python's resource tracker frees shared memory, and heeds no SIGTERM.
+                        child.signal_group(signal.SIGTERM)
             await asyncio.Future()  # all ended well: there will be no failure
             raise AssertionError
         finally:
