@@ -131,6 +131,7 @@ async def serve(config: Config, say: Callable[[Any], None]) -> None:
 
 def main() -> None:
     os_process.die_with_parent()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an engine prints is no answer
 
