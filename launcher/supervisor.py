@@ -46,7 +46,7 @@ class Child:
         """End it, if it runs still."""
         if self.running:
             self.given_up = reason
-            self.signal_group(signal.SIGKILL)
+            self.process.kill()  # what it started ends with it
 
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started."""
@@ -164,7 +164,8 @@ class Supervisor:
         others = [one for one in self.children if one is not child and one.spec.role == role and one.running]
         if delay is None and not others and role not in self._starting.values():
             return False
-        child.signal_group(signal.SIGKILL)  # what it left in its group
+        # What it left ends in order: Python's resource tracker frees shared memory, and heeds no SIGTERM.
+        child.signal_group(signal.SIGTERM)
         self.children.remove(child)
         if delay is None:
             self._say(f"{child.fault()}; it was started again often enough: the run goes on without it")

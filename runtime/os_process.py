@@ -13,6 +13,7 @@ import psutil
 
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
 
+_PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be nothing but the call
 
@@ -25,6 +26,17 @@ def age() -> float:
 def stacks_on_signal() -> None:
     """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def follow_parent() -> None:
+    """`die_with_parent` in a process of multiprocessing's, whose parent called `lead_children` before; so may those below it."""
+    die_with_parent(int(os.environ[_PARENT]))
+    lead_children()
+
+
+def lead_children() -> None:
+    """Tell the processes that this one will start who their parent is."""
+    os.environ[_PARENT] = str(os.getpid())
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -248,6 +248,7 @@ class RolloutService(process.Service):
 
 
 if __name__ == "__mp_main__":  # vLLM's engine is started by multiprocessing, which imports this: it must not outlive us
-    os_process.die_with_parent()
+    os_process.follow_parent()
 if __name__ == "__main__":
+    os_process.lead_children()
     process.main(RolloutService)

@@ -1,4 +1,4 @@
-"""Whole runs with vLLM among the rollouts: beside the embedded engine, without it after a kill, and a model that learns."""
+"""Whole runs with vLLM among the rollouts: beside the embedded engine, started again after a kill, and a model that learns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.system.test_faults import all_gone, everyone
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 START = 300.0  # vLLM takes its time
-STEPS = 60  # seconds of training, in the first of which vLLM is killed
+STEPS = 60  # in the first of which vLLM is killed
 FLEETS = [{"slots": 16}, {"engine": "vllm", "slots": 8, "python": str(VLLM_PYTHON)}]
 CLOSE = 1e-4  # log-probabilities of float32, between engines
 
@@ -29,7 +29,7 @@ def versions(folder: Path) -> dict[str, set[int]]:
     return found
 
 
-def test_both_engines_serve_the_same_versions_and_the_run_goes_on_without_vllm(tmp_path: Path) -> None:
+def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", hidden_size=64)  # vLLM's attention wants heads of 32
     config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START, "stop": 30})
     overrides = (f"training.steps={STEPS}", "publication.in_flight=recompute")
@@ -38,14 +38,13 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_without_vllm(t
         family = everyone(run)
         served = versions(run.folder)
         run.member("rollout-1").kill()
-        run.says("rollout-1: run: was killed by SIGKILL; the run goes on with rollout-0")
+        run.says("rollout-1: run: was killed by SIGKILL; started again in 0.5 s")
         assert run.wait(START) == 0, run.output + run.errors
         all_gone(family)
         check_gone(run.folder)
     assert served.keys() == {"rollout-0", "rollout-1"}
     assert len(served["rollout-0"] & served["rollout-1"]) >= 3
     found, points = summary(run.folder), steps(run.folder)
-    assert found["lost"] == ["rollout-1"]
     assert [point["step"] for point in points] == list(range(1, STEPS + 1))
     assert found["groups"] == {"retired": STEPS * 4, "dropped": 0}
     compared = [point for point in points if point["mismatch/tokens"]]
