@@ -29,7 +29,7 @@ def stacks_on_signal() -> None:
 
 
 def follow_parent() -> None:
-    """`die_with_parent` in a process of multiprocessing's, whose parent called `lead_children` before; so may those below it."""
+    """`die_with_parent` in a process of multiprocessing's, whose parent called `lead_children`; so may those below it."""
     die_with_parent(int(os.environ[_PARENT]))
     lead_children()
 
