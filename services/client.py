@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime import commands
 from runtime.batching import balance_each
-from runtime.config import Deadlines, Publication
+from runtime.config import Config, Deadlines, Publication
 from runtime.status import Status, Stop
 from runtime.types import (
     GeneratedGroup,
@@ -180,3 +180,18 @@ def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None
         await asyncio.gather(*posted)
 
     return wait()
+
+
+def service_of(role: str, config: Config) -> str:
+    """The name in proto/ of the service that a process of `role` serves."""
+    if role == "reference" and config.services.reference.engine == "megatron":
+        return "ReferenceGroup"
+    return "Reward" if role == "reward_model" else role.capitalize()
+
+
+CLIENTS: dict[str, type[ReplicaPeer]] = {  # of the roles whose processes may be replaced
+    "rollout": RolloutClient,
+    "reward": RewardClient,
+    "reward_model": RewardClient,
+    "reference": ReferenceClient,
+}

@@ -36,34 +36,20 @@ from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
 from runtime.topology import Member, data_leaders, members, replaceable
 from runtime.trackers import Trackers
 from services.client import (
+    CLIENTS,
     CriticClient,
     Peer,
     ReferenceClient,
     ReferenceGroupClient,
-    ReplicaPeer,
     RewardClient,
     RolloutClient,
     TrainerClient,
+    service_of,
 )
 from services.server import Handler, Server
 from services.session import Session
 
 log = logging.getLogger("sluice")
-
-
-def service_of(role: str, config: Config) -> str:
-    """The name in proto/ of the service that a process of `role` serves."""
-    if role == "reference" and config.services.reference.engine == "megatron":
-        return "ReferenceGroup"
-    return "Reward" if role == "reward_model" else role.capitalize()
-
-
-CLIENTS: dict[str, type[ReplicaPeer]] = {
-    "rollout": RolloutClient,
-    "reward": RewardClient,
-    "reward_model": RewardClient,
-    "reference": ReferenceClient,
-}
 
 T = TypeVar("T")
 
