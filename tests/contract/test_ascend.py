@@ -16,6 +16,7 @@ import yaml
 
 from launcher.environment import _VISIBLE
 from runtime import platform
+from runtime.engines.vllm.worker import CHECK_FORMAT
 from runtime.weights.device_link import KINDS
 from tests.contract.wheels import PINS, NotToBeHad, Wheel, wheel
 from tests.unit.test_rules import ROOT, TREES
@@ -239,6 +240,7 @@ def test_the_worker_has_what_ours_is_mixed_into(vllm_ascend: Wheel) -> None:
     assert isinstance(npu, ast.ClassDef)
     theirs = {node.attr for node in ast.walk(npu) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
     methods = {node.name for node in npu.body if isinstance(node, ast.FunctionDef)}
+    assert CHECK_FORMAT in methods
     for mixin in (node for node in TREES[WORKER].body if isinstance(node, ast.ClassDef)):
         own = {node.name for node in mixin.body if isinstance(node, ast.FunctionDef)}
         used = {node.attr for node in ast.walk(mixin) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}

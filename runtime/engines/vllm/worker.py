@@ -13,6 +13,9 @@ from runtime.weights.shared import Location, Mapped
 
 log = logging.getLogger("vllm.sluice")
 
+CHECK_FORMAT = "_check_nz_disabled"
+"""Of vllm-ascend's worker, which raises when it keeps weights in NPUs' own format, FRACTAL_NZ: new ones would be loaded wrong."""
+
 
 class WeightLoading:
     """Mixed into vLLM's worker class by `worker_extension_cls`; `collective_rpc` calls its methods by name."""
@@ -43,6 +46,9 @@ class WeightLoading:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        refuse = getattr(self, CHECK_FORMAT, None)
+        if refuse is not None:
+            refuse()
         # It warns of layers that got no weights, such as those of rotary embeddings, which have none.
         logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
         model, device = self.model_runner.model, self.model_runner.device
