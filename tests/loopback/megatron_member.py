@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,10 +102,15 @@ def member(rank: int, folder: Path) -> None:
         engine.load(str(folder / f"saved-by-{resumed[0]}"))
     leaders = data_leaders(getattr(config.services, role))
     numbers, metrics = [], []
+    saving: Future[None] | None = None
     for step in range(SAVED if resumed else 0, STEPS):
         if step == SAVED and not resumed:
             (folder / f"saved-by-{layout.name}").mkdir(exist_ok=True)
-            saving = in_thread("save", engine.begin_save(str(folder / f"saved-by-{layout.name}")))  # beside the steps to come
+            write = engine.begin_save(str(folder / f"saved-by-{layout.name}"))
+            if layout.tensor:
+                saving = in_thread("save", write)  # beside the steps to come
+            else:
+                write()
         groups = groups_of(step)
         rows = train_rows.decode_groups(groups, engine._vocab_size, engine._needs)
         numbers.append(torch.from_numpy(engine._forward_only(rows)))
@@ -112,8 +118,9 @@ def member(rank: int, folder: Path) -> None:
         if role == "critic":
             check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)
         metrics.append(run_step(engine, share[:1], share[1:]).metrics)
-    if not resumed:
+    if saving is not None:
         saving.result(DEADLINE)
+    if not resumed:
         (folder / f"end-of-{layout.name}").mkdir(exist_ok=True)
         engine.save(str(folder / f"end-of-{layout.name}"))
     published = publish(engine, rank, folder / f"export-{layout.name}") if role == "trainer" else {}

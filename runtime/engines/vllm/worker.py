@@ -14,7 +14,7 @@ from runtime.weights.shared import Location, Mapped
 log = logging.getLogger("vllm.sluice")
 
 CHECK_FORMAT = "_check_nz_disabled"
-"""Of vllm-ascend's worker: it raises when weights are kept in NPUs' own format, FRACTAL_NZ, and new ones would be loaded wrong."""
+"""Of vllm-ascend's worker: raises when weights are kept in NPUs' own format, FRACTAL_NZ, and new ones would be loaded wrong."""
 
 
 class WeightLoading:
