@@ -13,7 +13,7 @@ import pytest
 
 from runtime import checkpoint, config
 from runtime.commands import WeightsSent
-from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable
+from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger_reader import LedgerReader
 from runtime.pipeline.run import WHY_ENDED, Run
 from runtime.pipeline.states import Phase
@@ -429,68 +429,6 @@ def test_a_sender_that_fails_is_named(tmp_path: Path) -> None:
     assert fault.phase == "publish"
     assert "transfer: trainer-0" in fault.reason
     assert "the collective was torn" in fault.reason
-
-
-class Mortal(FakeRollout):
-    """Dies in the middle of its `last`-th group, and with it whatever else is asked of it."""
-
-    last = 0
-
-    async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        self.last -= 1
-        await asyncio.sleep(0.001)
-        self._check()
-        return await super().generate(request)
-
-    def _check(self) -> None:
-        if self.last < 0:
-            raise Unreachable(self.name, "Generate", "connection lost")
-
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        self._check()
-        await super().receive_weights(version, epoch)
-
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        self._check()
-        return await super().commit_weights(version, epoch)
-
-    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        self._check()
-        await super().abort_weights(version, epoch)
-
-
-def mortal(cast: Cast, *lasts: int) -> Cast:
-    cast.rollouts = [Mortal(f"rollout-{i}", cast.weights) for i in range(len(lasts))]
-    for rollout, last in zip(cast.rollouts, lasts, strict=True):
-        rollout.last = last  # type: ignore[attr-defined]
-    return cast
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_groups_of_a_rollout_that_dies_are_generated_by_the_others(tmp_path: Path, staleness: int) -> None:
-    """The fleets differ in their slots; the smaller one dies, in the evaluation or in training."""
-    fleets = [config.Rollout(slots=4), config.Rollout(slots=16)]
-    for name in ("evaluating", "training"):
-        sections = {
-            "services": config.Services(rollout=fleets),
-            "evaluation": config.Evaluation(before=name == "evaluating", after=False, max_new_tokens=8),
-        }
-        folder = RunFolder(tmp_path / name, steps=12, staleness=staleness, eval_problems=20, sections=sections)
-        folder.path.mkdir()
-        cast = mortal(Cast.make(), 3, 1_000_000)
-        summary = folder.run(cast)
-        assert summary.lost == ["rollout-0"]
-        assert summary.groups == {"retired": 48, "dropped": 0}
-        check_books(folder, 12)
-        assert summary.staleness_max <= staleness
-        assert folder.trained_problems() == folder.first_prompts(48)
-        again = [group for group in folder.groups(Phase.RETIRED) if group.attempt > 1]
-        assert bool(again) == (name == "training")
-
-
-def test_a_run_ends_with_its_last_rollout(tmp_path: Path) -> None:
-    fault = RunFolder(tmp_path).fails(mortal(Cast.make(), 10, 20))
-    assert fault.service.startswith("rollout-")
 
 
 class Held(FakeRollout):
