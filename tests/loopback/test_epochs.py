@@ -122,7 +122,8 @@ class Port:
 
 class RolloutHere(Port):
     def __init__(self, name: str, settings: config.Publication = PUBLICATION, incarnation: int = 0):
-        service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), name, 0)
+        services = config.Services(rollout=config.Rollout(replicas=3))
+        service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings, services=services), name, 0)
         self.engine = service._engine = Held()  # type: ignore[assignment]
         super().__init__(service, incarnation)
 
