@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,7 +38,12 @@ class TorchCriticEngine(TorchUpdateEngine, CriticLoop):
             )
         return values.float()
 
-    def save(self, folder: str) -> None:
-        super().save(folder)
-        if self._rank == 0:
-            value_model.describe(Path(folder) / "model", self._model.architecture)
+    def begin_save(self, folder: str) -> Callable[[], None]:
+        write = super().begin_save(folder)
+
+        def write_described() -> None:
+            write()
+            if self._rank == 0:
+                value_model.describe(Path(folder) / "model", self._model.architecture)
+
+        return write_described
