@@ -164,9 +164,7 @@ class Supervisor:
         others = [one for one in self.children if one is not child and one.spec.role == role and one.running]
         if delay is None and not others and role not in self._starting.values():
             return False
-        # What it left ends in order: Python's resource tracker frees shared memory, and heeds no SIGTERM.
-        child.signal_group(signal.SIGTERM)
-        self.children.remove(child)
+        self._let_go(child)
         if delay is None:
             self._say(f"{child.fault()}; it was started again often enough: the run goes on without it")
         else:
@@ -178,6 +176,12 @@ class Supervisor:
         await asyncio.sleep(delay)
         return await self.start(child.spec, incarnation=child.incarnation + 1)
 
+    def _let_go(self, child: Child) -> None:
+        """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and heeds
+        no SIGTERM."""
+        child.signal_group(signal.SIGTERM)
+        self.children.remove(child)
+
     async def wait_all(self, timeout: float) -> None:
         """Wait for every child to end. Raises DeadlineExceeded naming one that did not.
 
@@ -187,9 +191,9 @@ class Supervisor:
         if waits:
             await asyncio.wait(waits, timeout=timeout)
         for child in [child for child in self.children if child.running and child.incarnation]:
-            child.signal_group(signal.SIGKILL)
+            child.process.kill()
             await child.process.wait()
-            self.children.remove(child)
+            self._let_go(child)
         for child in self.children:
             if child.running:
                 raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)
