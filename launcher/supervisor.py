@@ -177,8 +177,8 @@ class Supervisor:
         return await self.start(child.spec, incarnation=child.incarnation + 1)
 
     def _let_go(self, child: Child) -> None:
-        """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and heeds
-        no SIGTERM."""
+        """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and
+        heeds no SIGTERM."""
         child.signal_group(signal.SIGTERM)
         self.children.remove(child)
 
