@@ -6,6 +6,9 @@ import os
 import re
 import sys
 import threading
+import time
+
+PRINTED_WITHIN = 5.0  # seconds from a process's failure
 
 _KEPT_BYTES = 256 << 10
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
@@ -64,6 +67,22 @@ class Relay:
         os.close(read)
         os.close(target)
 
-    def error(self) -> str:
-        """What `last_error` finds in what was printed of late."""
-        return last_error(bytes(self._tail).decode(errors="replace"))
+    def error(self, patience: float = 0.0) -> str:
+        """What `last_error` finds in what was printed of late, or comes within `patience` seconds."""
+        give_up = time.monotonic() + patience
+        while not (found := last_error(bytes(self._tail).decode(errors="replace"))) and time.monotonic() < give_up:
+            time.sleep(0.02)
+        return found
+
+    def reason(self, error: Exception) -> str:
+        """The gist of `error`, or, where it only points to what a process prints, of that: it may be told before it is printed."""
+        line = _one_line(error)
+        return self.error(PRINTED_WITHIN if any(phrase in line for phrase in _SECOND_HAND) else 0.0) or line
+
+
+def _one_line(error: Exception) -> str:
+    """The gist of one of vLLM's errors, some of which are pages long."""
+    text = str(error)
+    validation = re.search(r"Value error, (.*)", text)
+    line = validation.group(1) if validation else next((line for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line.strip()}"

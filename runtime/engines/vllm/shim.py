@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,7 +83,7 @@ class Core:
             with self._relay:
                 self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except Exception as error:
-            raise UserError(f"services.rollout: vLLM did not start: {self._relay.error() or _one_line(error)}") from error
+            raise UserError(f"services.rollout: vLLM did not start: {self._relay.reason(error)}") from error
         self._core: Any = self._llm.engine_core
         self._next: asyncio.Future[Any] | None = None
         self.vocabulary = int(self._llm.model_config.get_vocab_size())
@@ -178,11 +177,3 @@ def _output(raw: Any) -> Output:
     cached = prefill.num_cached_tokens if prefill is not None else getattr(raw, "num_cached_tokens", 0)
     finish = "" if raw.finish_reason is None else str(raw.finish_reason)
     return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached)
-
-
-def _one_line(error: BaseException) -> str:
-    """The gist of one of vLLM's errors, some of which are pages long."""
-    text = str(error)
-    validation = re.search(r"Value error, (.*)", text)
-    line = validation.group(1) if validation else next((line for line in text.splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line.strip()}"
