@@ -43,9 +43,12 @@ def with_config(path: Path, folder: Path, **changes: object) -> Path:
         ({"engine_args": {"kv_cache_memory_bytes": 300_000}}, "services.rollout: vLLM did not start: ValueError: .*KV cache"),
     ],
 )
-def test_arguments_that_do_not_work(model_path: Path, options: dict[str, object], fault: str) -> None:
+def test_arguments_that_do_not_work(
+    model_path: Path, options: dict[str, object], fault: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = descendants()
-    with pytest.raises(UserError, match=fault) as caught:
+    # Captured, what a forked process logs would pass by the engine, which reads it for the error.
+    with capfd.disabled(), pytest.raises(UserError, match=fault) as caught:
         Rig(model_path, **options)
     assert "\n" not in str(caught.value)
     until(lambda: descendants() <= before, 20)

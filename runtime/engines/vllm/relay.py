@@ -75,7 +75,7 @@ class Relay:
         return found
 
     def reason(self, error: Exception) -> str:
-        """The gist of `error`, or, where it only points to what a process prints, of that: it may be told before it is printed."""
+        """The gist of `error`, or, where it only points to what a process prints, of that, which may come after it."""
         line = _one_line(error)
         return self.error(PRINTED_WITHIN if any(phrase in line for phrase in _SECOND_HAND) else 0.0) or line
 
