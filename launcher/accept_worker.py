@@ -263,9 +263,10 @@ def main(arguments: list[str]) -> None:
         receiver(device, Path(folder), arguments[3])
         return
     try:
-        print(json.dumps(CHECKS[name](device, Path(folder))))
+        print(json.dumps(CHECKS[name](device, Path(folder))), flush=True)
     except UserError as error:
         sys.exit(f"error: {error}")
+    os._exit(0)  # without the interpreter's end, at which threads of a collective that was abandoned would call abort
 
 
 if __name__ == "__main__":
