@@ -164,9 +164,9 @@ class World:
         if self.machine is not None:
             return
         membership = self.membership
+        if not membership.living:
+            return
         if membership.stale:
-            if not membership.living:
-                return
             membership.open()
             if not membership.newcomers and membership.committed == self.version:
                 return
