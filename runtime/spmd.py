@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from runtime import codec
 from runtime.errors import DeadlineExceeded, ServiceFault
-from runtime.weights.group import GlooMesh, local_address, reason
+from runtime.weights.gloo_mesh import GlooMesh, reason
+from runtime.weights.sockets import local_address
 
 Command = TypeVar("Command")
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.weights.link import Link
+
 KINDS = {"nccl": "cuda", "hccl": "npu"}
 POLL = 0.0005  # seconds between two looks at the device
 ABORT = 5.0  # seconds that the end of a communicator is waited for
@@ -45,7 +47,7 @@ class DeviceTransfer:
             raise RuntimeError("the group was aborted")  # which also ends what the stream waited for
 
 
-class DeviceLink:
+class DeviceLink(Link):
     """A ProcessGroupNCCL or ProcessGroupHCCL beside torch's default group."""
 
     def __init__(self, store: Any, rank: int, size: int, backend: str, timeout: float, backstop: float):
@@ -63,7 +65,7 @@ class DeviceLink:
         options._timeout = timedelta(seconds=backstop)
         self._pg: Any = group(dist.PrefixStore(backend, store), rank, size, options)
         try:
-            self.broadcast(torch.zeros(1, dtype=torch.uint8), rank).wait(timeout)
+            self._broadcast(torch.zeros(1, dtype=torch.uint8), rank == 0).wait(timeout)
         except RuntimeError:
             self.abort()
             raise
@@ -72,16 +74,22 @@ class DeviceLink:
     def aborted(self) -> bool:
         return self._pg is None
 
-    def broadcast(self, buffer: torch.Tensor, rank: int) -> DeviceTransfer:
+    def send(self, index: int, buffer: torch.Tensor) -> DeviceTransfer:
+        return self._broadcast(buffer, True)
+
+    def receive(self, index: int, buffer: torch.Tensor) -> DeviceTransfer:
+        return self._broadcast(buffer, False)
+
+    def _broadcast(self, buffer: torch.Tensor, sends: bool) -> DeviceTransfer:
         pg = self._pg
         if pg is None:
             raise RuntimeError("the group was aborted")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self.module.stream(self.stream):
-            staged = buffer.to(self._device, non_blocking=True) if rank == 0 else torch.empty_like(buffer, device=self._device)
+            staged = buffer.to(self._device, non_blocking=True) if sends else torch.empty_like(buffer, device=self._device)
             work = pg.broadcast([staged], options)
-        return DeviceTransfer(self, work, staged, None if rank == 0 else buffer)
+        return DeviceTransfer(self, work, staged, None if sends else buffer)
 
     def abort(self) -> None:
         """Destroy the communicator. Idempotent, from any thread; those that wait for a transfer are freed."""

@@ -65,6 +65,7 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     world_size: int
     backend: str
     timeout: float  # of the rendezvous, in seconds
+    transport: str = "collective"
 
 
 class Entry(Struct, frozen=True, array_like=True):

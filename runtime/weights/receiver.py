@@ -10,7 +10,9 @@ import torch
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import Transfer, WeightGroup, reason
+from runtime.weights.gloo_mesh import reason
+from runtime.weights.group import WeightGroup
+from runtime.weights.link import Transfer
 from runtime.weights.plan import TRAILER, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, allocate, checksum, in_thread, views, wait_until
 
@@ -91,7 +93,7 @@ class WeightReceiver:
 
     def _await_sender(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> float:
         try:
-            group.await_announcement()
+            group.await_announcement(version)
         except RuntimeError as error:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn before its transfer") from error
@@ -108,7 +110,7 @@ class WeightReceiver:
         try:
             for index in range(len(self.buckets)):
                 while posted < min(index + DEPTH, len(self.buckets)):
-                    pending.append(group.broadcast(self._buffers[posted]))
+                    pending.append(group.receive(posted, self._buffers[posted]))
                     posted += 1
                 wait_until(pending.pop(0), give_up)
                 fault = self._fault(index, version)

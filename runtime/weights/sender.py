@@ -1,4 +1,4 @@
-"""The sending side of a publication: the trainer's snapshot in flat buckets, broadcast by a thread while training goes on."""
+"""The sending side of a publication: the trainer's snapshot in flat buckets, sent by a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from msgspec import Struct
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import shared as shared_memory
-from runtime.weights.group import Transfer, WeightGroup, drop_frames, reason
+from runtime.weights.gloo_mesh import drop_frames, reason
+from runtime.weights.group import WeightGroup
+from runtime.weights.link import Transfer
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
 
 T = TypeVar("T")
 
-# Broadcasts under way at once: the next bucket is hashed (or the last one verified) while one is on the wire.
+# Buckets under way at once: the next one is hashed (or the last one verified) while one is on the wire.
 DEPTH = 2
 
 
@@ -56,7 +58,7 @@ class WeightSender:
         return self._views
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
-        """Broadcast the buckets, stamped with `version`, from a thread; every bucket must be taken within `deadline` seconds.
+        """Send the buckets, stamped with `version`, from a thread; every bucket must be taken within `deadline` seconds.
 
         On any failure the group is aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer".
         """
@@ -71,10 +73,10 @@ class WeightSender:
         pending: list[Transfer] = []
         taken = 0
         try:
-            group.announce()
-            for bucket, buffer in zip(self.buckets, self._buffers, strict=True):
+            group.announce(version)
+            for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 stamp(bucket, buffer, version)
-                pending.append(group.broadcast(buffer))
+                pending.append(group.send(index, buffer))
                 if len(pending) == DEPTH:
                     wait_until(pending.pop(0), give_up)
                     taken += 1

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GroupAddress(_message.Message):
-    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout")
+    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "transport")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class GroupAddress(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host: str
     port: int
@@ -23,7 +24,8 @@ class GroupAddress(_message.Message):
     world_size: int
     backend: str
     timeout: float
-    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ...) -> None: ...
+    transport: str
+    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape", "start")

@@ -62,7 +62,7 @@ def wait(future: Future[Any], seconds: float) -> Any:
 
 def test_a_transfer_that_stalls_ends_at_the_receivers_deadline(pair: list[WeightGroup]) -> None:
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), 0.3)
-    pair[0].announce()
+    pair[0].announce(PolicyVersion(0, 1))
     with pytest.raises(DeadlineExceeded, match="rollout-1: transfer: bucket 0 of") as caught:
         reception.result(5)
     assert caught.value.deadline == 0.3
@@ -73,7 +73,7 @@ def test_abort_frees_a_blocked_reception_at_once(pair: list[WeightGroup], announ
     receiver = WeightReceiver(MANIFEST)
     reception = receiver.receive(pair[1], PolicyVersion(0, 1), 60.0)
     if announced:
-        pair[0].announce()
+        pair[0].announce(PolicyVersion(0, 1))
     with pytest.raises(TimeoutError):
         wait(reception, 0.1)
     began = time.monotonic()
@@ -133,7 +133,7 @@ def test_many_aborts_leave_no_thread_and_no_file() -> None:
             receiver.receive(group, PolicyVersion(0, 1), 60.0) for receiver, group in zip(receivers, groups[1:], strict=True)
         ]
         if announce:
-            groups[0].announce()
+            groups[0].announce(PolicyVersion(0, 1))
         for group in groups:
             group.abort()
         for reception in receptions:

@@ -1,0 +1,108 @@
+"""A ProcessGroupGloo of a rendezvous's own, with a deadline and a real abort, beside torch's default group."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from runtime.errors import ServiceFault
+from runtime.weights.sockets import SocketAddress, listeners, shut_down
+
+# Upper bound of a wait that nobody aborts, when coordinator and sender are both lost without closing a socket.
+BACKSTOP = 4 * 3600.0
+
+_device_lock = threading.Lock()
+
+
+def reason(error: BaseException) -> str:
+    """One line of a torch error, without source position and advice."""
+    line = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", line).split(". This", 1)[0] or type(error).__name__
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Empty the frames that `error` and its causes passed through.
+
+    Their locals hold stores and process groups, whose sockets would stay open as long as somebody keeps the error.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
+    """A gloo device bound to `host`, and the address at which it listens.
+
+    gloo does not tell its port, so it is the listener on `host` that appears with the device; should another thread open
+    one in the same instant, try again.
+    """
+    with _device_lock:
+        for _ in range(16):
+            before = listeners()
+            device = dist.ProcessGroupGloo.create_device(hostname=host)
+            new = [address for address in listeners() - before if address[0] == host]
+            if len(new) == 1:
+                return device, new[0]
+            del device
+    raise ServiceFault("gloo", "rendezvous", f"cannot tell its own listener on {host} from those of other threads")
+
+
+def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, timeout: float) -> list[str]:
+    """Leave `card` for the others and return everyone's, by rank. `labels` says how each rank is called, `name` this one.
+
+    Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` seconds.
+    """
+    keys = [f"member/{other}" for other in range(len(labels))]
+    try:
+        store.set(keys[rank], card)
+        store.wait(keys, timedelta(seconds=timeout))
+        return [bytes(value).decode() for value in store.multi_get(keys)]
+    except RuntimeError as error:
+        raise ServiceFault(name, "rendezvous", _missing(store, keys, labels, error), timeout) from error
+
+
+def _missing(store: Any, keys: list[str], labels: Sequence[str], error: RuntimeError) -> str:
+    try:
+        missing = [label for label, key in zip(labels, keys, strict=True) if not store.check([key])]
+    except RuntimeError:
+        missing = []  # the store is gone, and it lives in rank 0
+    return f"{', '.join(missing)} did not join" if missing else f"{labels[0]} is gone: {reason(error)}"
+
+
+class GlooMesh:
+    """A ProcessGroupGloo whose sockets are known, so that `abort` frees every thread that is stuck in it.
+
+    torch's own `ProcessGroupGloo.abort` leaves a blocked collective to its timeout. Shutting the sockets down ends it at
+    once, here and at the peers.
+    """
+
+    def __init__(self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str):
+        """Blocks until all of `labels` (one per rank) are connected; raises ServiceFault after `timeout` seconds."""
+        give_up = time.monotonic() + timeout
+        device, self._local = _gloo_device(host)
+        cards = meet(store, rank, f"{self._local[0]} {self._local[1]}", labels, name, timeout)
+        listeners = [(address, int(port)) for address, port in (card.split() for card in cards)]
+        self._remote = frozenset(listeners) - {self._local}
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+        options = gloo._Options()
+        options._devices = [device]
+        options._threads = 2
+        options._timeout = timedelta(seconds=max(give_up - time.monotonic(), 0.1))
+        try:
+            self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
+        except RuntimeError as error:
+            raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
+        self.pg._set_default_timeout(timedelta(seconds=BACKSTOP))
+
+    def abort(self) -> None:
+        """Close every connection and free the threads. Idempotent; any thread may call it."""
+        pg, self.pg = self.pg, None
+        if pg is not None:
+            shut_down(self._local, self._remote)

@@ -1,0 +1,31 @@
+"""How the buckets of a transfer move from rank 0 to the others: the base of every transport whose members meet in a store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+
+class Transfer(Protocol):
+    """A bucket under way."""
+
+    def wait(self, timeout: float) -> None:
+        """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`."""
+
+
+class Link(ABC):
+    """The connected members. All move the same buckets in the same order, each from one thread."""
+
+    @abstractmethod
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""
+
+    @abstractmethod
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+        """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave for good: whoever waits for a transfer is freed. Idempotent, from any thread."""

@@ -1,0 +1,126 @@
+"""Groups whose members meet in a TCPStore that rank 0 hosts, and move buckets over a link."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+
+from runtime.errors import ServiceFault
+from runtime.types import PolicyVersion
+from runtime.weights import collective
+from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, reason
+from runtime.weights.group import PendingGroup, WeightGroup
+from runtime.weights.link import Link, Transfer
+from runtime.weights.plan import GroupAddress
+from runtime.weights.sockets import SocketAddress, local_address, route_to, shut_down
+
+LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {"collective": collective.connect}
+"""By transport: (store, address, everyone's label by rank, own name, own interface's address) to a link, within the timeout."""
+
+
+class StoreGroup(WeightGroup):
+    def __init__(self, address: GroupAddress, name: str, store: Any, link: Link, paths: frozenset[SocketAddress]):
+        super().__init__(address, name)
+        self._store = store
+        self._link = link
+        self._paths = paths
+        self._transfers = 0
+
+    def announce(self, version: PolicyVersion) -> None:
+        self._transfers += 1
+        self._running_store().set(f"transfer/{self._transfers}", b"")
+
+    def await_announcement(self, version: PolicyVersion) -> None:
+        self._transfers += 1
+        self._running_store().wait([f"transfer/{self._transfers}"], timedelta(seconds=BACKSTOP))
+
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        return self._link.send(index, buffer)
+
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+        return self._link.receive(index, buffer)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self._link.abort()
+        shut_down(None, self._paths)
+        self._store = None
+
+    def _running_store(self) -> Any:
+        store = self._store
+        if store is None:
+            raise RuntimeError("the group was aborted")
+        return store
+
+
+class PendingStoreGroup(PendingGroup):
+    def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
+        self.address = address
+        self._name = name
+        self._store = store
+        self._interface = interface
+
+    def connect(self, names: Sequence[str] = ()) -> WeightGroup:
+        try:
+            return self._connect(names)
+        except ServiceFault as fault:
+            drop_frames(fault)
+            raise
+
+    def abort(self) -> None:
+        shut_down((here := (self.address.host, self.address.port)), frozenset({here}))
+
+    def _connect(self, names: Sequence[str]) -> WeightGroup:
+        address = self.address
+        labels = [f"rank {rank}" + (f" ({names[rank]})" if rank < len(names) else "") for rank in range(address.world_size)]
+        store, self._store = self._store, None
+        link = LINKS[address.transport](store, address, labels, self._name, self._interface)
+        return StoreGroup(address, self._name, store, link, frozenset({(address.host, address.port)}))
+
+
+def host(epoch: int, world_size: int, interface: str, backend: str, timeout: float, name: str, transport: str) -> PendingGroup:
+    """As `group.host`."""
+    ip = local_address(interface)
+    with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            ip,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    address = GroupAddress(
+        epoch=epoch,
+        host=ip,
+        port=port,
+        rank=0,
+        world_size=world_size,
+        backend=backend,
+        timeout=timeout,
+        transport=transport,
+    )
+    return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
+
+
+def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
+    """As `group.join`."""
+    began = time.monotonic()
+    try:
+        store = dist.TCPStore(
+            address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout), wait_for_workers=False
+        )
+    except RuntimeError as error:
+        message = f"rank 0 at {address.host}:{address.port} cannot be reached: {reason(error)}"
+        raise ServiceFault(name, "rendezvous", message, address.timeout) from error
+    ip = local_address(interface) if interface else route_to(address.host, address.port)
+    left = structs.replace(address, timeout=max(address.timeout - (time.monotonic() - began), 0.1))
+    return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()
