@@ -97,7 +97,8 @@ class Rig:
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
         self.models = {self.newest - 1: self.models[self.newest - 1], self.newest: model}
-        return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+        tied = model.config.tie_word_embeddings
+        return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
     async def update(self, recompute: bool = False) -> None:
         tensors = self.next_weights()

@@ -1,0 +1,44 @@
+"""Other families than the quickstart's, with a head of their own, over as many workers as there are heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from tests.vllm.rig import Rig
+
+pytestmark = pytest.mark.timeout(600)
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "workers"),
+    [(LlamaConfig(**SHAPE), 1), (Qwen3Config(**SHAPE, head_dim=32), 4)],
+    ids=["llama", "qwen3 over 4 workers"],
+)
+def test_log_probabilities_are_the_trainers_before_and_after_updates(
+    config: PretrainedConfig, workers: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    rig = Rig(tmp_path, tensor_parallel=workers)
+    try:
+        for _ in range(3):
+            (samples,) = rig.generate(rig.request())
+            rig.check_exact(samples)
+            rig.run(rig.update())
+    finally:
+        rig.close()
