@@ -20,7 +20,7 @@ from runtime.weights.link import Transfer
 from runtime.weights.plan import GroupAddress
 
 BACKENDS = ("gloo", "nccl", "hccl")
-TRANSPORTS = ("collective",)
+TRANSPORTS = ("collective", "shared_memory")
 
 
 class WeightGroup(ABC):

@@ -109,11 +109,12 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
             buckets.append(Bucket(tuple(entries), filled))
             entries, filled = [], 0
         entries.append(Entry(index, filled, nbytes))
-        filled = _aligned(filled + nbytes)
+        filled = aligned(filled + nbytes)
     if entries:
         buckets.append(Bucket(tuple(entries), filled))
     return tuple(buckets)
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

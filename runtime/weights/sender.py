@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights import shared as shared_memory
+from runtime.weights import shared as memory
 from runtime.weights.gloo_mesh import drop_frames, reason
 from runtime.weights.group import WeightGroup
 from runtime.weights.link import Transfer
@@ -43,7 +43,7 @@ class WeightSender:
     def __init__(self, manifest: Manifest, *, pin: bool = False):
         """`pin` page-locks the buckets, for copies from an accelerator. Raises InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
-        self._buffers = allocate(self.buckets, pin)
+        self._buffers = allocate(self.buckets, pin, memory.AVAILABLE)
         self._views = views(manifest, self.buckets, self._buffers)
         self._idle = threading.Event()
         self._idle.set()
@@ -95,9 +95,12 @@ class WeightSender:
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding."""
+    """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
+
+    `shared` ones lie in one memory file, which other processes can map.
+    """
     if shared:
-        return [shared_memory.allocate(bucket.total_bytes) for bucket in buckets]
+        return memory.arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
 
 

@@ -14,14 +14,17 @@ from msgspec import structs
 
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights import collective
+from runtime.weights import collective, shared_memory
 from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, reason
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Link, Transfer
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sockets import SocketAddress, local_address, route_to, shut_down
 
-LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {"collective": collective.connect}
+LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
+    "collective": collective.connect,
+    "shared_memory": shared_memory.connect,
+}
 """By transport: (store, address, everyone's label by rank, own name, own interface's address) to a link, within the timeout."""
 
 

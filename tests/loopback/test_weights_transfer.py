@@ -1,4 +1,4 @@
-"""Transfers of weights over gloo between threads: who waits for whom, deadlines, aborts, and versions kept apart."""
+"""Transfers of weights between threads: who waits for whom, deadlines, aborts, and versions kept apart."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import MANIFEST, fill, same, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, mappings, same, settles, threads_and_files
 
 
-def connected(world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
+def connected(transport: str, world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
     torch.set_num_threads(1)
-    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer")
+    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport)
     others = [
         in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
         for rank in range(1, world_size)
@@ -31,9 +31,9 @@ def connected(world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
     return [pending.connect(), *(other.result(10) for other in others)]
 
 
-@pytest.fixture
-def pair() -> Iterator[list[WeightGroup]]:
-    groups = connected(timeout=1.0)
+@pytest.fixture(params=IN_A_STORE)
+def pair(request: pytest.FixtureRequest) -> Iterator[list[WeightGroup]]:
+    groups = connected(request.param, timeout=1.0)
     try:
         yield groups
     finally:
@@ -123,12 +123,13 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
     assert sent.result(5).seconds > 0.1
 
 
-def test_many_aborts_leave_no_thread_and_no_file() -> None:
+@pytest.mark.parametrize(("transport", "rounds"), [("collective", 20), ("shared_memory", 200)])
+def test_many_aborts_leave_no_thread_and_no_file(transport: str, rounds: int) -> None:
     receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
     threads_before, files_before = threads_and_files()
 
     def one_epoch(announce: bool) -> None:
-        groups = connected(3)
+        groups = connected(transport, 3)
         receptions = [
             receiver.receive(group, PolicyVersion(0, 1), 60.0) for receiver, group in zip(receivers, groups[1:], strict=True)
         ]
@@ -143,6 +144,6 @@ def test_many_aborts_leave_no_thread_and_no_file() -> None:
     one_epoch(True)
     assert settles(threads_and_files, [threads_before + 1, files_before + 4])  # torch's own, once for the process
     before = threads_and_files()
-    for index in range(20):
+    for index in range(rounds):
         one_epoch(bool(index % 2))
     assert settles(threads_and_files, before)
