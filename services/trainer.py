@@ -118,6 +118,7 @@ class TrainerService(Leader):
             self._worker.publication_backend,
             self.config.publication.join_timeout,
             self.name,
+            command.transport,
         )
         self._group = in_thread("join-weights", self._pending.connect)
         return WeightsHosted(self._pending.address, manifest)

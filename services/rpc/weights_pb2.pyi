@@ -48,12 +48,14 @@ class Manifest(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class HostWeightsRequest(_message.Message):
-    __slots__ = ("epoch", "world_size")
+    __slots__ = ("epoch", "world_size", "transport")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     world_size: int
-    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    transport: str
+    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class HostWeightsReply(_message.Message):
     __slots__ = ("address", "manifest")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import config
+from runtime import config, os_process
 from runtime.actor import Actor, Priority
 from runtime.commands import (
     AbortWeights,
@@ -85,6 +85,7 @@ class Port:
     def __init__(self, service: Any, incarnation: int = 0):
         self.service = service
         self.name = service.name
+        self.machine = os_process.machine()
         self.incarnation = incarnation
         self.actor = Actor(service.name, service, capacity=9)
         self.silent = False  # under SIGSTOP
@@ -143,8 +144,8 @@ class TrainerHere(Port):
         self.worker = service._worker = Worker()  # type: ignore[assignment]
         super().__init__(service)
 
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.ask(HostWeights(epoch, world_size))
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.ask(HostWeights(epoch, world_size, transport))
         return hosted.address, hosted.manifest
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:

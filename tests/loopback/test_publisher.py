@@ -338,9 +338,9 @@ def test_who_dies_while_the_trainer_opens_the_rendezvous_is_left_out() -> None:
         cast = Cast.prompt()
         host = cast.trainer.host_weights
 
-        async def hosting(epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        async def hosting(epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
             cast.rollouts[0].die()
-            return await host(epoch, world_size)
+            return await host(epoch, world_size, transport)
 
         cast.trainer.host_weights = hosting  # type: ignore[method-assign]
         assert (await make(cast).publish(FIRST)).epoch == 2

@@ -18,7 +18,6 @@ from runtime.weights.sender import WeightSender
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, settles, threads_and_files
 from tests.loopback.weight_members import Member, connect, leave, post
 
-
 pytestmark = pytest.mark.parametrize("transport", IN_A_STORE)
 
 

@@ -18,7 +18,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, mappings, same, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, same, settles, threads_and_files
 
 
 def connected(transport: str, world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
@@ -123,8 +123,8 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
     assert sent.result(5).seconds > 0.1
 
 
-@pytest.mark.parametrize(("transport", "rounds"), [("collective", 20), ("shared_memory", 200)])
-def test_many_aborts_leave_no_thread_and_no_file(transport: str, rounds: int) -> None:
+@pytest.mark.parametrize("transport", IN_A_STORE)
+def test_many_aborts_leave_no_thread_and_no_file(transport: str) -> None:
     receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
     threads_before, files_before = threads_and_files()
 
@@ -144,6 +144,6 @@ def test_many_aborts_leave_no_thread_and_no_file(transport: str, rounds: int) ->
     one_epoch(True)
     assert settles(threads_and_files, [threads_before + 1, files_before + 4])  # torch's own, once for the process
     before = threads_and_files()
-    for index in range(rounds):
+    for index in range(20):
         one_epoch(bool(index % 2))
     assert settles(threads_and_files, before)

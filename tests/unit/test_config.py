@@ -379,6 +379,23 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
     assert checked(sound, reference={"mode": "adapter_off"}, lora={}, algorithm={"kl_coefficient": 0.1}) == []
 
 
+TWO_ROLLOUTS = {"replicas": 2, "devices": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}},
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"transport": "shared_memory"}},
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "gloo"}},
+        {"services": {"trainer": {"devices": [2]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "hccl"}},
+        {"publication": {"transport": "collective"}},
+    ],
+)
+def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert checked(sound, **changes) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -483,6 +500,14 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
         ),
         ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
         ({"services": {"rollout": []}}, "services.rollout: an empty list; at least one fleet is needed"),
+        (
+            {"publication": {"backend": "nccl"}},
+            "publication.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo",
+        ),
+        (
+            {"publication": {"transport": "collective"}, "services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}},
+            "publication.transport: collective takes one member a device, but trainer-0 and rollout-1 have 1; must be backend",
+        ),
         (
             {"services": {"rollout": [{}, {"python": "/no/.venv-vllm/bin/python"}]}},
             "services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm",
