@@ -82,10 +82,12 @@ class Worker:
 class Port:
     """A service behind its actor, as the coordinator reaches it. `cut` is the death of the process."""
 
+    apart = False  # on a machine of its own, so that weights go by the collective
+
     def __init__(self, service: Any, incarnation: int = 0):
         self.service = service
         self.name = service.name
-        self.machine = os_process.machine()
+        self.machine = self.name if self.apart else os_process.machine()
         self.incarnation = incarnation
         self.actor = Actor(service.name, service, capacity=9)
         self.silent = False  # under SIGSTOP
@@ -202,6 +204,11 @@ def run(test: Callable[[Stage], Coroutine[Any, Any, None]], settings: config.Pub
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
         await asyncio.sleep(0.002)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["shared_memory", "collective"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Port, "apart", request.param)
 
 
 def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version() -> None:
