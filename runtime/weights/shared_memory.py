@@ -168,7 +168,9 @@ class ReceivingLink(_SocketLink):
             raise RuntimeError(f"{self._label} is gone")
         number, offset, size = _WHOLE.unpack(message)
         if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
-            raise RuntimeError(f"{self._label} sent bucket {number} of {size} bytes instead of {index} of {nbytes}")
+            raise RuntimeError(
+                f"{self._label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
+            )
         return self._memory[offset : offset + size]
 
     def _map(self, descriptor: int) -> None:

@@ -130,11 +130,33 @@ def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
 
 def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:
     pair[0].send(3, shared.allocate(64))
-    with pytest.raises(RuntimeError, match="trainer sent bucket 3 of 64 bytes instead of 0 of 32"):
+    with pytest.raises(RuntimeError, match="trainer sent bucket 3, 64 bytes at 0, for bucket 0, 32 bytes"):
         pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(5.0)
 
 
+def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of = shared.file_of
+    monkeypatch.setattr(shared, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
+    pair[0].send(0, shared.allocate(64))
+    with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
+        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(5.0)
+
+
 # ------------------------------------------------------------------------------------------------ processes that fail
+
+
+def test_who_ends_is_named_whoever_is_waited_for() -> None:
+    trainer, *others = links(3)
+    buffer = shared.allocate(64)
+    transfer = trainer.send(0, buffer)
+    others[0].receive(0, torch.zeros_like(buffer)).wait(5.0)
+    others[0].abort()
+    with pytest.raises(RuntimeError, match="rollout-0 is gone"):
+        transfer.wait(5.0)
+    trainer.abort()
+    with pytest.raises(RuntimeError, match="trainer is gone"):
+        others[1].receive(0, torch.zeros_like(buffer)).wait(5.0)
+    others[1].abort()
 
 
 def test_a_receiver_that_is_killed_is_named_at_once(members: list[Member]) -> None:
