@@ -66,6 +66,8 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     backend: str
     timeout: float  # of the rendezvous, in seconds
     transport: str = "collective"
+    folder: str = ""  # of transport filesystem
+    full_every: int = 0  # of transport delta
 
 
 class Entry(Struct, frozen=True, array_like=True):

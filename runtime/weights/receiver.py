@@ -44,6 +44,7 @@ class WeightReceiver:
         Raises InvalidMessage for a manifest without a plan.
         """
         self.buckets = plan_buckets(manifest)
+        self._manifest = manifest
         self._buffers = allocate(self.buckets, pin, shared)
         names = (spec.name for spec in manifest.tensors)
         self._tensors = dict(zip(names, views(manifest, self.buckets, self._buffers), strict=True))
@@ -93,6 +94,7 @@ class WeightReceiver:
 
     def _await_sender(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> float:
         try:
+            group.describe(self._manifest)
             group.await_announcement(version)
         except RuntimeError as error:
             if group.aborted:

@@ -93,6 +93,7 @@ class SendingLink(_SocketLink):
                     self._check()
                     raise RuntimeError(f"{label} is gone: {error}") from error
             self._sent += 1
+            self.sent_bytes += buffer.numel()
             number = self._sent
         return _Transfer(lambda give_up: self._await(number, give_up))
 

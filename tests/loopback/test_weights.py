@@ -1,4 +1,4 @@
-"""Weight publication: one sender here, two receivers in processes of their own."""
+"""Weight publication, by each transport: one sender here, two receivers in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,10 @@ import torch
 from runtime.errors import DeadlineExceeded
 from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
+from runtime.weights.group import TRANSPORTS
 from runtime.weights.sender import WeightSender
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, settles, threads_and_files
 from tests.loopback.weight_members import Member, connect, leave, post
-
-pytestmark = pytest.mark.parametrize("transport", IN_A_STORE)
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +32,26 @@ def members() -> Iterator[list[Member]]:
             one.end()
 
 
-def test_two_processes_receive_every_version_whole(members: list[Member], transport: str) -> None:
-    group = connect(members, 1, transport=transport)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_processes_receive_every_version_whole(members: list[Member], transport: str, tmp_path: Path) -> None:
+    group = connect(members, 1, transport=transport, folder=str(tmp_path))
     sender = WeightSender(MANIFEST)
     assert len(sender.buckets) > 3
     for version in range(4):
         post(members, version, 10.0)
         fill(sender.views(5.0), version)
         result = sender.send(group, PolicyVersion(0, version), 10.0).result(10)
-        assert result.nbytes == sum(bucket.total_bytes for bucket in sender.buckets)
+        whole = sum(bucket.total_bytes for bucket in sender.buckets)
+        assert result.nbytes == whole if transport in ("collective", "shared_memory") else 0 < result.nbytes < 1.1 * whole
         assert [one.hear() for one in members] == [["staged", version, True]] * 2
     leave(members, group)
 
 
-def test_a_corrupted_bucket_is_caught_and_named(members: list[Member], transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = connect(members, 2, transport=transport)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_corrupted_bucket_is_caught_and_named(
+    members: list[Member], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = connect(members, 2, transport=transport, folder=str(tmp_path))
     sender = WeightSender(MANIFEST)
     stamp = sender_module.stamp
 
@@ -72,6 +77,7 @@ def test_a_corrupted_bucket_is_caught_and_named(members: list[Member], transport
     leave(members, group)
 
 
+@pytest.mark.parametrize("transport", IN_A_STORE)
 def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: list[Member], transport: str) -> None:
     def counts() -> list[int]:
         for one in members:

@@ -16,12 +16,13 @@ SPECS = (
     TensorSpec("scale", "float32", ()),
     TensorSpec("steps", "int64", (3, 5)),
     *(TensorSpec(f"layer.{index}", "float32", (64, 100)) for index in range(8)),
+    TensorSpec("tail", "bfloat16", (3,)),
 )
 
 
 MANIFEST = Manifest(SPECS, 64 << 10)
 
-IN_A_STORE = ("collective", "shared_memory")  # transports whose members meet in a store
+IN_A_STORE = ("collective", "shared_memory", "delta")  # transports whose members meet in a store
 
 
 def fill(tensors: list[torch.Tensor], seed: int) -> None:
