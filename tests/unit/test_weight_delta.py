@@ -105,6 +105,17 @@ def test_gaps_of_every_width(gap: int) -> None:
     assert np.array_equal(old, new)
 
 
+def test_what_fills_a_gap_counts_for_the_size_too() -> None:
+    old = np.zeros(2000, dtype=np.uint16)
+    new = old.copy()
+    new[667:] = 1
+    assert encode(old, new) is None  # 1333 changes of 3 bytes are less than 4000, with 2 fillers more
+    new[667] = 0
+    assert encode(old, new) is None
+    new[667:671] = 0
+    assert encode(old, new) is not None
+
+
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), full_every=st.sampled_from([1, 7, 1000]))
 def test_a_hundred_versions_of_all_dtypes_arrive_bit_for_bit(seed: int, full_every: int) -> None:
