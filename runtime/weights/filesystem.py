@@ -147,6 +147,7 @@ class FilesystemGroup(WeightGroup):
             raise RuntimeError(str(error)) from error
 
     def _fill(self, reader: TensorReader, index: int, buffer: torch.Tensor) -> None:
+        # Read, not mapped: a mapped page whose file its server has given up would be the end of this process.
         bucket, tensors = self._buckets[index], self._tensors(index, buffer)
         trailer = bytes.fromhex(reader.metadata.get("trailer", ""))
         stored = {name: (spec.dtype, spec.shape) for name, spec in reader.specs.items()}

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -211,7 +213,13 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Port, "apart", request.param)
 
 
-def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version() -> None:
+@pytest.mark.parametrize("transport", ["auto", "filesystem", "delta"])
+def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
+    transport: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path) if transport == "filesystem" else ""
+    settings = msgspec.structs.replace(PUBLICATION, transport=transport, folder=folder)
+
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts
         await here.publish(1)
@@ -231,7 +239,8 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         await here.publish(3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
 
-    run(test)
+    run(test, settings)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", ["dies", "is silent"])
