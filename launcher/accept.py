@@ -125,7 +125,8 @@ def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
 def placement(device: Device, count: int) -> list[str]:
     """Overrides that spread the quickstart over `count` accelerators: the trainer, with reference, apart from the rollouts.
 
-    Several ranks of one communicator need a device each, so that a single device publishes over gloo.
+    Several ranks of one communicator need a device each, so that a single device publishes over gloo. What is accepted is the
+    device's own collective, where there are several.
     """
     if device == "cpu":
         return ["publication.backend=gloo"]
@@ -137,6 +138,7 @@ def placement(device: Device, count: int) -> list[str]:
         f"services.rollout.devices={rollouts}",
         "services.trainer.devices=[0]",
         "services.reference.devices=[0]",
+        "publication.transport=collective",
     ]
 
 

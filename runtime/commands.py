@@ -23,6 +23,7 @@ class Cancel(Command, frozen=True):
 class HostWeights(Command, frozen=True):
     epoch: int
     world_size: int
+    transport: str
 
 
 class WeightsHosted(Command, frozen=True):

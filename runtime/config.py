@@ -458,11 +458,18 @@ class Services(Section, frozen=True):
 class Publication(Section, frozen=True):
     """Weights go to the rollouts in flat buckets. Every phase has a deadline.
 
+    `transport`: by a broadcast (`collective`), or on one machine out of the trainer's memory (`shared_memory`). `auto` is
+    resolved for each epoch by `runtime.weights.transports`. By way of a `folder` that machines share (`filesystem`), or, of
+    what changed alone, by a broadcast (`delta`), where one of `full_every` versions is sent whole.
+
     `in_flight`: what a sample does that is being generated when new weights are swapped in. It goes on with the keys and
     values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is keep; where
     `training.staleness` is 0, that concerns samples of evaluations alone, and no other choice but drain is allowed.
     """
 
+    transport: Literal["auto", "collective", "shared_memory", "filesystem", "delta"] = "auto"
+    folder: str = ""
+    full_every: Positive = 50
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     bucket_bytes: Positive = 64 << 20
     in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"

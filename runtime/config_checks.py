@@ -19,6 +19,7 @@ from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
+from runtime.config_checks_publication import publication_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.config_checks_rollout import rollout_faults
 from runtime.data.chosen import sources
@@ -76,6 +77,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
+        *publication_faults(config),
         *megatron_faults(config, spread_models(config)),
     ]
 

@@ -1,11 +1,12 @@
-"""Checks of devices and of the ports that HCCL meets on. Loads no torch."""
+"""Checks of devices, of who shares one, and of the ports that HCCL meets on. Loads no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
-from runtime.topology import members, processes
+from runtime.topology import Member, members, place_in_fleet, processes, replicas
+from runtime.weights.transports import resolve
 
 RESERVED = 1024  # ports below belong to the system
 
@@ -16,6 +17,8 @@ def device_faults(config: Config, trains: bool) -> Iterator[str]:
         if isinstance(role, Computing) and role.devices:
             yield from _devices(path, role)
     yield from _hccl_ports(config, trains)
+    if trains:
+        yield from _shared_device(config)
 
 
 def _devices(key: str, role: Computing) -> Iterator[str]:
@@ -34,6 +37,36 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
             )
     elif count != role.replicas:  # type: ignore[attr-defined]  # every other role has replicas
         yield f"{key}.devices: {count} of them for {role.replicas} replicas; must be one each"  # type: ignore[attr-defined]
+
+
+def _shared_device(config: Config) -> Iterator[str]:
+    """NCCL and HCCL refuse two members on one device. Without `devices`, on accelerators, each takes the first."""
+    settings = config.publication
+    transport = resolve(settings.transport, settings.backend, {"trainer-0": "this"})
+    if settings.backend == "gloo" or transport not in ("collective", "delta"):
+        return
+    named = settings.backend != "auto"  # else the kind of device is known once there are processes, unless `devices` tells
+    taken: dict[int, str] = {}
+    for name, devices in _publishing(config):
+        if not devices and not named:
+            continue
+        device = devices[0] if devices else 0
+        if device in taken:
+            key = f"backend: {settings.backend}" if named else f"transport: {transport}"
+            yield (
+                f"publication.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
+                "gloo, or transport shared_memory, or other services.*.devices"
+            )
+            return
+        taken[device] = name
+
+
+def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
+    """The members of the publication group, and the devices that each has all for itself."""
+    yield "trainer-0", config.services.trainer.devices[:1]
+    for name, fleet in replicas(config).items():
+        place, size = place_in_fleet(config, Member("rollout", name)), len(fleet.devices) // fleet.replicas
+        yield name, fleet.devices[place * size : (place + 1) * size]
 
 
 def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:

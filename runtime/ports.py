@@ -29,9 +29,10 @@ Answer = Coroutine[Any, Any, T]
 
 
 class WeightMember(Protocol):
-    """Anything that is a member of the publication group."""
+    """Anything that is a member of the publication group. `machine` is its `os_process.machine()`."""
 
     name: str
+    machine: str
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
         """Forget what is staged of `version`, leaving the epoch's group."""
@@ -99,8 +100,8 @@ class UpdatePort(Protocol):
 
 
 class TrainerPort(WeightMember, UpdatePort, Protocol):
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        """Open the rendezvous of a new epoch, as its rank 0."""
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+        """Open the rendezvous of a new epoch, as its rank 0. `transport`: one of `runtime.weights.group.TRANSPORTS`."""
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
         """Snapshot the weights after the commands before, and broadcast them while later commands run."""

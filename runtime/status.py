@@ -31,7 +31,7 @@ class Status(Struct, kw_only=True):
 
 class Registration(Struct, kw_only=True):
     """A process announces itself to the coordinator. `seconds` are its start-up times by phase, `incarnation` counts the
-    processes that were started under its name before."""
+    processes that were started under its name before. `machine` is `os_process.machine()`."""
 
     role: str
     name: str
@@ -41,6 +41,7 @@ class Registration(Struct, kw_only=True):
     host: str
     seconds: dict[str, float] = {}
     incarnation: int = 0
+    machine: str = ""
 
 
 class Loss(Struct, kw_only=True, frozen=True):

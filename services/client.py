@@ -32,6 +32,7 @@ class Peer:
     def __init__(self, session: Session, deadlines: Deadlines, publication: Publication):
         self.session = session
         self.name = session.name
+        self.machine = session.machine
         self._deadlines = deadlines
         self._publication = publication
 
@@ -144,8 +145,8 @@ class UpdateClient(Peer):
 
 
 class TrainerClient(UpdateClient, WeightPeer):
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        command = commands.HostWeights(epoch, world_size)
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+        command = commands.HostWeights(epoch, world_size, transport)
         hosted: commands.WeightsHosted = await self.session.call("HostWeights", command, self._publication.join_timeout)
         return hosted.address, hosted.manifest
 

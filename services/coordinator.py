@@ -194,7 +194,8 @@ class Coordinator:
         return by_role
 
     def _session(self, registration: Registration) -> Session:
-        return Session(registration.address, registration.name, service_of(registration.role, self._config))
+        service = service_of(registration.role, self._config)
+        return Session(registration.address, registration.name, service, registration.machine)
 
     async def _take_in(self, member: Member, registration: Registration) -> None:
         """Talk to the process that has come in the place of another from now on."""
@@ -316,6 +317,8 @@ class Coordinator:
             membership = self._run.pool.membership
             gauges |= {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
             detail += f"; {self._run.pool}"
+            if self._run.transport:
+                detail += f"; weights by {self._run.transport}"
             if self._run.last_abort:
                 detail += f"; last abort: {self._run.last_abort}"
         return Status(

@@ -159,6 +159,7 @@ class Process:
             host=socket.gethostname(),
             seconds=seconds,
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
+            machine=os_process.machine(),
         )
         async with session.open_channel(self._coordinator) as channel:
             method = wire.METHODS["Coordinator", "Register"]

@@ -57,11 +57,12 @@ async def watch(address: str) -> AsyncIterator[Progress]:
 class Session:
     """Calls to one peer over one stream, many under way at once, several to a frame.
 
-    When the stream breaks, every call under way and every later one raises ServiceFault.
+    When the stream breaks, every call under way and every later one raises ServiceFault. `machine` is where the peer runs.
     """
 
-    def __init__(self, address: str, name: str, service: str):
+    def __init__(self, address: str, name: str, service: str, machine: str = ""):
         self.name = name
+        self.machine = machine
         self.address = address
         self._service = service
         self._channel = open_channel(address)

@@ -118,6 +118,9 @@ class TrainerService(Leader):
             self._worker.publication_backend,
             self.config.publication.join_timeout,
             self.name,
+            command.transport,
+            self.config.publication.folder,
+            self.config.publication.full_every,
         )
         self._group = in_thread("join-weights", self._pending.connect)
         return WeightsHosted(self._pending.address, manifest)

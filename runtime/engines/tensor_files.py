@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -46,6 +46,7 @@ class TensorReader:
         """Reads the header. Raises UserError when there is no such file, or when it is torn or of another format."""
         self.path = path
         self.specs: dict[str, TensorSpec] = {}
+        self.metadata: dict[str, str] = {}
         self._starts: dict[str, int] = {}
         try:
             with path.open("rb") as file:
@@ -64,7 +65,7 @@ class TensorReader:
         header: dict[str, Any] = json.loads(file.read(length))
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
-        header.pop("__metadata__", None)
+        self.metadata = header.pop("__metadata__", {})
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _NAMES:
@@ -84,15 +85,21 @@ class TensorReader:
     def rows(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor; a new one."""
         tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
-        into = _bytes(tensor)
+        self._read(spec.name, start * _row_bytes(spec), _bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill `tensor`, contiguous and of the stored dtype and shape."""
+        self._read(name, 0, _bytes(tensor))
+
+    def _read(self, name: str, offset: int, into: memoryview) -> None:
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self._starts[spec.name] + start * _row_bytes(spec))
+            file.seek(self._starts[name] + offset)
             while into:
                 count = file.readinto(into)
                 if not count:
-                    raise UserError(f"{self.path}: ended within {spec.name}")
+                    raise UserError(f"{self.path}: ended within {name}")
                 into = into[count:]
-        return tensor
 
 
 class TensorFolder:
@@ -134,11 +141,11 @@ class StoredTensor:
 class TensorWriter:
     """A file whose tensors are written in any order, and by rows. A context manager; whole when it ends well."""
 
-    def __init__(self, path: Path, specs: Iterable[TensorSpec]):
-        """Writes the header: `specs` are all of the file's tensors."""
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None):
+        """Writes the header: `specs` are all of the file's tensors, `metadata` what it says besides."""
         # Wide ones first, as the package does it: then each lies at a multiple of its item's size.
         ordered = sorted(specs, key=lambda spec: -getattr(torch, spec.dtype).itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         end = 0
         for spec in ordered:
             offsets = [end, end + spec.nbytes]

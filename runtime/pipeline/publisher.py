@@ -33,6 +33,7 @@ from runtime.pipeline.publication import (
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import RolloutPort, TrainerPort
 from runtime.types import PolicyVersion
+from runtime.weights import transports
 
 TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
 
@@ -61,6 +62,8 @@ class Publisher:
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
         self._members: dict[str, RolloutPort] = {}
+        self.transport = ""
+        """Which one the weights of the newest epoch that was connected take, or "" """
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
         self.abort = ""
@@ -135,9 +138,12 @@ class Publisher:
                 raise fault
 
     async def _meet(self, epoch: Epoch) -> SluiceError | None:
-        """Connect the group; None when it is connected."""
+        """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
+        asked for."""
         ports = [self._pool.port(member) for member in epoch.members]
-        address, manifest = await self._trainer.host_weights(epoch.number, 1 + len(ports))
+        machines = {port.name: port.machine for port in (self._trainer, *ports)}
+        transport = transports.resolve(self._settings.transport, self._settings.backend, machines)
+        address, manifest = await self._trainer.host_weights(epoch.number, len(machines), transport)
         joins = [
             asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
             for rank, port in enumerate(ports, start=1)
@@ -145,7 +151,8 @@ class Publisher:
         try:
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
             if not any(join.done() and join.exception() for join in joins):
-                self._epoch, self._members = epoch, {port.name: port for port in ports}
+                self._epoch, self._members, self.transport = epoch, {port.name: port for port in ports}, transport
+                log.info("epoch %d: %s to %s by %s", epoch.number, self._trainer.name, ", ".join(self._members), transport)
                 return None
             self._pool.membership.break_up(epoch.number)
             # The others would wait for the one that failed: the rendezvous ends with its host.

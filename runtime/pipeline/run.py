@@ -150,6 +150,11 @@ class Run:
         """Why the newest publication that was aborted was, or ""."""
         return self._publisher.abort
 
+    @property
+    def transport(self) -> str:
+        """Which one the weights of the newest epoch take, or "" before the first."""
+        return self._publisher.transport
+
     def arrive(self, role: str, replica: Replaceable) -> None:
         """A process has come in the place of one that was lost."""
         if role == "rollout":

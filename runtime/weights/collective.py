@@ -33,6 +33,7 @@ class GlooLink(Link):
         self._mesh = mesh
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer)
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:

@@ -75,6 +75,7 @@ class DeviceLink(Link):
         return self._pg is None
 
     def send(self, index: int, buffer: torch.Tensor) -> DeviceTransfer:
+        self.sent_bytes += buffer.nbytes
         return self._broadcast(buffer, True)
 
     def receive(self, index: int, buffer: torch.Tensor) -> DeviceTransfer:

@@ -59,21 +59,34 @@ def meet(store: Any, rank: int, card: str, labels: Sequence[str], name: str, tim
 
     Raises ServiceFault, phase "rendezvous", with the ranks that did not come within `timeout` seconds.
     """
-    keys = [f"member/{other}" for other in range(len(labels))]
+    return _cards(store, range(len(labels)), labels, name, timeout, (rank, card))
+
+
+def card_of(store: Any, rank: int, labels: Sequence[str], name: str, timeout: float) -> str:
+    """As `meet`, of one member alone, and before this one has left its card."""
+    return _cards(store, [rank], labels, name, timeout)[0]
+
+
+def _cards(
+    store: Any, ranks: Sequence[int], labels: Sequence[str], name: str, timeout: float, own: tuple[int, str] | None = None
+) -> list[str]:
+    keys = [f"member/{rank}" for rank in ranks]
     try:
-        store.set(keys[rank], card)
+        if own is not None:
+            store.set(f"member/{own[0]}", own[1])
         store.wait(keys, timedelta(seconds=timeout))
         return [bytes(value).decode() for value in store.multi_get(keys)]
     except RuntimeError as error:
-        raise ServiceFault(name, "rendezvous", _missing(store, keys, labels, error), timeout) from error
+        called = [labels[rank] for rank in ranks]
+        raise ServiceFault(name, "rendezvous", _missing(store, keys, called, labels[0], error), timeout) from error
 
 
-def _missing(store: Any, keys: list[str], labels: Sequence[str], error: RuntimeError) -> str:
+def _missing(store: Any, keys: list[str], labels: Sequence[str], host: str, error: RuntimeError) -> str:
     try:
         missing = [label for label, key in zip(labels, keys, strict=True) if not store.check([key])]
     except RuntimeError:
         missing = []  # the store is gone, and it lives in rank 0
-    return f"{', '.join(missing)} did not join" if missing else f"{labels[0]} is gone: {reason(error)}"
+    return f"{', '.join(missing)} did not join" if missing else f"{host} is gone: {reason(error)}"
 
 
 class GlooMesh:

@@ -17,10 +17,10 @@ import torch
 from runtime.errors import UserError
 from runtime.types import PolicyVersion
 from runtime.weights.link import Transfer
-from runtime.weights.plan import GroupAddress
+from runtime.weights.plan import GroupAddress, Manifest
 
 BACKENDS = ("gloo", "nccl", "hccl")
-TRANSPORTS = ("collective",)
+TRANSPORTS = ("collective", "shared_memory", "filesystem", "delta")
 
 
 class WeightGroup(ABC):
@@ -32,6 +32,14 @@ class WeightGroup(ABC):
         self.rank = address.rank
         self.world_size = address.world_size
         self.aborted = False
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Rank 0: what went to each receiver so far."""
+
+    def describe(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
+        """What the buckets hold, before they are sent or received."""
 
     @abstractmethod
     def announce(self, version: PolicyVersion) -> None:
@@ -84,18 +92,24 @@ def host(
     timeout: float,
     name: str = "sender",
     transport: str = "collective",
+    folder: str = "",
+    full_every: int = 50,
 ) -> PendingGroup:
     """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`; does not block.
 
-    `timeout` is in seconds. Raises UserError for an unknown interface, backend or transport.
+    `timeout` is in seconds. `filesystem` meets in `folder` instead, and has neither interface nor backend; `delta` sends one
+    of `full_every` versions whole. Raises UserError for an unknown interface, backend or transport, or a folder that cannot
+    be written.
     """
-    from runtime.weights import store_group
+    from runtime.weights import filesystem, store_group
 
     if backend not in BACKENDS:
         raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if transport not in TRANSPORTS:
         raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
-    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport)
+    if transport == "filesystem":
+        return filesystem.host(epoch, world_size, timeout, name, folder)
+    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport, full_every)
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
@@ -103,6 +117,7 @@ def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGr
 
     `interface` defaults to the local address from which `address.host` is reached. Raises ServiceFault, phase "rendezvous".
     """
-    from runtime.weights import store_group
+    from runtime.weights import filesystem, store_group
 
-    return store_group.join(address, name or f"rank {address.rank}", interface)
+    name = name or f"rank {address.rank}"
+    return filesystem.join(address, name) if address.transport == "filesystem" else store_group.join(address, name, interface)

@@ -18,6 +18,9 @@ class Transfer(Protocol):
 class Link(ABC):
     """The connected members. All move the same buckets in the same order, each from one thread."""
 
+    sent_bytes = 0
+    """Rank 0: what went to each receiver so far."""
+
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""

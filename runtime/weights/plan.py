@@ -66,6 +66,8 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     backend: str
     timeout: float  # of the rendezvous, in seconds
     transport: str = "collective"
+    folder: str = ""  # of transport filesystem
+    full_every: int = 0  # of transport delta
 
 
 class Entry(Struct, frozen=True, array_like=True):
@@ -109,11 +111,12 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
             buckets.append(Bucket(tuple(entries), filled))
             entries, filled = [], 0
         entries.append(Entry(index, filled, nbytes))
-        filled = _aligned(filled + nbytes)
+        filled = aligned(filled + nbytes)
     if entries:
         buckets.append(Bucket(tuple(entries), filled))
     return tuple(buckets)
 
 
-def _aligned(offset: int) -> int:
+def aligned(offset: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -44,6 +44,7 @@ class WeightReceiver:
         Raises InvalidMessage for a manifest without a plan.
         """
         self.buckets = plan_buckets(manifest)
+        self._manifest = manifest
         self._buffers = allocate(self.buckets, pin, shared)
         names = (spec.name for spec in manifest.tensors)
         self._tensors = dict(zip(names, views(manifest, self.buckets, self._buffers), strict=True))
@@ -93,6 +94,7 @@ class WeightReceiver:
 
     def _await_sender(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> float:
         try:
+            group.describe(self._manifest)
             group.await_announcement(version)
         except RuntimeError as error:
             if group.aborted:
@@ -103,19 +105,27 @@ class WeightReceiver:
 
     def _transfer(self, group: WeightGroup, version: PolicyVersion, began: float, deadline: float) -> list[str]:
         """Take every bucket, also after a bad one: the group stays usable. Returns what is wrong, one line per bucket."""
+        verifier = ThreadPoolExecutor(1)  # beside the next bucket's arrival, which may be a copy by this thread
+        try:
+            faults = self._take(group, version, began, deadline, verifier)
+            return [text for text in (fault.result() for fault in faults) if text]
+        finally:
+            verifier.shutdown(cancel_futures=True)
+
+    def _take(
+        self, group: WeightGroup, version: PolicyVersion, began: float, deadline: float, verifier: ThreadPoolExecutor
+    ) -> list[Future[str]]:
         give_up = began + deadline
         pending: list[Transfer] = []
         posted = 0
-        wrong = []
+        faults = []
         try:
             for index in range(len(self.buckets)):
                 while posted < min(index + DEPTH, len(self.buckets)):
                     pending.append(group.receive(posted, self._buffers[posted]))
                     posted += 1
                 wait_until(pending.pop(0), give_up)
-                fault = self._fault(index, version)
-                if fault:
-                    wrong.append(fault)
+                faults.append(verifier.submit(self._fault, index, version))
         except RuntimeError as error:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn during its transfer") from error
@@ -124,7 +134,7 @@ class WeightReceiver:
             if time.monotonic() >= give_up:
                 raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
             raise ServiceFault(group.name, "transfer", message, deadline) from error
-        return wrong
+        return faults
 
     def _fault(self, index: int, version: PolicyVersion) -> str:
         bucket, buffer = self.buckets[index], self._buffers[index]

@@ -12,9 +12,9 @@ import torch
 import xxhash
 from msgspec import Struct
 
-from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.types import PolicyVersion
-from runtime.weights import shared as shared_memory
+from runtime.weights import shared as memory
 from runtime.weights.gloo_mesh import drop_frames, reason
 from runtime.weights.group import WeightGroup
 from runtime.weights.link import Transfer
@@ -27,7 +27,10 @@ DEPTH = 2
 
 
 class SendResult(Struct, frozen=True):
-    """`nbytes` as sent to each receiver, trailers included; `seconds` from the announcement to the last bucket."""
+    """`nbytes` as the transport sent them to each receiver, trailers included.
+
+    `seconds` from the announcement to the last bucket.
+    """
 
     nbytes: int
     seconds: float
@@ -43,7 +46,8 @@ class WeightSender:
     def __init__(self, manifest: Manifest, *, pin: bool = False):
         """`pin` page-locks the buckets, for copies from an accelerator. Raises InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
-        self._buffers = allocate(self.buckets, pin)
+        self._manifest = manifest
+        self._buffers = allocate(self.buckets, pin, memory.AVAILABLE)
         self._views = views(manifest, self.buckets, self._buffers)
         self._idle = threading.Event()
         self._idle.set()
@@ -60,7 +64,8 @@ class WeightSender:
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
         """Send the buckets, stamped with `version`, from a thread; every bucket must be taken within `deadline` seconds.
 
-        On any failure the group is aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer".
+        On any failure the group is aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer", or
+        UserError where the user can mend it.
         """
         if not self._idle.is_set():
             raise ServiceFault(group.name, "transfer", "the transfer before is not over")
@@ -68,11 +73,12 @@ class WeightSender:
         return in_thread(f"send-{version}", lambda: self._send(group, version, deadline))
 
     def _send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> SendResult:
-        began = time.monotonic()
+        began, before = time.monotonic(), group.sent_bytes
         give_up = began + deadline
         pending: list[Transfer] = []
         taken = 0
         try:
+            group.describe(self._manifest)
             group.announce(version)
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 stamp(bucket, buffer, version)
@@ -89,15 +95,21 @@ class WeightSender:
             if time.monotonic() >= give_up:
                 raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
             raise ServiceFault(group.name, "transfer", message, deadline) from error
+        except UserError:
+            group.abort()
+            raise
         finally:
             self._idle.set()
-        return SendResult(sum(bucket.total_bytes for bucket in self.buckets), time.monotonic() - began)
+        return SendResult(group.sent_bytes - before, time.monotonic() - began)
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding."""
+    """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
+
+    `shared` ones lie in one memory file, which other processes can map.
+    """
     if shared:
-        return [shared_memory.allocate(bucket.total_bytes) for bucket in buckets]
+        return memory.arena([bucket.total_bytes for bucket in buckets], pin)
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
 
 

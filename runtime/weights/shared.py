@@ -1,4 +1,5 @@
-"""Buffers that other processes of this machine can map, for weights that an engine's workers read where they were staged.
+"""Buffers that other processes of this machine can map: what a trainer publishes, and what an engine's workers read where it
+was staged.
 
 They are memory files without a name (memfd): the limit of /dev/shm does not apply, which is 64 MiB in a container by
 default, and the kernel frees them with the last process that holds one, however that ends.
@@ -6,18 +7,23 @@ default, and the kernel frees them with the last process that holds one, however
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
 from runtime.errors import UserError
+from runtime.weights.plan import aligned
 
-_PATHS: dict[int, str] = {}  # of the buffers that live, by address
+AVAILABLE = hasattr(os, "memfd_create")  # on Linux
+
+_FILES: dict[int, int] = {}  # descriptors of the buffers that live, by address
 
 
 class Location(NamedTuple):
@@ -32,23 +38,50 @@ class Location(NamedTuple):
 
 def allocate(nbytes: int) -> torch.Tensor:
     """A zeroed uint8 tensor [nbytes] that `locate` knows. Raises UserError where the system has no memory files."""
-    if not hasattr(os, "memfd_create"):
+    if not AVAILABLE:
         raise UserError("services.rollout.engine: vllm needs Linux, whose memory files carry the weights to its workers")
-    descriptor = os.memfd_create("sluice-weights")
+    descriptor = os.memfd_create("sluice-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
+        # Who maps the file may rely on its size: to touch what was cut off would be the end of the process.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     except BaseException:
         os.close(descriptor)
         raise
-    _PATHS[buffer.data_ptr()] = f"/proc/{os.getpid()}/fd/{descriptor}"
-    weakref.finalize(buffer.untyped_storage(), _forget, buffer.data_ptr(), descriptor)
+    _FILES[buffer.data_ptr()] = descriptor
+    weakref.finalize(buffer.untyped_storage(), _forget, buffer.data_ptr())
     return buffer
 
 
-def _forget(address: int, descriptor: int) -> None:
-    del _PATHS[address]
-    os.close(descriptor)
+def _forget(address: int) -> None:
+    os.close(_FILES.pop(address))
+
+
+def arena(sizes: Sequence[int], pin: bool = False) -> list[torch.Tensor]:
+    """As `allocate`, one tensor for each of `sizes`, all in one memory file. `pin` page-locks it for copies by CUDA."""
+    ends = list(accumulate(aligned(size) for size in sizes))
+    whole = allocate(max(ends, default=1))
+    if pin:
+        _page_lock(whole)
+    return [whole[end - aligned(size) :][:size] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _page_lock(buffer: torch.Tensor) -> None:
+    """Never run on hardware so far. Raises RuntimeError when CUDA refuses."""
+    runtime: Any = torch.cuda.cudart()
+    address = buffer.data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, buffer.numel(), 0))
+    # Finalizers run newest first: the lock goes before the memory.
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
+
+
+def file_of(buffer: torch.Tensor) -> tuple[int, int]:
+    """The descriptor of the memory file in which `buffer` lies, uint8, and its offset there. Raises RuntimeError if in none."""
+    descriptor = _FILES.get(buffer.untyped_storage().data_ptr())
+    if descriptor is None:
+        raise RuntimeError("the buffer does not lie in shared memory")
+    return descriptor, int(buffer.storage_offset())
 
 
 def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
@@ -56,14 +89,15 @@ def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[to
     copies = []
     locations = []
     for name, tensor in tensors.items():
-        path = _PATHS.get(tensor.untyped_storage().data_ptr())
+        descriptor = _FILES.get(tensor.untyped_storage().data_ptr())
         offset = int(tensor.storage_offset()) * tensor.itemsize
-        if path is None or not tensor.is_contiguous():
+        if descriptor is None or not tensor.is_contiguous():
             flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
             copy = allocate(max(1, flat.numel()))
             copy[: flat.numel()].copy_(flat)
             copies.append(copy)
-            path, offset = _PATHS[copy.data_ptr()], 0
+            descriptor, offset = _FILES[copy.data_ptr()], 0
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
         locations.append(Location(name, path, offset, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
     return locations, copies
 

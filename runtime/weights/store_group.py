@@ -14,14 +14,18 @@ from msgspec import structs
 
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights import collective
+from runtime.weights import collective, delta, shared_memory
 from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, reason
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Link, Transfer
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sockets import SocketAddress, local_address, route_to, shut_down
 
-LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {"collective": collective.connect}
+LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
+    "collective": collective.connect,
+    "shared_memory": shared_memory.connect,
+    "delta": delta.connect,
+}
 """By transport: (store, address, everyone's label by rank, own name, own interface's address) to a link, within the timeout."""
 
 
@@ -32,6 +36,10 @@ class StoreGroup(WeightGroup):
         self._link = link
         self._paths = paths
         self._transfers = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._link.sent_bytes
 
     def announce(self, version: PolicyVersion) -> None:
         self._transfers += 1
@@ -85,7 +93,9 @@ class PendingStoreGroup(PendingGroup):
         return StoreGroup(address, self._name, store, link, frozenset({(address.host, address.port)}))
 
 
-def host(epoch: int, world_size: int, interface: str, backend: str, timeout: float, name: str, transport: str) -> PendingGroup:
+def host(
+    epoch: int, world_size: int, interface: str, backend: str, timeout: float, name: str, transport: str, full_every: int
+) -> PendingGroup:
     """As `group.host`."""
     ip = local_address(interface)
     with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1024) as listener:
@@ -107,6 +117,7 @@ def host(epoch: int, world_size: int, interface: str, backend: str, timeout: flo
         backend=backend,
         timeout=timeout,
         transport=transport,
+        full_every=full_every,
     )
     return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
 

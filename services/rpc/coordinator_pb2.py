@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc import common_pb2 as services_dot_rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eservices/rpc/coordinator.proto\x12\tsluice.v1\x1a\x19services/rpc/common.proto\"\xe0\x01\n\x0cRegistration\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x35\n\x07seconds\x18\x07 \x03(\x0b\x32$.sluice.v1.Registration.SecondsEntry\x12\x13\n\x0bincarnation\x18\x08 \x01(\r\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x04Loss\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x82\x01\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x0c\n\x04\x64one\x18\x04 \x01(\r\x12\r\n\x05total\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x1d\n\x04lost\x18\x07 \x03(\x0b\x32\x0f.sluice.v1.Loss\"6\n\x08Topology\x12*\n\tprocesses\x18\x01 \x03(\x0b\x32\x17.sluice.v1.Registration2\xaa\x01\n\x0b\x43oordinator\x12\x35\n\x08Register\x12\x17.sluice.v1.Registration\x1a\x10.sluice.v1.Empty\x12\x32\n\tProcesses\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Topology\x12\x30\n\x05Watch\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Progress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eservices/rpc/coordinator.proto\x12\tsluice.v1\x1a\x19services/rpc/common.proto\"\xf1\x01\n\x0cRegistration\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x35\n\x07seconds\x18\x07 \x03(\x0b\x32$.sluice.v1.Registration.SecondsEntry\x12\x13\n\x0bincarnation\x18\x08 \x01(\r\x12\x0f\n\x07machine\x18\t \x01(\t\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x04Loss\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x82\x01\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x0c\n\x04\x64one\x18\x04 \x01(\r\x12\r\n\x05total\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x1d\n\x04lost\x18\x07 \x03(\x0b\x32\x0f.sluice.v1.Loss\"6\n\x08Topology\x12*\n\tprocesses\x18\x01 \x03(\x0b\x32\x17.sluice.v1.Registration2\xaa\x01\n\x0b\x43oordinator\x12\x35\n\x08Register\x12\x17.sluice.v1.Registration\x1a\x10.sluice.v1.Empty\x12\x32\n\tProcesses\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Topology\x12\x30\n\x05Watch\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Progress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRATION_SECONDSENTRY']._loaded_options = None
   _globals['_REGISTRATION_SECONDSENTRY']._serialized_options = b'8\001'
   _globals['_REGISTRATION']._serialized_start=73
-  _globals['_REGISTRATION']._serialized_end=297
-  _globals['_REGISTRATION_SECONDSENTRY']._serialized_start=251
-  _globals['_REGISTRATION_SECONDSENTRY']._serialized_end=297
-  _globals['_LOSS']._serialized_start=299
-  _globals['_LOSS']._serialized_end=356
-  _globals['_PROGRESS']._serialized_start=359
-  _globals['_PROGRESS']._serialized_end=489
-  _globals['_TOPOLOGY']._serialized_start=491
-  _globals['_TOPOLOGY']._serialized_end=545
-  _globals['_COORDINATOR']._serialized_start=548
-  _globals['_COORDINATOR']._serialized_end=718
+  _globals['_REGISTRATION']._serialized_end=314
+  _globals['_REGISTRATION_SECONDSENTRY']._serialized_start=268
+  _globals['_REGISTRATION_SECONDSENTRY']._serialized_end=314
+  _globals['_LOSS']._serialized_start=316
+  _globals['_LOSS']._serialized_end=373
+  _globals['_PROGRESS']._serialized_start=376
+  _globals['_PROGRESS']._serialized_end=506
+  _globals['_TOPOLOGY']._serialized_start=508
+  _globals['_TOPOLOGY']._serialized_end=562
+  _globals['_COORDINATOR']._serialized_start=565
+  _globals['_COORDINATOR']._serialized_end=735
 # @@protoc_insertion_point(module_scope)

@@ -100,15 +100,23 @@ class FakeModel:
 
 class FakeTrainer(FakeModel):
     name = "trainer-0"
+    machine = "here"
 
     def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time):
         super().__init__(apply_seconds)
         self.calls: list[tuple[str, Any]] = []
         self._weights = weights
 
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
         address = GroupAddress(
-            epoch=epoch, host="127.0.0.1", port=1, rank=0, world_size=world_size, backend="gloo", timeout=1.0
+            epoch=epoch,
+            host="127.0.0.1",
+            port=1,
+            rank=0,
+            world_size=world_size,
+            backend="gloo",
+            timeout=1.0,
+            transport=transport,
         )
         return address, MANIFEST
 

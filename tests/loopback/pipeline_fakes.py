@@ -67,6 +67,7 @@ class FakeReplica:
     """One of several. `die` loses it: calls under way, and later ones, fail, as they do when it is given up."""
 
     name = ""
+    machine = "here"
 
     def __init__(self, incarnation: int = 0) -> None:
         self.incarnation = incarnation

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from runtime import config
+from runtime import config, os_process
 from runtime.actor import Actor, Priority
 from runtime.commands import (
     AbortWeights,
@@ -82,9 +84,12 @@ class Worker:
 class Port:
     """A service behind its actor, as the coordinator reaches it. `cut` is the death of the process."""
 
+    apart = False  # on a machine of its own, so that weights go by the collective
+
     def __init__(self, service: Any, incarnation: int = 0):
         self.service = service
         self.name = service.name
+        self.machine = self.name if self.apart else os_process.machine()
         self.incarnation = incarnation
         self.actor = Actor(service.name, service, capacity=9)
         self.silent = False  # under SIGSTOP
@@ -143,8 +148,8 @@ class TrainerHere(Port):
         self.worker = service._worker = Worker()  # type: ignore[assignment]
         super().__init__(service)
 
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.ask(HostWeights(epoch, world_size))
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.ask(HostWeights(epoch, world_size, transport))
         return hosted.address, hosted.manifest
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
@@ -203,7 +208,18 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version() -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["shared_memory", "collective"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Port, "apart", request.param)
+
+
+@pytest.mark.parametrize("transport", ["auto", "filesystem", "delta"])
+def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
+    transport: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path) if transport == "filesystem" else ""
+    settings = msgspec.structs.replace(PUBLICATION, transport=transport, folder=folder)
+
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts
         await here.publish(1)
@@ -223,7 +239,8 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         await here.publish(3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
 
-    run(test)
+    run(test, settings)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("how", ["dies", "is silent"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable
+from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable, UserError
 from runtime.metrics import PublicationFigures
 from runtime.pipeline import publisher
 from runtime.pipeline.publisher import Publisher
@@ -37,9 +37,20 @@ def address_of(rollout: FakeRollout) -> tuple[int, int, int]:
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 
-def make(cast: Cast, transfer: float = 5.0, commit: float = 5.0, in_flight: Any = "keep", patience: float = 5.0) -> Publisher:
+def make(
+    cast: Cast,
+    transfer: float = 5.0,
+    commit: float = 5.0,
+    in_flight: Any = "keep",
+    patience: float = 5.0,
+    transport: Any = "auto",
+) -> Publisher:
     settings = config.Publication(
-        transfer_timeout=transfer, commit_timeout=commit, abort_timeout=min(transfer, commit), in_flight=in_flight
+        transport=transport,
+        transfer_timeout=transfer,
+        commit_timeout=commit,
+        abort_timeout=min(transfer, commit),
+        in_flight=in_flight,
     )
     pool = RolloutPool(cast.rollouts, {rollout.name: 1 for rollout in cast.rollouts}, patience)
     return Publisher(cast.trainer, pool, settings, 5.0)
@@ -312,6 +323,33 @@ def test_a_late_member_is_in_the_next_publication_when_one_is_under_way() -> Non
     run(test)
 
 
+def test_each_epoch_takes_the_transport_that_all_its_members_reach() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        here, late = cast.rollouts[0], FakeRollout("rollout-1", cast.weights, incarnation=1)
+        late.machine = "there"
+        publishing = make(cast)
+        await publishing.publish(FIRST)
+        assert here.address is not None and here.address.transport == publishing.transport == "shared_memory"
+        cast.rollouts[1].die()
+        publishing._pool.arrive(late)
+        await publishing.publish(SECOND)
+        assert here.address.transport == publishing.transport == "collective"
+
+    run(test)
+
+
+def test_shared_memory_is_not_exchanged_for_another_transport() -> None:
+    async def test() -> None:
+        cast = Cast.prompt()
+        cast.rollouts[1].machine = "there"
+        publishing = make(cast, transport="shared_memory")
+        with pytest.raises(UserError, match=r"publication\.transport: shared_memory needs .* rollout-1 cannot"):
+            await publishing.publish(FIRST)
+
+    run(test)
+
+
 class Absent(FakeRollout):
     """Never comes to a rendezvous, as it is stopped."""
 
@@ -338,9 +376,9 @@ def test_who_dies_while_the_trainer_opens_the_rendezvous_is_left_out() -> None:
         cast = Cast.prompt()
         host = cast.trainer.host_weights
 
-        async def hosting(epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+        async def hosting(epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
             cast.rollouts[0].die()
-            return await host(epoch, world_size)
+            return await host(epoch, world_size, transport)
 
         cast.trainer.host_weights = hosting  # type: ignore[method-assign]
         assert (await make(cast).publish(FIRST)).epoch == 2

@@ -11,10 +11,12 @@ from runtime.errors import ServiceFault, UserError
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sender import in_thread
+from tests.loopback.weight_cases import IN_A_STORE
 
 
-def test_the_rendezvous_names_who_is_missing() -> None:
-    pending = host(1, 4, "127.0.0.1", "gloo", 3.0, "trainer")
+@pytest.mark.parametrize("transport", IN_A_STORE)
+def test_the_rendezvous_names_who_is_missing(transport: str) -> None:
+    pending = host(1, 4, "127.0.0.1", "gloo", 3.0, "trainer", transport)
     other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-1"))
     with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 3 s\)"):
         pending.connect(["trainer", "rollout-0", "rollout-1"])

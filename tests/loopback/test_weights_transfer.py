@@ -1,4 +1,4 @@
-"""Transfers of weights over gloo between threads: who waits for whom, deadlines, aborts, and versions kept apart."""
+"""Transfers of weights between threads: who waits for whom, deadlines, aborts, and versions kept apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,15 +16,15 @@ import torch
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup, host, join
+from runtime.weights.group import TRANSPORTS, WeightGroup, host, join
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import MANIFEST, fill, same, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, same, settles, threads_and_files
 
 
-def connected(world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
+def connected(transport: str, world_size: int = 2, timeout: float = 10.0, folder: str = "") -> list[WeightGroup]:
     torch.set_num_threads(1)
-    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer")
+    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder)
     others = [
         in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
         for rank in range(1, world_size)
@@ -31,9 +32,9 @@ def connected(world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
     return [pending.connect(), *(other.result(10) for other in others)]
 
 
-@pytest.fixture
-def pair() -> Iterator[list[WeightGroup]]:
-    groups = connected(timeout=1.0)
+@pytest.fixture(params=TRANSPORTS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[WeightGroup]]:
+    groups = connected(request.param, timeout=1.0, folder=str(tmp_path))
     try:
         yield groups
     finally:
@@ -111,6 +112,7 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
         staged.release()
 
 
+@pytest.mark.parametrize("pair", IN_A_STORE, indirect=True)  # by way of a folder the sender waits for nobody
 def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> None:
     sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
     fill(sender.views(1.0), 1)
@@ -123,12 +125,13 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
     assert sent.result(5).seconds > 0.1
 
 
-def test_many_aborts_leave_no_thread_and_no_file() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_aborts_leave_no_thread_and_no_file(transport: str, tmp_path: Path) -> None:
     receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
     threads_before, files_before = threads_and_files()
 
     def one_epoch(announce: bool) -> None:
-        groups = connected(3)
+        groups = connected(transport, 3, folder=str(tmp_path))
         receptions = [
             receiver.receive(group, PolicyVersion(0, 1), 60.0) for receiver, group in zip(receivers, groups[1:], strict=True)
         ]
@@ -146,3 +149,4 @@ def test_many_aborts_leave_no_thread_and_no_file() -> None:
     for index in range(20):
         one_epoch(bool(index % 2))
     assert settles(threads_and_files, before)
+    assert not list(tmp_path.iterdir())

@@ -16,10 +16,13 @@ SPECS = (
     TensorSpec("scale", "float32", ()),
     TensorSpec("steps", "int64", (3, 5)),
     *(TensorSpec(f"layer.{index}", "float32", (64, 100)) for index in range(8)),
+    TensorSpec("tail", "bfloat16", (3,)),
 )
 
 
 MANIFEST = Manifest(SPECS, 64 << 10)
+
+IN_A_STORE = ("collective", "shared_memory", "delta")  # transports whose members meet in a store
 
 
 def fill(tensors: list[torch.Tensor], seed: int) -> None:
@@ -43,6 +46,11 @@ def same(tensors: dict[str, torch.Tensor], seed: int) -> bool:
 
 def threads_and_files() -> list[int]:
     return [len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))]
+
+
+def mappings() -> int:
+    """How often memory files of weights are mapped into this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:sluice-weights")
 
 
 def settles(counts: Callable[[], list[int]], most: list[int], seconds: float = 2.0) -> bool:

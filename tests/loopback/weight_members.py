@@ -94,8 +94,15 @@ class Member:
         self.process.communicate()
 
 
-def connect(members: list[Member], epoch: int, timeout: float = 20.0, backend: str = "gloo") -> WeightGroup:
-    pending = host(epoch, len(members) + 1, "127.0.0.1", backend, timeout, "trainer")
+def connect(
+    members: list[Member],
+    epoch: int,
+    timeout: float = 20.0,
+    backend: str = "gloo",
+    transport: str = "collective",
+    folder: str = "",
+) -> WeightGroup:
+    pending = host(epoch, len(members) + 1, "127.0.0.1", backend, timeout, "trainer", transport, folder)
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.to_builtins(msgspec.structs.replace(pending.address, rank=rank)), one.name)
     group = pending.connect(["trainer", *(one.name for one in members)])

@@ -55,6 +55,7 @@ def test_status_shows_every_process(live: Live) -> None:
     ended = sluice("status", str(live.folder), timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr
     assert "training" in ended.stdout
+    assert "weights by shared_memory" in " ".join(ended.stdout.split())
     rows = table(ended.stdout)
     assert rows.keys() == MEMBERS.keys()
     for name, row in rows.items():

@@ -19,6 +19,7 @@ def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -
     assert two[:2] == ["services.rollout.replicas=1", "services.rollout.devices=[1]"]
     assert placement("npu", 16)[:2] == ["services.rollout.replicas=2", "services.rollout.devices=[1, 2]"]
     assert "publication.backend=gloo" not in two
+    assert "publication.transport=collective" in two
 
 
 @pytest.mark.parametrize(

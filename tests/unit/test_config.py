@@ -379,6 +379,23 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
     assert checked(sound, reference={"mode": "adapter_off"}, lora={}, algorithm={"kl_coefficient": 0.1}) == []
 
 
+TWO_ROLLOUTS = {"replicas": 2, "devices": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}},
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"transport": "shared_memory"}},
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "gloo"}},
+        {"services": {"trainer": {"devices": [2]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "hccl"}},
+        {"publication": {"transport": "collective"}},
+    ],
+)
+def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert checked(sound, **changes) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -484,14 +501,52 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
         ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
         ({"services": {"rollout": []}}, "services.rollout: an empty list; at least one fleet is needed"),
         (
+            {"publication": {"backend": "nccl"}},
+            "publication.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo",
+        ),
+        (
+            {"publication": {"transport": "collective"}, "services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}},
+            "publication.transport: collective takes one member a device, but trainer-0 and rollout-1 have 1; must be backend",
+        ),
+        (
             {"services": {"rollout": [{}, {"python": "/no/.venv-vllm/bin/python"}]}},
             "services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm",
         ),
+        (
+            {"publication": {"transport": "filesystem"}},
+            "publication.folder: missing; transport filesystem needs a folder that trainer and rollouts share",
+        ),
+        (
+            {"publication": {"transport": "filesystem", "folder": "/dev/null/weights"}},
+            "publication.folder: '/dev/null/weights' cannot be made, as /dev/null is a file",
+        ),
+        (
+            {"publication": {"transport": "filesystem", "folder": "/tmp", "backend": "gloo"}},
+            "publication.backend: gloo is for a collective; transport filesystem has none, so must be auto",
+        ),
+        (
+            {"publication": {"transport": "delta", "folder": "/tmp"}},
+            "publication.folder: '/tmp' is for transport filesystem alone, and it is delta",
+        ),
+        ({"publication": {"full_every": 7}}, "publication.full_every: 7 is for transport delta alone, and it is auto"),
     ],
 )
 def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault: str) -> None:
     (found,) = checked(sound, **changes)
     assert found.startswith(fault)
+
+
+@pytest.mark.parametrize("settings", [{"transport": "delta", "full_every": 7, "backend": "gloo"}, {"transport": "filesystem"}])
+def test_weights_travel_by_a_shared_folder_or_as_deltas(
+    sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "to" / "come") if settings["transport"] == "filesystem" else ""
+    assert checked(sound, publication={**settings, "folder": folder}) == []
+    if folder:
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+        assert checked(sound, publication={**settings, "folder": folder}) == [
+            f"publication.folder: '{folder}' cannot be written"
+        ]
 
 
 def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ PURE = (
     *(f"runtime/rewards/{name}.py" for name in ("format", "numeric", "rules", "votes")),
     "runtime/engines/families/",
     "runtime/weights/plan.py",
+    "runtime/weights/transports.py",
     "runtime/pipeline/states.py",
     "runtime/pipeline/staleness.py",
     "runtime/pipeline/publication.py",

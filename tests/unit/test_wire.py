@@ -105,7 +105,7 @@ STATUS = status.Status(
 
 
 REGISTRATION = status.Registration(
-    role="trainer", name="trainer-3", rank=3, address="[::1]:5", pid=9, host="node", seconds={"load": 2.5}
+    role="trainer", name="trainer-3", rank=3, address="[::1]:5", pid=9, host="node", seconds={"load": 2.5}, machine="m"
 )
 
 
@@ -163,7 +163,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         commands.ComputeLogprobs(3, [LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75)]),
         [b"\x00\xffraw", b""],
     ),
-    ("Trainer", "HostWeights"): (commands.HostWeights(4, 9), commands.WeightsHosted(ADDRESS, MANIFEST)),
+    ("Trainer", "HostWeights"): (commands.HostWeights(4, 9, "shared_memory"), commands.WeightsHosted(ADDRESS, MANIFEST)),
     ("Trainer", "SendWeights"): (commands.SendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Trainer", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),
     ("RemoteReward", "Score"): (
@@ -227,7 +227,7 @@ def test_a_message_arrives_as_it_was_sent(side: wire.Side, value: Any) -> None:
     ("key", "request_", "reply"),
     [
         (("Trainer", "Accumulate"), commands.Accumulate(0, 0, []), None),
-        (("Trainer", "HostWeights"), commands.HostWeights(0, 0), commands.WeightsHosted(ADDRESS, Manifest((), 0))),
+        (("Trainer", "HostWeights"), commands.HostWeights(0, 0, ""), commands.WeightsHosted(ADDRESS, Manifest((), 0))),
         (("Critic", "Values"), commands.ComputeValues(0, []), []),
         (("Rollout", "Cancel"), commands.Cancel([]), None),
         (("Coordinator", "Processes"), None, status.Topology()),

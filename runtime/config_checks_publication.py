@@ -1,0 +1,36 @@
+"""Checks of how weights travel. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from runtime.config import Config, Publication
+
+_DEFAULT = Publication()
+
+
+def publication_faults(config: Config) -> Iterator[str]:
+    settings = config.publication
+    if settings.transport == "filesystem":
+        yield from _folder(settings.folder)
+        if settings.backend != _DEFAULT.backend:
+            yield f"publication.backend: {settings.backend} is for a collective; transport filesystem has none, so must be auto"
+    elif settings.folder:
+        yield f"publication.folder: '{settings.folder}' is for transport filesystem alone, and it is {settings.transport}"
+    if settings.transport != "delta" and settings.full_every != _DEFAULT.full_every:
+        yield f"publication.full_every: {settings.full_every} is for transport delta alone, and it is {settings.transport}"
+
+
+def _folder(folder: str) -> Iterator[str]:
+    if not folder:
+        yield "publication.folder: missing; transport filesystem needs a folder that trainer and rollouts share"
+        return
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        yield f"publication.folder: '{folder}' cannot be made, as {there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"publication.folder: '{folder}' cannot be written"

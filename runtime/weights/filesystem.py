@@ -1,0 +1,351 @@
+"""Transport `filesystem`: versions as Hugging Face weights in a shared folder, for machines that reach each other by no port.
+
+    FOLDER/epoch-0003/
+      sluice-weights                        the marker, by which the others see that they share the folder
+      member-1                              while rank 1 is in the group
+      000002-version-0.7/                   the second transfer of this epoch; the newest two are kept
+        model-00001-of-00004.safetensors    one file a bucket, whose trailer is in the metadata
+        model.safetensors.index.json        last
+
+Files get their names once they are whole. What a killed host leaves is removed by the next host of the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from runtime.engines.tensor_files import TensorReader, TensorWriter
+from runtime.errors import ServiceFault, UserError
+from runtime.types import PolicyVersion
+from runtime.weights import shared_folder
+from runtime.weights.gloo_mesh import BACKSTOP
+from runtime.weights.group import PendingGroup, WeightGroup
+from runtime.weights.link import Transfer
+from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, plan_buckets
+from runtime.weights.sender import in_thread, views
+
+POLL = 0.05  # seconds between two looks for a member or a version
+SHARD_POLL = 0.01  # ... for the next file of a version that is being written
+KEPT = 2  # versions: the newest, and the one before, which may still be read
+MARKER = shared_folder.MARKER
+INDEX = "model.safetensors.index.json"
+LAST_REMOVAL = 5.0  # seconds that leaving waits for the removal of the epoch's files
+
+# What the user can mend; any other failure is the machine's.
+_USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class _Writing:
+    def __init__(self, group: FilesystemGroup, written: futures.Future[None]):
+        self._group, self._written = group, written
+
+    def wait(self, timeout: float) -> None:
+        give_up = time.monotonic() + timeout
+        while not futures.wait([self._written], min(POLL, timeout)).done:
+            self._group.check()
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"it was not written within {timeout:.1f} s")
+        self._written.result()
+
+
+class _Reading:
+    def __init__(self, group: FilesystemGroup, index: int, buffer: torch.Tensor):
+        self._group, self._index, self._buffer = group, index, buffer
+
+    def wait(self, timeout: float) -> None:
+        self._group.read(self._index, self._buffer, time.monotonic() + timeout)
+
+
+class FilesystemGroup(WeightGroup):
+    """Nobody has a connection: that rank 0 left is seen by its folder, that another did by its file in it.
+
+    So the loss of a member that was killed is not seen here. The coordinator, who sees it, aborts the group.
+    """
+
+    def __init__(self, address: GroupAddress, name: str, folder: Path):
+        super().__init__(address, name)
+        self._epoch_folder = folder
+        self._left = threading.Event()
+        self._leaving = threading.Lock()
+        self._manifest: Manifest | None = None
+        self._buckets: tuple[Bucket, ...] = ()
+        self._versions: list[Path] = []
+        self._transfers = 0
+        self._writing: futures.Future[None] | None = None
+        self._sent_bytes = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def describe(self, manifest: Manifest) -> None:
+        if manifest is not self._manifest:
+            self._manifest, self._buckets = manifest, plan_buckets(manifest)
+
+    def announce(self, version: PolicyVersion) -> None:
+        self._require_members()
+        self._transfers += 1
+        folder = self._epoch_folder / f"{self._transfers:06d}-version-{version}"
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise self._failure(error, str(folder)) from error
+        self._versions.append(folder)
+        for old in self._versions[:-KEPT]:
+            shared_folder.remove(old)
+        del self._versions[:-KEPT]
+
+    def await_announcement(self, version: PolicyVersion) -> None:
+        self._transfers += 1
+        prefix = f"{self._transfers:06d}-"
+        give_up = time.monotonic() + BACKSTOP
+        name = self._await(self._epoch_folder, lambda name: name.startswith(prefix), give_up, POLL, f"version {version}")
+        self._versions = [self._epoch_folder / name]
+
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        self._require_members()
+        before, folder = self._writing, self._versions[-1]
+        self._writing = in_thread(f"write-bucket-{index}", lambda: self._write(folder, index, buffer, before))
+        return _Writing(self, self._writing)
+
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+        return _Reading(self, index, buffer)
+
+    def abort(self) -> None:
+        with self._leaving:
+            if self.aborted:
+                return
+            self.aborted = True
+        self._left.set()
+        leave(self._epoch_folder, self.rank)
+
+    def check(self) -> None:
+        """Raises RuntimeError once the group is left."""
+        if self.aborted:
+            raise RuntimeError("the group was aborted")
+
+    def read(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
+        """Fill `buffer` with bucket `index` as soon as its file is there. Raises RuntimeError, also at `give_up`."""
+        path = self._versions[-1] / self._shard(index)
+        self._await(path.parent, lambda name: name == path.name, give_up, SHARD_POLL, str(path))
+        try:
+            self._fill(TensorReader(path), index, buffer)
+        except OSError as error:
+            raise RuntimeError(f"{path} cannot be read: {error.strerror}") from error
+        except UserError as error:
+            self.check()
+            raise RuntimeError(str(error)) from error
+
+    def _fill(self, reader: TensorReader, index: int, buffer: torch.Tensor) -> None:
+        # Read, not mapped: a mapped page whose file its server has given up would be the end of this process.
+        bucket, tensors = self._buckets[index], self._tensors(index, buffer)
+        trailer = bytes.fromhex(reader.metadata.get("trailer", ""))
+        stored = {name: (spec.dtype, spec.shape) for name, spec in reader.specs.items()}
+        wanted = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        if stored != wanted or len(trailer) != TRAILER.size:
+            raise RuntimeError(f"{reader.path} does not hold bucket {index} of the manifest")
+        end = 0
+        for entry, (name, tensor) in zip(bucket.entries, tensors.items(), strict=True):
+            self.check()
+            buffer[end : entry.offset] = 0  # the checksum covers what lies between the tensors
+            reader.read_into(name, tensor)
+            end = entry.offset + entry.nbytes
+        buffer[end:] = 0
+        buffer[bucket.data_bytes :] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+
+    def _write(self, folder: Path, index: int, buffer: torch.Tensor, before: futures.Future[None] | None) -> None:
+        """In a thread. Files come in order, so that the index is the last."""
+        if before is not None:
+            before.result()
+        bucket, tensors, path = self._buckets[index], self._tensors(index, buffer), folder / self._shard(index)
+        assert self._manifest is not None
+        specs = [self._manifest.tensors[entry.tensor] for entry in bucket.entries]
+        trailer = buffer[bucket.data_bytes :].numpy().tobytes()
+        metadata = {"version": folder.name.rpartition("-")[2], "trailer": trailer.hex()}
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            with TensorWriter(partial, specs, metadata) as writer:
+                for name, tensor in tensors.items():
+                    self.check()
+                    writer.write(name, tensor)
+            self._sent_bytes += partial.stat().st_size
+            partial.rename(path)
+            if index + 1 == len(self._buckets):
+                self._write_index(folder)
+        except OSError as error:
+            raise self._failure(error, f"{folder}: bucket {index} of {len(self._buckets)}") from error
+
+    def _write_index(self, folder: Path) -> None:
+        assert self._manifest is not None
+        tensors = self._manifest.tensors
+        files = {
+            tensors[entry.tensor].name: self._shard(index)
+            for index, bucket in enumerate(self._buckets)
+            for entry in bucket.entries
+        }
+        index = {"metadata": {"total_size": sum(spec.nbytes for spec in tensors)}, "weight_map": files}
+        partial = folder / f".{INDEX}.partial"
+        partial.write_text(json.dumps(index, indent=2), encoding="utf-8")
+        partial.rename(folder / INDEX)
+
+    def _failure(self, error: OSError, what: str) -> Exception:
+        """What a failed write is to be called: a user's mistake, the machine's fault, or the end of the group."""
+        if self.aborted:
+            return RuntimeError("the group was aborted")
+        line = f"{what} cannot be written: {error.strerror}"
+        return UserError(f"publication.folder: {line}") if error.errno in _USERS else RuntimeError(line)
+
+    def _tensors(self, index: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The bucket's tensors, in its order, as views into `buffer`."""
+        assert self._manifest is not None
+        bucket = self._buckets[index]
+        names = (self._manifest.tensors[entry.tensor].name for entry in bucket.entries)
+        return dict(zip(names, views(self._manifest, [bucket], [buffer]), strict=True))
+
+    def _shard(self, index: int) -> str:
+        return f"model-{index + 1:05d}-of-{len(self._buckets):05d}.safetensors"
+
+    def _require_members(self) -> None:
+        """Raises RuntimeError unless everybody is still in the group."""
+        self.check()
+        try:
+            missing = _missing(shared_folder.names(self._epoch_folder), self.world_size)
+        except OSError as error:
+            raise self._failure(error, str(self._epoch_folder)) from error
+        if missing:
+            raise RuntimeError(f"{', '.join(f'rank {rank}' for rank in missing)} left the group")
+
+    def _await(self, folder: Path, wanted: Callable[[str], bool], give_up: float, every: float, what: str) -> str:
+        """The name in `folder` that is wanted, once there is one. Raises RuntimeError."""
+        while True:
+            self.check()
+            try:
+                found = next(filter(wanted, shared_folder.names(folder)), None)
+            except FileNotFoundError:
+                raise RuntimeError("rank 0 left the group") from None
+            except OSError as error:
+                raise RuntimeError(f"{folder} cannot be read: {error.strerror}") from error
+            if found is not None:
+                return found
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"{what} did not appear")
+            self._left.wait(every)
+
+
+class PendingFilesystemGroup(PendingGroup):
+    """Dropped without `abort`, it leaves its folder to the next host."""
+
+    def __init__(self, address: GroupAddress, name: str):
+        self.address = address
+        self._name = name
+        self._folder = shared_folder.epoch_folder(Path(address.folder), address.epoch)
+        self._left = threading.Event()
+
+    def connect(self, names: Sequence[str] = ()) -> WeightGroup:
+        address = self.address
+        give_up = time.monotonic() + address.timeout
+        try:
+            if address.rank:
+                self._enter(give_up)
+            self._await_members(names, give_up)
+        except BaseException:
+            leave(self._folder, address.rank)
+            raise
+        return FilesystemGroup(address, self._name, self._folder)
+
+    def abort(self) -> None:
+        self._left.set()
+        leave(self._folder, self.address.rank)
+
+    def _enter(self, give_up: float) -> None:
+        address = self.address
+        while MARKER not in self._names():
+            if time.monotonic() > give_up:
+                self._fail(
+                    f"{self._folder}, which rank 0 made on {address.host}, is not seen here: "
+                    "publication.folder has to be one folder that all these machines share"
+                )
+            self._pause()
+        try:
+            (self._folder / f"member-{address.rank}").touch()
+        except OSError as error:
+            message = f"publication.folder: {self._folder} cannot be written by {self._name}: {error.strerror}"
+            raise UserError(message) from error
+
+    def _await_members(self, names: Sequence[str], give_up: float) -> None:
+        while True:
+            present = self._names()
+            if MARKER not in present:
+                self._fail("rank 0 is gone")
+            missing = _missing(present, self.address.world_size)
+            if not missing:
+                return
+            if time.monotonic() > give_up:
+                labels = [f"rank {rank}" + (f" ({names[rank]})" if rank < len(names) else "") for rank in missing]
+                self._fail(f"{', '.join(labels)} did not join")
+            self._pause()
+
+    def _names(self) -> list[str]:
+        try:
+            return shared_folder.names(self._folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(f"publication.folder: {self._folder} cannot be read by {self._name}: {error.strerror}") from error
+
+    def _pause(self) -> None:
+        if self._left.wait(POLL):
+            self._fail("the rendezvous was given up")
+
+    def _fail(self, message: str) -> None:
+        raise ServiceFault(self._name, "rendezvous", message, self.address.timeout)
+
+
+def _missing(present: Sequence[str], world_size: int) -> list[int]:
+    return [rank for rank in range(1, world_size) if f"member-{rank}" not in present]
+
+
+def leave(folder: Path, rank: int) -> None:
+    """Take back what `rank` put into the epoch's folder: rank 0 all of it."""
+    if rank:
+        with suppress(OSError):  # a folder that rank 0 removed, or that no one can reach
+            (folder / f"member-{rank}").unlink()
+        return
+    # A file server that does not answer must not hold whoever leaves.
+    with suppress(futures.TimeoutError, OSError):
+        in_thread("remove-weights", lambda: shared_folder.remove(folder)).result(LAST_REMOVAL)
+
+
+def host(epoch: int, world_size: int, timeout: float, name: str, folder: str) -> PendingGroup:
+    """As `group.host`. Removes what earlier hosts left in `folder`."""
+    if not folder:
+        raise UserError("publication.folder: '' is no folder; transport filesystem needs one that all machines share")
+    root = Path(folder).absolute()
+    shared_folder.open_epoch(root, epoch)
+    address = GroupAddress(
+        epoch=epoch,
+        host=socket.gethostname(),
+        port=0,
+        rank=0,
+        world_size=world_size,
+        backend="",
+        timeout=timeout,
+        transport="filesystem",
+        folder=str(root),
+    )
+    return PendingFilesystemGroup(address, name)
+
+
+def join(address: GroupAddress, name: str) -> WeightGroup:
+    """As `group.join`."""
+    return PendingFilesystemGroup(address, name).connect()

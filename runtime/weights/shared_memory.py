@@ -1,0 +1,273 @@
+"""Transport `shared_memory`: on one machine, receivers copy each bucket out of the sender's own memory.
+
+The sender's buckets lie in a memory file (`shared.py`), whose descriptor goes with every message over a unix socket; so do
+"bucket i is whole" to the receivers and "it is taken" back. The socket has an abstract name, and the memory file none: when a
+process ends, however that happens, its peers read the end of the connection at once, and nothing is left of either.
+
+Only processes of the same user are let in, as the kernel tells it of each connection.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.errors import ServiceFault, UserError
+from runtime.weights import shared
+from runtime.weights.gloo_mesh import card_of, meet
+from runtime.weights.link import Link, Transfer
+from runtime.weights.plan import GroupAddress
+
+_RANK = struct.Struct("<I")  # a receiver's first message
+_WHOLE = struct.Struct("<IQQ")  # bucket, its offset in the memory file, its bytes
+_TAKEN = b"t"  # once for each bucket, in their order
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group
+_CHUNK = 1 << 20  # bytes copied between two looks at the clock
+
+
+class _Transfer:
+    def __init__(self, finish: Callable[[float], None]):
+        self._finish = finish
+
+    def wait(self, timeout: float) -> None:
+        self._finish(time.monotonic() + timeout)
+
+
+class _SocketLink(Link):
+    """Holds `_using` while a thread is at the sockets: `abort` frees it by shutting them down, and only then closes them."""
+
+    def __init__(self, sockets: Iterable[socket.socket]):
+        self._sockets = tuple(sockets)
+        self._using = threading.Lock()
+        self._aborted = False
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise RuntimeError("the group was aborted")
+
+    def abort(self) -> None:
+        self._aborted = True
+        for each in self._sockets:
+            with suppress(OSError):  # closed here, or by the peer
+                each.shutdown(socket.SHUT_RDWR)
+        with self._using:
+            for each in self._sockets:
+                each.close()
+            self._forget()
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Give up what is held besides the sockets."""
+
+
+class SendingLink(_SocketLink):
+    def __init__(self, peers: Mapping[str, socket.socket]):
+        """`peers` by what they are called."""
+        super().__init__(peers.values())
+        self._peers = dict(peers)
+        self._sent = 0
+        self._taken = dict.fromkeys(peers, 0)
+
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        descriptor, offset = shared.file_of(buffer)
+        message = _WHOLE.pack(index, offset, buffer.numel())
+        with self._using:
+            for label, peer in self._peers.items():
+                self._check()
+                try:
+                    socket.send_fds(peer, [message], [descriptor])
+                except OSError as error:
+                    self._check()
+                    raise RuntimeError(f"{label} is gone: {error}") from error
+            self._sent += 1
+            self.sent_bytes += buffer.numel()
+            number = self._sent
+        return _Transfer(lambda give_up: self._await(number, give_up))
+
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+        raise RuntimeError("rank 0 receives nothing")
+
+    def _await(self, number: int, give_up: float) -> None:
+        """Until everybody has taken the `number`th bucket that was sent. Who ends is noticed, whoever is waited for."""
+        with self._using:
+            self._check()
+            labels = {peer.fileno(): label for label, peer in self._peers.items()}
+            readable = select.poll()
+            for descriptor in labels:
+                readable.register(descriptor, select.POLLIN)
+            while late := [label for label, taken in self._taken.items() if taken < number]:
+                ready = readable.poll(max(0.0, give_up - time.monotonic()) * 1e3)
+                self._check()
+                if not ready:
+                    raise RuntimeError(f"waited in vain for {', '.join(late)}")
+                for descriptor, _ in ready:
+                    self._read(labels[descriptor])
+
+    def _read(self, label: str) -> None:
+        try:
+            message = self._peers[label].recv(len(_TAKEN))
+        except OSError as error:
+            raise RuntimeError(f"{label} is gone: {error}") from error
+        self._check()
+        if not message:
+            raise RuntimeError(f"{label} is gone")
+        self._taken[label] += 1
+
+    def _forget(self) -> None:
+        pass
+
+
+class ReceivingLink(_SocketLink):
+    def __init__(self, sender: socket.socket, label: str):
+        """`label` is what the sender is called."""
+        super().__init__((sender,))
+        self._sender = sender
+        self._label = label
+        self._inode = 0
+        self._memory: Any = None  # the sender's memory file, uint8, read-only
+
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        raise RuntimeError("only rank 0 sends")
+
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+        return _Transfer(lambda give_up: self._take(index, buffer, give_up))
+
+    def _take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
+        with self._using:
+            try:
+                source = self._await(index, buffer.numel(), give_up)
+                self._copy(source, buffer.numpy(), give_up)
+                self._sender.send(_TAKEN)
+            except TimeoutError as error:
+                raise RuntimeError(f"waited in vain for {self._label}") from error
+            except OSError as error:
+                self._check()
+                raise RuntimeError(f"{self._label} is gone: {error}") from error
+
+    def _await(self, index: int, nbytes: int, give_up: float) -> Any:
+        """The bucket where the sender has it, once it is whole."""
+        self._check()
+        self._sender.settimeout(max(give_up - time.monotonic(), 0.001))
+        message, descriptors, _, _ = socket.recv_fds(self._sender, _WHOLE.size, 1, socket.MSG_CMSG_CLOEXEC)
+        for descriptor in descriptors:
+            self._map(descriptor)
+        self._check()
+        if not message:
+            raise RuntimeError(f"{self._label} is gone")
+        number, offset, size = _WHOLE.unpack(message)
+        if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
+            raise RuntimeError(
+                f"{self._label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
+            )
+        return self._memory[offset : offset + size]
+
+    def _map(self, descriptor: int) -> None:
+        """Once for each file: the first look at a page costs as much as copying it."""
+        try:
+            inode = os.fstat(descriptor).st_ino
+            if inode != self._inode or self._memory is None:
+                self._memory = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+                self._inode = inode
+        finally:
+            os.close(descriptor)
+
+    def _copy(self, source: Any, target: Any, give_up: float) -> None:
+        for start in range(0, len(source), _CHUNK):
+            self._check()
+            if time.monotonic() > give_up:
+                raise TimeoutError
+            np.copyto(target[start : start + _CHUNK], source[start : start + _CHUNK])
+
+    def _forget(self) -> None:
+        self._memory = None
+
+
+def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
+    """Blocks until everybody is connected. Raises UserError without Linux, ServiceFault of phase "rendezvous"."""
+    if not shared.AVAILABLE:
+        raise UserError("publication.transport: shared_memory needs Linux; must be collective here")
+    if address.rank == 0:
+        return _listen(store, address, labels, name)
+    return _enter(store, address, labels, name)
+
+
+def _listen(store: Any, address: GroupAddress, labels: Sequence[str], name: str) -> Link:
+    card = f"sluice-weights-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{card}")
+        listener.listen(len(labels))
+        listener.setblocking(False)
+        meet(store, 0, card, labels, name, address.timeout)
+        peers = _accept(listener, len(labels))  # everybody connected before leaving a card
+    missing = [labels[rank] for rank in range(1, len(labels)) if rank not in peers]
+    if missing:
+        for peer in peers.values():
+            peer.close()
+        raise ServiceFault(name, "rendezvous", f"{', '.join(missing)} did not connect", address.timeout)
+    return SendingLink({labels[rank]: peers[rank] for rank in range(1, len(labels))})
+
+
+def _accept(listener: socket.socket, world_size: int) -> dict[int, socket.socket]:
+    """Those who wait at the listener, by the rank that they tell; strangers are turned away."""
+    peers: dict[int, socket.socket] = {}
+    with suppress(BlockingIOError):
+        while True:
+            peer = listener.accept()[0]
+            peer.setblocking(False)
+            rank = _rank_of(peer) if user_of(peer) == os.geteuid() else 0
+            if 0 < rank < world_size and rank not in peers:
+                peers[rank] = peer
+            else:
+                peer.close()
+    return peers
+
+
+def _rank_of(peer: socket.socket) -> int:
+    """0 when it tells none."""
+    try:
+        message = peer.recv(_RANK.size)
+    except OSError:
+        return 0
+    return int(_RANK.unpack(message)[0]) if len(message) == _RANK.size else 0
+
+
+def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) -> Link:
+    give_up = time.monotonic() + address.timeout
+    card = card_of(store, 0, labels, name, address.timeout)
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sender.settimeout(address.timeout)
+        sender.connect(f"\0{card}")
+        user = user_of(sender)
+        if user != os.geteuid():
+            raise ServiceFault(name, "rendezvous", f"{labels[0]} is of user {user}, this process of {os.geteuid()}")
+        sender.send(_RANK.pack(address.rank))
+        meet(store, address.rank, "", labels, name, max(give_up - time.monotonic(), 0.1))
+    except OSError as error:
+        sender.close()
+        message = f"{labels[0]} cannot be reached on this machine, where transport shared_memory needs it: {error}"
+        raise ServiceFault(name, "rendezvous", message, address.timeout) from error
+    except BaseException:
+        sender.close()
+        raise
+    return ReceivingLink(sender, labels[0])
+
+
+def user_of(peer: socket.socket) -> int:
+    """Whom the process at the other end of a unix socket belongs to, as the kernel knows it."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(credentials)[1]
+    return user

@@ -1,0 +1,297 @@
+"""Transport `shared_memory` where processes die, stop, lie, or are strangers; what all transports share is tested elsewhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.types import PolicyVersion
+from runtime.weights import shared, shared_memory
+from runtime.weights.group import host, join
+from runtime.weights.link import Link
+from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
+from runtime.weights.receiver import WeightReceiver
+from runtime.weights.sender import WeightSender, in_thread
+from tests.loopback.weight_cases import MANIFEST, fill, mappings, settles, threads_and_files
+from tests.loopback.weight_members import ROOT, Member, connect, leave, post
+
+LABELS = ("trainer", "rollout-0", "rollout-1")
+
+
+def meeting(world_size: int = 2, timeout: float = 10.0) -> list[Future[Link]]:
+    """The members of a group, that meet in a store of this process."""
+    torch.set_num_threads(1)
+    store = dist.HashStore()
+    address = GroupAddress(
+        epoch=1, host="", port=1, rank=0, world_size=world_size, backend="gloo", timeout=timeout, transport="shared_memory"
+    )
+    return [
+        in_thread(
+            "connect",
+            lambda rank=rank: shared_memory.connect(
+                store, msgspec.structs.replace(address, rank=rank), LABELS[:world_size], LABELS[rank], ""
+            ),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def links(world_size: int = 2) -> list[Link]:
+    return [member.result(10) for member in meeting(world_size)]
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Link]]:
+    made = links()
+    try:
+        yield made
+    finally:
+        for link in made:
+            link.abort()
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    torch.set_num_threads(1)
+    started = [Member(f"rollout-{index}") for index in range(2)]
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.end()
+
+
+# ------------------------------------------------------------------------------------------------ what moves
+
+
+def test_buckets_of_any_size_arrive_from_files_that_change(pair: list[Link]) -> None:
+    sizes, before = (1, 63, (1 << 20) - 1, 1 << 20, (3 << 20) + 5), mappings()
+    for seed in range(2):  # a sender's buckets may be made anew while the group stays
+        buffers = shared.arena(sizes)
+        for buffer in buffers:
+            buffer.copy_(torch.randint(0, 256, buffer.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8))
+        sent = [pair[0].send(index, buffer) for index, buffer in enumerate(buffers)]
+        for index, buffer in enumerate(buffers):
+            arrived = torch.zeros_like(buffer)
+            pair[1].receive(index, arrived).wait(5.0)
+            assert torch.equal(arrived, buffer)
+        for transfer in sent:
+            transfer.wait(5.0)
+        del buffers, buffer
+    assert mappings() == before + 1  # the receiver's, of the last file
+
+
+def test_a_tensor_larger_than_a_bucket_and_one_bucket_for_all() -> None:
+    specs = (
+        TensorSpec("small", "float32", (3,)),
+        TensorSpec("large", "bfloat16", (1 << 20,)),
+        TensorSpec("last", "int8", (5,)),
+    )
+    for bucket_bytes in (64, 1 << 30):
+        group, other = pair_of_groups()
+        manifest = Manifest(specs, bucket_bytes)
+        sender, receiver = WeightSender(manifest), WeightReceiver(manifest)
+        assert len(sender.buckets) == (3 if bucket_bytes == 64 else 1)
+        fill(sender.views(1.0), 7)
+        reception = receiver.receive(other, PolicyVersion(0, 1), 10.0)
+        sender.send(group, PolicyVersion(0, 1), 10.0).result(10)
+        staged = reception.result(10).tensors()
+        assert all(torch.equal(staged[spec.name], view) for spec, view in zip(specs, sender.views(1.0), strict=True))
+        group.abort()
+        other.abort()
+
+
+def pair_of_groups() -> tuple[Any, Any]:
+    pending = host(1, 2, "127.0.0.1", "gloo", 10.0, "trainer", "shared_memory")
+    joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=1), "rollout-0"))
+    return pending.connect(("trainer", "rollout-0")), joining.result(10)
+
+
+def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
+    with pytest.raises(RuntimeError, match="does not lie in shared memory"):
+        pair[0].send(0, torch.zeros(8, dtype=torch.uint8))
+
+
+def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:
+    pair[0].send(3, shared.allocate(64))
+    with pytest.raises(RuntimeError, match="trainer sent bucket 3, 64 bytes at 0, for bucket 0, 32 bytes"):
+        pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(5.0)
+
+
+def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    file_of = shared.file_of
+    monkeypatch.setattr(shared, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
+    pair[0].send(0, shared.allocate(64))
+    with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
+        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(5.0)
+
+
+# ------------------------------------------------------------------------------------------------ processes that fail
+
+
+def test_who_ends_is_named_whoever_is_waited_for() -> None:
+    trainer, *others = links(3)
+    buffer = shared.allocate(64)
+    transfer = trainer.send(0, buffer)
+    others[0].receive(0, torch.zeros_like(buffer)).wait(5.0)
+    others[0].abort()
+    with pytest.raises(RuntimeError, match="rollout-0 is gone"):
+        transfer.wait(5.0)
+    trainer.abort()
+    with pytest.raises(RuntimeError, match="trainer is gone"):
+        others[1].receive(0, torch.zeros_like(buffer)).wait(5.0)
+    others[1].abort()
+
+
+def test_a_receiver_that_is_killed_is_named_at_once(members: list[Member]) -> None:
+    group = connect(members, 1, transport="shared_memory")
+    post(members, 1, 30.0)
+    killed, innocent = members
+    os.kill(killed.process.pid, signal.SIGSTOP)  # so that it takes no bucket
+    sender = WeightSender(MANIFEST)
+    sending = sender.send(group, PolicyVersion(0, 1), 30.0)
+    began = time.monotonic()
+    killed.process.kill()
+    with pytest.raises(ServiceFault, match=r"bucket 0 of \d+ of version 0\.1 was not taken: rank 1 \(rollout-0\) is gone"):
+        sending.result(10)
+    assert innocent.hear()[:2] == ["fault", "transfer"]
+    assert time.monotonic() - began < 5.0  # the deadline is 30 s
+    leave(members[1:], group)
+
+
+def test_a_receiver_that_stops_is_named_by_the_deadline(members: list[Member]) -> None:
+    group = connect(members, 1, transport="shared_memory")
+    post(members, 1, 30.0)
+    os.kill(members[1].process.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded, match=r"was not taken: waited in vain for rank 2 \(rollout-1\)"):
+        WeightSender(MANIFEST).send(group, PolicyVersion(0, 1), 0.5).result(10)
+    assert members[0].hear()[:2] == ["fault", "transfer"]
+    leave(members[:1], group)
+
+
+SENDER = """
+import sys, time
+import msgspec
+from runtime.types import PolicyVersion
+from runtime.weights import sender
+from runtime.weights.group import host
+from tests.loopback.weight_cases import MANIFEST
+pending = host(1, 2, "127.0.0.1", "gloo", 20.0, "trainer", "shared_memory")
+print(msgspec.json.encode(pending.address).decode(), flush=True)
+group = pending.connect(("trainer", "rollout-0"))
+stamp = sender.stamp
+def stamp_one(bucket, buffer, version):
+    if bucket is one.buckets[1]:
+        print("under way", flush=True)
+        time.sleep(60)
+    stamp(bucket, buffer, version)
+sender.stamp = stamp_one
+one = sender.WeightSender(MANIFEST)
+one.send(group, PolicyVersion(0, 1), 60.0).result()
+"""
+
+
+def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None:
+    gc.collect()  # what the tests before had mapped
+    files, mapped = sorted(Path("/dev/shm").iterdir()), mappings()
+    trainer = subprocess.Popen([sys.executable, "-c", SENDER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None
+        address = msgspec.json.decode(trainer.stdout.readline(), type=GroupAddress)
+        group = join(msgspec.structs.replace(address, rank=1), "rollout-0")
+        reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 60.0)
+        assert trainer.stdout.readline() == "under way\n"
+        assert settles(lambda: [-mappings()], [-mapped - 1])  # the first bucket has come
+        began = time.monotonic()
+    finally:
+        trainer.kill()
+        trainer.communicate()
+    with pytest.raises(ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 is gone"):
+        reception.result(10)
+    assert time.monotonic() - began < 5.0
+    del group, reception
+    assert settles(lambda: [mappings()], [mapped])
+    assert sorted(Path("/dev/shm").iterdir()) == files
+
+
+def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
+    buffer = shared.allocate(8 << 20)
+
+    def one_epoch(posted: bool) -> None:
+        trainer, *others = links(3)
+        waits = [other.receive(0, torch.empty_like(buffer)).wait for other in others]
+        waits += [trainer.send(0, buffer).wait] if posted else []
+        blocked = [in_thread("blocked", lambda wait=wait: wait(60.0)) for wait in waits]
+        for link in (trainer, *others):
+            link.abort()
+        for each in blocked:
+            try:
+                each.result(5)
+            except RuntimeError as error:
+                assert "aborted" in str(error) or "is gone" in str(error)
+
+    one_epoch(True)
+    before = [*threads_and_files(), mappings()]
+    for index in range(250):
+        one_epoch(bool(index % 2))
+    assert settles(lambda: [*threads_and_files(), mappings()], before)
+
+
+# ------------------------------------------------------------------------------------------------ strangers
+
+
+def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(shared_memory, "user_of", lambda peer: own + 1)
+    trainer, rollout = meeting(timeout=0.5)
+    with pytest.raises(ServiceFault, match=rf"rollout-0: rendezvous: trainer is of user {own + 1}, this process of {own}"):
+        rollout.result(5)
+    with pytest.raises(ServiceFault, match="trainer: rendezvous: rollout-0 did not join"):
+        trainer.result(5)
+
+
+def test_the_sender_lets_in_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.local()
+    user_of = shared_memory.user_of
+
+    def stranger_to_the_sender(peer: socket.socket) -> int:
+        first, asked.once = not getattr(asked, "once", False), True
+        return user_of(peer) + (peer.getsockname() != "" and first)
+
+    monkeypatch.setattr(shared_memory, "user_of", stranger_to_the_sender)
+    trainer, rollout = meeting()
+    with pytest.raises(ServiceFault, match="trainer: rendezvous: rollout-0 did not connect"):
+        trainer.result(5)
+    rollout.result(5).abort()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's process")
+def test_the_kernel_tells_a_process_of_another_user() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0sluice-test")
+        listener.listen(1)
+        code = "import os, socket; os.setuid(65534); s = socket.socket(1, 5); s.connect(chr(0) + 'sluice-test'); s.recv(1)"
+        child = subprocess.Popen([sys.executable, "-S", "-c", code])
+        listener.settimeout(20.0)
+        try:
+            with listener.accept()[0] as peer:
+                assert shared_memory.user_of(peer) == 65534
+        finally:
+            child.kill()
+            child.wait()

@@ -1,0 +1,312 @@
+"""Weights by way of a shared folder: what lies in it, when it goes, and what is said when it cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from runtime.engines.tensor_files import TensorWriter
+from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.types import PolicyVersion
+from runtime.weights import filesystem
+from runtime.weights.group import PendingGroup, WeightGroup, host, join
+from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
+from runtime.weights.receiver import WeightReceiver
+from runtime.weights.sender import WeightSender, in_thread
+from tests.loopback.weight_cases import MANIFEST, expected, fill, same
+from tests.loopback.weight_members import ROOT
+
+PATIENCE = 10.0
+
+
+def hosted(folder: Path, world_size: int = 2, timeout: float = 5.0, epoch: int = 1) -> PendingGroup:
+    return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "filesystem", str(folder))
+
+
+def joined(address: GroupAddress, rank: int = 1) -> WeightGroup:
+    return join(msgspec.structs.replace(address, rank=rank), f"rollout-{rank - 1}")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[WeightGroup]]:
+    pending = hosted(tmp_path)
+    other = in_thread("join", lambda: joined(pending.address))
+    groups = [pending.connect(), other.result(PATIENCE)]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.abort()
+        assert not list(tmp_path.glob("epoch-*"))
+
+
+def publish(group: WeightGroup, sender: WeightSender, step: int) -> None:
+    fill(sender.views(PATIENCE), step)
+    sender.send(group, PolicyVersion(0, step), PATIENCE).result(PATIENCE)
+
+
+def versions(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("epoch-0001/*version*"))
+
+
+def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
+    state = LlamaForCausalLM(config).to(torch.bfloat16).state_dict()
+    specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in state.items())
+    group = hosted(tmp_path, world_size=1).connect()
+    sender = WeightSender(Manifest(specs, 8192))
+    for tensor, wanted in zip(sender.views(1.0), state.values(), strict=True):
+        tensor.copy_(wanted)
+    sent = sender.send(group, PolicyVersion(0, 7), PATIENCE).result(PATIENCE)
+
+    (folder,) = tmp_path.glob("epoch-0001/*-version-0.7")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == len(sender.buckets) > 2
+    assert sent.nbytes == sum(file.stat().st_size for file in files)
+    with safe_open(files[0], framework="pt") as file:
+        assert file.metadata()["version"] == "0.7"
+    config.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).state_dict()
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
+    group.abort()
+
+
+def test_two_versions_are_kept_and_nothing_after_the_end(pair: list[WeightGroup], tmp_path: Path) -> None:
+    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    for step in range(4):
+        publish(pair[0], sender, step)
+        for buffer in receiver._buffers:
+            buffer.fill_(step + 1)  # what an engine left there
+        staged = receiver.receive(pair[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
+        assert same(staged.tensors(), step)
+        staged.release()
+    assert versions(tmp_path) == ["000003-version-0.2", "000004-version-0.3"]
+    pair[0].abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_byte_that_changed_on_the_disk_is_found(pair: list[WeightGroup], tmp_path: Path) -> None:
+    sender = WeightSender(MANIFEST)
+    publish(pair[0], sender, 1)
+    file = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))[2]
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), PATIENCE)
+    with pytest.raises(
+        ServiceFault, match=rf"rollout-0: verify: version 0\.1: bucket 2 of {len(sender.buckets)}: the checksum"
+    ):
+        reception.result(PATIENCE)
+    assert not pair[1].aborted
+
+
+@pytest.mark.parametrize("damage", ["shorter", "another"])
+def test_a_file_that_is_no_bucket_of_the_manifest_is_refused(pair: list[WeightGroup], tmp_path: Path, damage: str) -> None:
+    publish(pair[0], WeightSender(MANIFEST), 1)
+    files = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))
+    files[1].write_bytes(files[1].read_bytes()[:-1] if damage == "shorter" else files[2].read_bytes())
+    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), PATIENCE)
+    with pytest.raises(ServiceFault, match=r"transfer: bucket 1 of \d+ .*model-00002-of.*(not a whole|does not hold bucket 1)"):
+        reception.result(PATIENCE)
+
+
+KILLED = """
+import sys, time
+from runtime.engines.tensor_files import TensorWriter
+from runtime.types import PolicyVersion
+from runtime.weights.group import host
+from runtime.weights.sender import WeightSender
+from tests.loopback.weight_cases import MANIFEST, fill
+
+pending = host(1, 2, "lo", "gloo", 20.0, "trainer", "filesystem", sys.argv[1])
+print("hosted", flush=True)
+group, write = pending.connect(), TensorWriter.write
+
+def stuck(self, name, tensor, row=0):
+    write(self, name, tensor, row)
+    if name == "layer.2":
+        print("within", flush=True)
+        time.sleep(60)
+
+TensorWriter.write = stuck
+sender = WeightSender(MANIFEST)
+fill(sender.views(1.0), 1)
+sender.send(group, PolicyVersion(0, 1), 60.0).result()
+"""
+
+
+def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_host_removes_them(tmp_path: Path) -> None:
+    code = [sys.executable, "-c", KILLED, str(tmp_path)]
+    address = GroupAddress(
+        epoch=1,
+        host="here",
+        port=0,
+        rank=1,
+        world_size=2,
+        backend="",
+        timeout=5.0,
+        transport="filesystem",
+        folder=str(tmp_path),
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(code, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "hosted\n"
+            address = GroupAddress(
+                epoch=1,
+                host="",
+                port=0,
+                rank=1,
+                world_size=2,
+                backend="",
+                timeout=5.0,
+                transport="filesystem",
+                folder=str(tmp_path),
+            )
+            group = joined(address)
+            reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 1.0)
+            assert process.stdout.readline() == "within\n"
+        finally:
+            process.send_signal(signal.SIGKILL)
+    with pytest.raises(DeadlineExceeded, match=r"rollout-0: transfer: bucket \d+ of \d+ .*safetensors did not appear"):
+        reception.result(PATIENCE)
+    (folder,) = tmp_path.glob("epoch-0001/*-version-0.1")
+    assert list(folder.glob(".*.partial")) and not list(folder.glob("*.json"))
+    wanted, found = expected(1), 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                assert torch.equal(opened.get_tensor(name), wanted[name])
+                found += 1
+    assert 0 < found < len(wanted)
+    hosted(tmp_path, epoch=2).abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_host_removes_what_is_of_its_kind_alone(tmp_path: Path) -> None:
+    mine = ["epoch-1", "epoch-0004/weights.bin", "notes.txt", "epoch-0005x/sluice-weights"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for name in ("epoch-0003/sluice-weights", "epoch-0003/000001-version-0.0/a", "epoch-0002.removed-1-2/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "epoch-0006").mkdir()
+    hosted(tmp_path, epoch=7).abort()
+    assert all((tmp_path / name).read_text() == "mine" for name in mine)
+    assert {path.name for path in tmp_path.iterdir()} == {Path(name).parts[0] for name in mine}
+    with pytest.raises(UserError, match=r"^publication\.folder: \S+/epoch-0004 exists already, and is no folder of Sluice's$"):
+        hosted(tmp_path, epoch=4)
+
+
+def test_a_folder_that_is_not_shared_is_called_so(tmp_path: Path) -> None:
+    pending = hosted(tmp_path / "here")
+    elsewhere = msgspec.structs.replace(pending.address, rank=1, timeout=0.2, folder=str(tmp_path / "there"))
+    with pytest.raises(
+        ServiceFault, match=r"rollout-0: rendezvous: \S+/there/epoch-0001, .* is not seen here: publication\.folder"
+    ):
+        join(elsewhere, "rollout-0")
+    pending.abort()
+
+
+def test_the_rendezvous_names_who_is_missing(tmp_path: Path) -> None:
+    pending = hosted(tmp_path, world_size=4, timeout=0.5)
+    address = msgspec.structs.replace(pending.address, timeout=20.0)
+    other = in_thread("join", lambda: joined(address, 2))
+    with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(a\), rank 3 did not join \(deadline 0.5 s\)"):
+        pending.connect(["trainer", "a", "b"])
+    with pytest.raises(ServiceFault, match="rollout-1: rendezvous: rank 0 is gone"):
+        other.result(PATIENCE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rendezvous_that_is_given_up_ends_for_everyone(tmp_path: Path) -> None:
+    pending = hosted(tmp_path, world_size=3, timeout=60.0)
+    waiting = [in_thread("join", lambda: joined(pending.address)), in_thread("connect", pending.connect)]
+    give_up = time.monotonic() + PATIENCE
+    while not list(tmp_path.glob("*/member-1")):
+        assert time.monotonic() < give_up
+    pending.abort()
+    for one in waiting:
+        with pytest.raises(ServiceFault, match="rendezvous: "):
+            one.result(PATIENCE)
+
+
+def test_the_sender_sees_who_left(pair: list[WeightGroup]) -> None:
+    sender = WeightSender(MANIFEST)
+    publish(pair[0], sender, 1)
+    pair[1].abort()
+    with pytest.raises(
+        ServiceFault, match=r"trainer: transfer: bucket 0 of .* of version 0\.2 was not taken: rank 1 left the group"
+    ):
+        sender.send(pair[0], PolicyVersion(0, 2), PATIENCE).result(PATIENCE)
+
+
+def failing(code: int, name: str) -> Callable[..., None]:
+    write = TensorWriter.write
+
+    def fail(self: TensorWriter, tensor: str, *rest: object) -> None:
+        if tensor == name:
+            raise OSError(code, os.strerror(code))
+        write(self, tensor, *rest)  # type: ignore[arg-type]
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)],
+)
+def test_a_write_that_fails_names_folder_and_bucket(
+    pair: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
+) -> None:
+    sender = WeightSender(MANIFEST)
+    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 3), 60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem.TensorWriter, "write", failing(code, "layer.3"))
+        words = rf"{tmp_path}/epoch-0001/000001-version-0\.3: bucket \d of {len(sender.buckets)} cannot be written: "
+        with pytest.raises(kind, match=words + os.strerror(code)) as caught:
+            sender.send(pair[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ServiceFault, match=r"rollout-0: \w+: .* rank 0 left the group"):  # at once, not at its deadline
+        reception.result(PATIENCE)
+    sender.views(1.0)
+
+
+def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/below"):
+        with pytest.raises(UserError, match=r"^publication\.folder: .*file") as caught:
+            hosted(tmp_path / folder)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
+        host(1, 2, "lo", "gloo", 1.0, "trainer", "filesystem")
+
+
+def test_the_index_names_every_tensors_file(pair: list[WeightGroup], tmp_path: Path) -> None:
+    publish(pair[0], WeightSender(MANIFEST), 1)
+    (path,) = tmp_path.glob("epoch-*/*/model.safetensors.index.json")
+    index = json.loads(path.read_text())
+    assert index["metadata"]["total_size"] == sum(spec.nbytes for spec in MANIFEST.tensors)
+    for name, file in index["weight_map"].items():
+        with safe_open(path.parent / file, framework="pt") as opened:
+            assert torch.equal(opened.get_tensor(name), expected(1)[name])
+    assert index["weight_map"].keys() == {spec.name for spec in MANIFEST.tensors}

@@ -1,0 +1,53 @@
+"""Whole runs whose weights travel by another way than the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.system.runs import check_gone, eventually, started, steps, trained
+from tests.system.test_faults import LONG
+from tests.system.test_losses import RESTARTS, ends_well, sees
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    way = ("publication.transport=filesystem", f"publication.folder={shared}")
+    with started(config, *LONG, *RESTARTS, *way, folder=tmp_path / "run") as run:
+        run.reaches(2)
+        (index,) = eventually(lambda: list(shared.glob("epoch-0001/*-version-0.1/*.index.json")), 10.0, "a version's index")
+        assert index.with_name("model-00001-of-00001.safetensors").exists()
+        run.member("rollout-1").kill()
+        sees(run, lambda point: point["rollout/serving"] == 2 and point["publication/epoch"] >= 3, "the rollout's return")
+        assert not list(shared.glob("epoch-0001*"))
+        ends_well(run)
+    assert not list(shared.iterdir())
+
+
+def test_a_killed_run_leaves_a_folder_that_the_next_one_clears(config: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    way = ("publication.transport=filesystem", f"publication.folder={shared}")
+    with started(config, *LONG, *way, folder=tmp_path / "killed") as run:
+        run.reaches(1)
+        run.member("trainer-0").kill()
+        assert run.wait(60.0) == 1
+        check_gone(run.folder)
+    assert list(shared.glob("epoch-0001/*"))
+    trained(config, "training.steps=2", *way, folder=tmp_path / "next", timeout=120.0)
+    assert not list(shared.iterdir())
+
+
+def test_deltas_are_a_small_part_of_the_weights(config: Path, tmp_path: Path) -> None:
+    way = ("publication.transport=delta", "publication.full_every=4", "publication.dtype=bfloat16")
+    run = trained(
+        config, "training.steps=6", "training.optimizer.learning_rate=1e-6", *way, folder=tmp_path / "run", timeout=150.0
+    )
+    with safe_open(run.folder / "model" / "model.safetensors", framework="pt") as file:
+        whole = sum(2 * file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    took = {point["step"]: point["publication/bytes"] for point in steps(run.folder) if "publication/bytes" in point}
+    assert took[4] >= whole  # with version 0 the fifth, and the second that is whole
+    assert all(bytes_ < whole / 2 for step, bytes_ in took.items() if step != 4)
