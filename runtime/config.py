@@ -458,6 +458,9 @@ class Services(Section, frozen=True):
 class Publication(Section, frozen=True):
     """Weights go to the rollouts in flat buckets. Every phase has a deadline.
 
+    `overlap`: the next step goes on beside the transfer, from a copy of the policy in host memory. Without it the trainer has
+    buffers for a few buckets only, and waits until all are filled.
+
     `in_flight`: what a sample does that is being generated when new weights are swapped in. It goes on with the keys and
     values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is keep; where
     `training.staleness` is 0, that concerns samples of evaluations alone, and no other choice but drain is allowed.
@@ -467,6 +470,7 @@ class Publication(Section, frozen=True):
     bucket_bytes: Positive = 64 << 20
     in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"
     dtype: DType = "auto"  # on the wire; the policy's own when auto
+    overlap: bool = True
     join_timeout: Seconds = 60.0
     transfer_timeout: Seconds = 60.0
     commit_timeout: Seconds = 30.0

@@ -40,7 +40,7 @@ try:
     said["staged"] = []
     for version in range(2):
         post(members, version, 60.0)
-        fill(sender.views(5.0), version)
+        gather(sender, version)
         sender.send(group, PolicyVersion(0, version), 60.0).result(60)
         said["staged"].append(members[0].hear())
     leave(members, group)

@@ -15,7 +15,7 @@ from runtime.errors import DeadlineExceeded
 from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
 from runtime.weights.sender import WeightSender
-from tests.loopback.weight_cases import MANIFEST, fill, settles, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, gather, settles, threads_and_files
 from tests.loopback.weight_members import Member, connect, leave, post
 
 
@@ -36,7 +36,7 @@ def test_two_processes_receive_every_version_whole(members: list[Member]) -> Non
     assert len(sender.buckets) > 3
     for version in range(4):
         post(members, version, 10.0)
-        fill(sender.views(5.0), version)
+        gather(sender, version)
         result = sender.send(group, PolicyVersion(0, version), 10.0).result(10)
         assert result.nbytes == sum(bucket.total_bytes for bucket in sender.buckets)
         assert [one.hear() for one in members] == [["staged", version, True]] * 2
@@ -56,7 +56,7 @@ def test_a_corrupted_bucket_is_caught_and_named(members: list[Member], monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(sender_module, "stamp", stamp_then_flip)
         post(members, 1, 10.0)
-        fill(sender.views(5.0), 1)
+        gather(sender, 1)
         sender.send(group, PolicyVersion(0, 1), 10.0).result(10)
     for one in members:
         kind, phase, text = one.hear()
@@ -64,7 +64,7 @@ def test_a_corrupted_bucket_is_caught_and_named(members: list[Member], monkeypat
         assert one.name in text and f"bucket 2 of {len(sender.buckets)}: the checksum" in text
         assert "bucket 1 of" not in text
     post(members, 2, 10.0)  # the group is whole
-    fill(sender.views(5.0), 2)
+    gather(sender, 2)
     sender.send(group, PolicyVersion(0, 2), 10.0).result(10)
     assert [one.hear() for one in members] == [["staged", 2, True]] * 2
     leave(members, group)
@@ -83,6 +83,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     stopped, innocent = members
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
+        gather(sender, 1)
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"trainer: transfer: bucket 0 of \d+ of version 0\.1 was not taken"):
             sender.send(group, PolicyVersion(0, 1), 0.5).result(10)
@@ -100,7 +101,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
 
     group = connect(members, 4)  # a new epoch goes on with the same buffers
     post(members, 5, 10.0)
-    fill(sender.views(5.0), 5)
+    gather(sender, 5)
     sender.send(group, PolicyVersion(0, 5), 10.0).result(10)
     assert [one.hear() for one in members] == [["staged", 5, True]] * 2
     leave(members, group)
