@@ -106,8 +106,7 @@ class TrainerService(Leader):
             await self._execute(command)
         except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
             self._snapshot = None
-            letter.fail(error)  # before the end of the transfer, which only follows from it
-            sender.abort()
+            letter.fail(error)  # AbortWeights follows. To end the transfer here would make it seem the receivers' failure
 
     async def _send(self, letter: Letter) -> bool:
         """Whether a transfer has begun. It answers the letter at its end."""

@@ -175,13 +175,13 @@ def _allocate_slots(buckets: Sequence[Bucket], slots: Sequence[int], pin: bool) 
 
 def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The manifest's tensors, in its order, as views into `buffers`."""
-    out = []
+    out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
         for entry in bucket.entries:
             spec = manifest.tensors[entry.tensor]
             flat = buffer[entry.offset : entry.offset + entry.nbytes]
-            out.append(flat.view(getattr(torch, spec.dtype)).view(spec.shape))
-    return out
+            out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+    return [out[index] for index in range(len(out))]
 
 
 def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:
