@@ -99,8 +99,8 @@ def publication(device: str, folder: Path) -> Figures:
         rates = []
         for version in range(VERSIONS):
             _heard(receiver, "posted")
-            for index, view in enumerate(sender.views(DEADLINE)):
-                view.copy_(torch.full_like(view, version + index))
+            sender.begin(DEADLINE)
+            sender.fill(torch.full((ELEMENTS,), float(version + index)) for index in range(TENSORS))
             sent = sender.send(group, PolicyVersion(0, version), DEADLINE).result(DEADLINE)
             _heard(receiver, "whole")
             rates.append(sent.nbytes / sent.seconds / 1e6)

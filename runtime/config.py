@@ -462,6 +462,9 @@ class Publication(Section, frozen=True):
     resolved for each epoch by `runtime.weights.transports`. By way of a `folder` that machines share (`filesystem`), or, of
     what changed alone, by a broadcast (`delta`), where one of `full_every` versions is sent whole.
 
+    `overlap`: the next step goes on beside the transfer, from a copy of the policy in host memory. Without it the trainer has
+    buffers for a few buckets only, and waits until all are filled.
+
     `in_flight`: what a sample does that is being generated when new weights are swapped in. It goes on with the keys and
     values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is keep; where
     `training.staleness` is 0, that concerns samples of evaluations alone, and no other choice but drain is allowed.
@@ -474,6 +477,7 @@ class Publication(Section, frozen=True):
     bucket_bytes: Positive = 64 << 20
     in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"
     dtype: DType = "auto"  # on the wire; the policy's own when auto
+    overlap: bool = True
     join_timeout: Seconds = 60.0
     transfer_timeout: Seconds = 60.0
     commit_timeout: Seconds = 30.0

@@ -44,10 +44,10 @@ class TrainerService(Leader):
         super().__init__(ROLE, config, name, rank)
         self._pending: PendingGroup | None = None
         self._group: Future[WeightGroup] | None = None
-        self._snapshot: PolicyVersion | None = None  # what lies in the sender's buckets
+        self._snapshot: PolicyVersion | None = None  # what the sender's buckets hold, or are being filled with
         self._line: asyncio.Queue[Letter] = asyncio.Queue()
         self._working: asyncio.Task[None] | None = None
-        self._resending: asyncio.Task[None] | None = None
+        self._resending: asyncio.Task[bool] | None = None
 
     async def start(self) -> None:
         self._working = asyncio.create_task(self._work())
@@ -69,16 +69,9 @@ class TrainerService(Leader):
                 self._leave()
             letter.reply()
         elif isinstance(message, SendWeights) and message.version == self._snapshot:
-            self._resending = asyncio.create_task(self._resend(letter))  # the engine may have gone on
+            self._resending = asyncio.create_task(self._send(letter))  # the engine may have gone on
         else:
             self._line.put_nowait(letter)
-
-    async def _resend(self, letter: Letter) -> None:
-        """Once more, in another epoch."""
-        try:
-            await self._transfer(letter)
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-            letter.fail(error)
 
     async def _work(self) -> None:
         while True:
@@ -87,14 +80,42 @@ class TrainerService(Leader):
                 continue
             try:
                 if isinstance(letter.message, SendWeights):
-                    self._snapshot = None  # until the buckets are whole again
-                    await self._execute(letter.message)
-                    self._snapshot = letter.message.version
-                    await self._transfer(letter)
+                    await self._gather(letter)
                 else:
                     await self._carry_out(letter)
             except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
                 letter.fail(error)
+
+    async def _gather(self, letter: Letter) -> None:
+        """Gather the weights, and send each bucket as soon as it is whole. What is left of the transfer goes on beside the next
+        step. With `publication.overlap` the copy is made even if it cannot be sent: for the next epoch."""
+        command: SendWeights = letter.message
+        settings, sender = self.config.publication, self._worker.sender
+        assert sender is not None  # it is rank 0's
+        if command.version < self._worker.version:
+            raise ServiceFault(
+                self.name, "snapshot", f"version {command.version} was not kept: {self._worker.version} is there"
+            )
+        self._snapshot = None
+        await asyncio.to_thread(sender.begin, settings.transfer_timeout)
+        if settings.overlap:
+            self._snapshot = command.version
+        if not await self._send(letter) and not settings.overlap:
+            return
+        try:
+            await self._execute(command)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            self._snapshot = None
+            letter.fail(error)  # AbortWeights follows. To end the transfer here would make it seem the receivers' failure
+
+    async def _send(self, letter: Letter) -> bool:
+        """Whether a transfer has begun. It answers the letter at its end."""
+        try:
+            await self._transfer(letter)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            letter.fail(error)
+            return False
+        return True
 
     def _leave(self) -> None:
         group, pending = self._group, self._pending
@@ -103,6 +124,8 @@ class TrainerService(Leader):
             return
         if not group.done():
             pending.abort()
+        if self._worker.sender is not None:
+            self._worker.sender.abort()
         group.add_done_callback(_abandon)
 
     def _host(self, command: HostWeights) -> WeightsHosted:
@@ -126,13 +149,14 @@ class TrainerService(Leader):
         return WeightsHosted(self._pending.address, manifest)
 
     async def _transfer(self, letter: Letter) -> None:
-        """Send the snapshot; the transfer goes on beside the next step, and answers the letter at its end."""
+        """Begin to send what the buckets hold, or are being filled with."""
         command: SendWeights = letter.message
+        timeout, sender = self.config.publication.transfer_timeout, self._worker.sender
         if self._group is None or self._pending is None or self._pending.address.epoch != command.epoch:
             raise ServiceFault(self.name, "transfer", f"there is no publication group of epoch {command.epoch}")
         group = await asyncio.wait_for(asyncio.wrap_future(self._group), self.config.publication.join_timeout)
-        assert self._worker.sender is not None  # it is rank 0's
-        sending = self._worker.sender.send(group, command.version, self.config.publication.transfer_timeout)
+        assert sender is not None
+        sending = await asyncio.to_thread(sender.send, group, command.version, timeout)
         self._answer_at_end(letter, sending, "transfer", lambda sent: WeightsSent(sent.nbytes, sent.seconds))
 
 

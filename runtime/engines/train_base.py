@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from runtime.types import StepResult, TrainGroup, ValueRequest, Values
@@ -69,11 +69,14 @@ class TrainEngine(UpdateEngine):
 
     @abstractmethod
     def tensor_specs(self) -> list[TensorSpec]:
-        """The policy's tensors in Hugging Face names, in the order in which `snapshot` fills them."""
+        """The policy's tensors in Hugging Face names, in the order in which `gather` gives them."""
 
     @abstractmethod
-    def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
-        """Copy the policy into `out` (views shaped and typed by `tensor_specs`); None on ranks that do not send."""
+    def gather(self) -> Iterator[torch.Tensor]:
+        """On rank 0 the policy's tensors, whole, one at a time: each is to be copied before the next is asked for.
+
+        The other ranks exhaust the iterator all the same, in which they send rank 0 what it lacks.
+        """
 
     @abstractmethod
     def export(self, folder: str) -> None:

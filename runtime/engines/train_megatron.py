@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -45,11 +45,10 @@ class MegatronTrainEngine(MegatronUpdateEngine, PolicyLoop):
         return [TensorSpec(name, dtype, shape) for name, shape in self._weights.shapes.items()]
 
     @torch.no_grad()
-    def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
+    def gather(self) -> Iterator[torch.Tensor]:
         self._updates.settle()
-        for index, (_, whole) in enumerate(self._weights.wholes(self._wire_dtype)):
-            if out is not None:
-                out[index].copy_(whole)
+        for _, whole in self._weights.wholes(self._wire_dtype):
+            yield whole
 
     @torch.no_grad()
     def export(self, folder: str) -> None:

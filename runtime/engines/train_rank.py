@@ -37,18 +37,26 @@ class TrainRank(UpdateRank[TrainEngine]):
         if dtype != "auto":
             specs = [replace(spec, dtype=dtype) for spec in specs]
         self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes)
-        self.sender = WeightSender(self.manifest, pin=device.type == "cuda") if rank == 0 else None
+        self.sender: WeightSender | None = None
+        if rank == 0:
+            self.sender = WeightSender(self.manifest, pin=device.type == "cuda", whole=config.publication.overlap)
 
     def carry_out(self, command: Any) -> Any:
         if isinstance(command, SendWeights):
             self.version = command.version
-            timeout = self.config.publication.transfer_timeout
-            self.engine.snapshot(self.sender.views(timeout) if self.sender is not None else None)
+            self._gather()
             return None
         if isinstance(command, Export):
             self._export(command)
             return None
         return super().carry_out(command)
+
+    def _gather(self) -> None:
+        if self.sender is not None:
+            self.sender.fill(self.engine.gather())
+            return
+        for _ in self.engine.gather():
+            pass
 
     def _export(self, command: Export) -> None:
         if self.rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,13 +83,9 @@ class TorchTrainEngine(TorchUpdateEngine, PolicyLoop):
         return [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in self._policy.items()]
 
     @torch.no_grad()
-    def snapshot(self, out: Sequence[torch.Tensor] | None) -> None:
-        if self._world_size == 1 and self._adapters is None:
-            torch._foreach_copy_(list(out or ()), list(self._policy.values()) if out else [])
-            return
-        for index, (_, whole) in enumerate(self._whole_policy()):
-            if out is not None:
-                out[index].copy_(whole)
+    def gather(self) -> Iterator[torch.Tensor]:
+        for _, whole in self._whole_policy():
+            yield whole
 
     @torch.no_grad()
     def export(self, folder: str) -> None:

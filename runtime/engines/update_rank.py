@@ -38,6 +38,7 @@ class UpdateRank(GroupRank, Generic[Engine]):
         self.engine = engine
         settings: Trainer = getattr(config.services, self.role)
         self._offloads, self._away = bool(settings.offloaded), False
+        self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
         self._saving: Future[None] | None = None
         if config.run.resume:
@@ -62,9 +63,11 @@ class UpdateRank(GroupRank, Generic[Engine]):
         if isinstance(command, Accumulate):
             self.engine.accumulate(command.groups, command.last)
         elif isinstance(command, BeginStep):
+            self._begun = True
             self.engine.begin_step(command.step)
         elif isinstance(command, Apply):
             result = self.engine.apply()
+            self._begun = False
             self.version = replace(self.version, step=command.step + 1)
             seconds, self._seconds = self._seconds, {}
             return replace(result, metrics=result.metrics | seconds)
@@ -106,7 +109,7 @@ class UpdateRank(GroupRank, Generic[Engine]):
                 self.engine.onload()
             self._away = False
         yield
-        if self._offloads and isinstance(command, (self.last, *BETWEEN_STEPS)):
+        if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
             with self._counted("offload"):
                 self.engine.offload()
             self._away = True

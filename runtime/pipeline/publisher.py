@@ -44,8 +44,9 @@ class Publisher:
     """One publication at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
     Whoever is lost is left out of the next epoch, in which the same version is tried again. A newcomer is in the next epoch
-    too; as soon as no publication is under way the committed version is sent once more, from the sender's buckets, so that a
-    newcomer need not wait for a step.
+    too; as soon as no publication is under way the committed version is sent once more, so that a newcomer need not wait for a
+    step. The sender has it in its buckets; without `publication.overlap` it gathers it anew, and can do so until the next
+    version is being made: of that one the newcomer is a receiver, and needs no other.
     """
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, prepare_seconds: float):
@@ -54,12 +55,14 @@ class Publisher:
         self._settings = settings
         self._seconds = PhaseSeconds(
             prepare=prepare_seconds,
-            transfer=settings.transfer_timeout,
+            # Without a copy the weights are gathered behind what the trainer has begun. Its own deadline counts from then.
+            transfer=settings.transfer_timeout + (0.0 if settings.overlap else prepare_seconds),
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
             abort=settings.abort_timeout,
         )
         self._lock = asyncio.Lock()  # held by the publication that is under way
+        self._awaited = False  # whether the next version, which is being made, waits for it
         self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
         self._members: dict[str, RolloutPort] = {}
         self.transport = ""
@@ -85,11 +88,17 @@ class Publisher:
     async def begin(self, version: PolicyVersion) -> Transaction:
         """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
 
-        Waits while another publication is under way, or no rollout lives; `Transaction.close` has to follow.
+        Waits while another publication is under way, or no rollout lives; `Transaction.close` has to follow. To be called right
+        after those commands are posted, and after the version before is committed: so the trainer has a version until that
+        counts, whatever becomes of its first transfer.
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
-        await self._lock.acquire()
+        self._awaited = True
+        try:
+            await self._lock.acquire()
+        finally:
+            self._awaited = False
         try:
             if self._pool.membership.stale:
                 await self._open_epoch()
@@ -112,12 +121,16 @@ class Publisher:
         if self.committed is None or not membership.living or not membership.stale:
             return
         await self._open_epoch()
-        if membership.newcomers:
+        if membership.newcomers and self._can_resend():
             transaction = Transaction(self, self.committed)
             try:
-                await transaction.finish()
+                await transaction.finish(self._can_resend)
             finally:
                 transaction.close()
+
+    def _can_resend(self) -> bool:
+        """Whether the trainer has the committed version, or will have it when it comes to a command that is posted now."""
+        return self._settings.overlap or not self._awaited
 
     async def _open_epoch(self) -> None:
         """A group of the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
@@ -195,8 +208,9 @@ class Transaction:
         self._aborts = self._fruitless = 0
         self._post()
 
-    async def finish(self) -> PublicationFigures:
-        """See the publication through, once the trainer has made the version: the deadlines count from here.
+    async def finish(self, again: Callable[[], bool] = lambda: True) -> PublicationFigures:
+        """See the publication through, once the trainer has made the version: the deadlines count from here. After an attempt
+        that was aborted `again` says whether to make another.
 
         Raises ServiceFault when the trainer is lost, when no rollout comes back, or after `TRIES` attempts that failed although
         nobody was lost.
@@ -204,6 +218,8 @@ class Transaction:
         began = self._clock()
         while not await self._attempt():
             await self._publisher._open_epoch()
+            if not again():
+                break
             self._post()
         return PublicationFigures(
             seconds=self._clock() - began,

@@ -1,10 +1,10 @@
-"""The sending side of a publication: the trainer's snapshot in flat buckets, sent by a thread while training goes on."""
+"""The sending side of a publication: the policy is gathered into flat buckets, which a thread sends as they become whole."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from runtime.weights.gloo_mesh import drop_frames, reason
 from runtime.weights.group import WeightGroup
 from runtime.weights.link import Transfer
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
+from runtime.weights.slots import plan_slots, predecessors
 
 T = TypeVar("T")
 
@@ -37,61 +38,105 @@ class SendResult(Struct, frozen=True):
 
 
 class WeightSender:
-    """Owns the buckets of one manifest. They outlive epochs: the group is an argument of `send`.
+    """Owns the buffers of one manifest's buckets. They outlive epochs: the group is an argument of `send`.
 
-    One set of buckets: `views` waits for the transfer before it, so that a snapshot never overwrites what is being sent.
-    Training waits only when a transfer takes longer than a whole step; a second set would cost the model's size again.
+    A version is begun (`begin`), gathered (`fill`), and sent. `send` may come first: a bucket leaves as soon as it is whole.
+
+    With `whole` every bucket has a buffer of its own, so that a version can be sent again, in another epoch, until the next
+    is begun. Otherwise buckets share a few: `fill` waits for those that are to leave first, and without a transfer that takes
+    them drops what it is given.
     """
 
-    def __init__(self, manifest: Manifest, *, pin: bool = False):
-        """`pin` page-locks the buckets, for copies from an accelerator. Raises InvalidMessage for a manifest without a plan."""
+    def __init__(self, manifest: Manifest, *, pin: bool = False, whole: bool = True):
+        """`pin` page-locks the buffers, for copies from an accelerator. Raises InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
-        self._buffers = allocate(self.buckets, pin, memory.AVAILABLE)
+        slots = tuple(range(len(self.buckets)))
+        if not whole:
+            slots = plan_slots(self.buckets, manifest.bucket_bytes, DEPTH + 1)
+        self._before = predecessors(slots)
+        self._buffers = _allocate_slots(self.buckets, slots, pin)
         self._views = views(manifest, self.buckets, self._buffers)
-        self._idle = threading.Event()
-        self._idle.set()
+        self._bucket_of = {entry.tensor: index for index, bucket in enumerate(self.buckets) for entry in bucket.entries}
+        self._changed = threading.Condition()  # guards what follows
+        self._missing = [len(bucket.entries) for bucket in self.buckets]  # how many tensors each still lacks
+        self._group: WeightGroup | None = None  # of the transfer under way
+        self._taken = 0  # how many buckets its receivers have
 
-    def views(self, timeout: float) -> list[torch.Tensor]:
-        """The manifest's tensors, in its order, for `TrainEngine.snapshot` to fill.
+    def begin(self, timeout: float) -> None:
+        """Forget the version that the buckets hold.
 
         Blocks while a transfer reads them; raises DeadlineExceeded after `timeout` seconds.
         """
-        if not self._idle.wait(timeout):
-            raise DeadlineExceeded("sender", "snapshot", "the transfer before still reads the buckets", timeout)
-        return self._views
+        with self._changed:
+            self._await_idle("snapshot", timeout)
+            self._missing = [len(bucket.entries) for bucket in self.buckets]
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take every one of the manifest's tensors, in its order and on any device; they are cast to its dtypes.
+
+        All are taken from `tensors`, also once the transfer has failed: what yields them may be a collective.
+        """
+        for index, tensor in enumerate(tensors):
+            bucket = self._bucket_of[index]
+            if self._has_room(bucket):
+                self._views[index].copy_(tensor)
+                with self._changed:
+                    self._missing[bucket] -= 1
+                    if not self._missing[bucket]:
+                        self._changed.notify_all()
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
-        """Send the buckets, stamped with `version`, from a thread; every bucket must be taken within `deadline` seconds.
+        """Send the buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
 
-        On any failure the group is aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer", or
-        UserError where the user can mend it.
+        Blocks while another transfer ends; raises DeadlineExceeded after `deadline` seconds. On any failure the group is
+        aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer", or UserError where the user
+        can mend it.
         """
-        if not self._idle.is_set():
-            raise ServiceFault(group.name, "transfer", "the transfer before is not over")
-        self._idle.clear()
+        with self._changed:
+            self._await_idle("transfer", deadline)
+            self._group, self._taken = group, 0
         return in_thread(f"send-{version}", lambda: self._send(group, version, deadline))
 
+    def abort(self) -> None:
+        """End the transfer under way, if there is one, by leaving its group for good. Idempotent, from any thread."""
+        with self._changed:
+            if self._group is not None:
+                self._group.abort()
+                self._changed.notify_all()
+
+    def _await_idle(self, phase: str, timeout: float) -> None:
+        if not self._changed.wait_for(lambda: self._group is None, timeout):
+            raise DeadlineExceeded("sender", phase, "the transfer before still reads the buckets", timeout)
+
+    def _has_room(self, bucket: int) -> bool:
+        """Whether its buffer is free, once that is certain: a transfer ends by its own deadline."""
+        before = self._before[bucket]
+        if before is None:
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken > before or self._group is None)
+            return self._group is not None
+
     def _send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> SendResult:
-        began, before = time.monotonic(), group.sent_bytes
-        give_up = began + deadline
+        before, give_up = group.sent_bytes, time.monotonic() + deadline
         pending: list[Transfer] = []
-        taken = 0
         try:
+            self._await_whole(0, group, give_up)
+            began = time.monotonic()
             group.describe(self._manifest)
             group.announce(version)
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
+                if self._missing[index]:  # its buffer may be that of one under way
+                    self._take(pending, 0, give_up)
+                    self._await_whole(index, group, give_up)
                 stamp(bucket, buffer, version)
                 pending.append(group.send(index, buffer))
-                if len(pending) == DEPTH:
-                    wait_until(pending.pop(0), give_up)
-                    taken += 1
-            for transfer in pending:
-                wait_until(transfer, give_up)
-                taken += 1
+                self._take(pending, DEPTH - 1, give_up)
+            self._take(pending, 0, give_up)
         except RuntimeError as error:
             group.abort()
-            message = f"bucket {taken} of {len(self.buckets)} of version {version} was not taken: {reason(error)}"
+            message = f"bucket {self._taken} of {len(self.buckets)} of version {version} was not taken: {reason(error)}"
             if time.monotonic() >= give_up:
                 raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
             raise ServiceFault(group.name, "transfer", message, deadline) from error
@@ -99,8 +144,26 @@ class WeightSender:
             group.abort()
             raise
         finally:
-            self._idle.set()
+            with self._changed:
+                self._group = None
+                self._changed.notify_all()
         return SendResult(group.sent_bytes - before, time.monotonic() - began)
+
+    def _await_whole(self, index: int, group: WeightGroup, give_up: float) -> None:
+        with self._changed:
+            there = self._changed.wait_for(lambda: group.aborted or not self._missing[index], give_up - time.monotonic())
+        if group.aborted:
+            raise RuntimeError("the group was aborted")
+        if not there:
+            raise RuntimeError("it was not gathered in time")
+
+    def _take(self, pending: list[Transfer], most: int, give_up: float) -> None:
+        """Wait until at most `most` are under way."""
+        while len(pending) > most:
+            wait_until(pending.pop(0), give_up)
+            with self._changed:
+                self._taken += 1
+                self._changed.notify_all()
 
 
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
@@ -113,15 +176,24 @@ def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
 
 
+def _allocate_slots(buckets: Sequence[Bucket], slots: Sequence[int], pin: bool) -> list[torch.Tensor]:
+    """Each bucket's buffer, which is that of its slot as far as the bucket reaches."""
+    largest: dict[int, Bucket] = {}
+    for bucket, slot in zip(buckets, slots, strict=True):
+        largest[slot] = max(largest.get(slot, bucket), bucket, key=lambda each: each.data_bytes)
+    buffers = dict(zip(largest, allocate(list(largest.values()), pin, memory.AVAILABLE), strict=True))
+    return [buffers[slot][: bucket.total_bytes] for bucket, slot in zip(buckets, slots, strict=True)]
+
+
 def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The manifest's tensors, in its order, as views into `buffers`."""
-    out = []
+    out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
         for entry in bucket.entries:
             spec = manifest.tensors[entry.tensor]
             flat = buffer[entry.offset : entry.offset + entry.nbytes]
-            out.append(flat.view(getattr(torch, spec.dtype)).view(spec.shape))
-    return out
+            out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+    return [out[index] for index in range(len(out))]
 
 
 def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:

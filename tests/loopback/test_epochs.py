@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from runtime.engines.rollout_base import EngineStats
 from runtime.errors import Unreachable
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.rollouts import RolloutPool
-from runtime.types import PolicyVersion
+from runtime.types import PolicyVersion, StepResult
 from runtime.weights.plan import GroupAddress, Manifest
 from runtime.weights.sender import WeightSender
 from services.rollout import RolloutService
 from services.trainer import TrainerService
-from tests.loopback.weight_cases import MANIFEST, fill, same
+from tests.loopback.weight_cases import MANIFEST, expected, same
 
 DEADLINE = 60.0
 REBUILT = 6.0  # seconds in which a group is rebuilt among the living on a busy machine; a quiet one takes a tenth
@@ -71,14 +71,23 @@ class Worker:
     publication_backend = "gloo"
     manifest = MANIFEST
 
-    def __init__(self) -> None:
-        self.sender = WeightSender(MANIFEST)
-        self.snapshots: list[int] = []
+    def __init__(self, settings: config.Publication) -> None:
+        self.version = PolicyVersion()
+        self.sender = WeightSender(MANIFEST, whole=settings.overlap)
+        self.gathered: list[int] = []
 
-    def execute(self, command: Any) -> None:
+    def execute(self, command: Any) -> StepResult | None:
+        if isinstance(command, Apply):
+            self.version = PolicyVersion(0, command.step + 1)
+            return StepResult(step=command.step, metrics={}, seconds=0.0)
         if isinstance(command, SendWeights):
-            fill(self.sender.views(5.0), command.version.step)
-            self.snapshots.append(command.version.step)
+            self.version = command.version
+            self.gathered.append(command.version.step)
+            self.sender.fill(self.weights(command.version.step))
+        return None
+
+    def weights(self, step: int) -> Iterable[torch.Tensor]:
+        return expected(step).values()
 
 
 class Port:
@@ -145,7 +154,7 @@ class RolloutHere(Port):
 class TrainerHere(Port):
     def __init__(self, settings: config.Publication) -> None:
         service = TrainerService(config.Config(run=config.Run(name="test"), publication=settings), "trainer-0", 0)
-        self.worker = service._worker = Worker()  # type: ignore[assignment]
+        self.worker = service._worker = Worker(settings)  # type: ignore[assignment]
         super().__init__(service)
 
     async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
@@ -235,7 +244,7 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         assert time.monotonic() - began < REBUILT
         assert late.engine.swapped == [2]
         assert staying.engine.swapped == [1, 2]  # what it has is not swapped in again
-        assert here.trainer.worker.snapshots == [1, 2]  # the buckets were sent once more as they were
+        assert here.trainer.worker.gathered == [1, 2]  # the buckets were sent once more as they were
         await here.publish(3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
 
@@ -261,7 +270,7 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         assert (figures.aborts, figures.epoch) == (1, 2)
         assert time.monotonic() - began < REBUILT + (IMPATIENT.transfer_timeout + IMPATIENT.abort_timeout) * (how != "dies")
         assert staying.engine.swapped == [1, 2]
-        assert here.trainer.worker.snapshots == [1, 2]
+        assert here.trainer.worker.gathered == [1, 2]
         assert [loss.name for loss in here.pool.losses.values()] == ["rollout-1"]
 
     run(test, PUBLICATION if how == "dies" else IMPATIENT)

@@ -28,7 +28,7 @@ from runtime.weights.link import Link
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import MANIFEST, fill, mappings, settles, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, gather, mappings, settles, threads_and_files
 from tests.loopback.weight_members import ROOT, Member, connect, leave, post
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
@@ -108,11 +108,12 @@ def test_a_tensor_larger_than_a_bucket_and_one_bucket_for_all() -> None:
         manifest = Manifest(specs, bucket_bytes)
         sender, receiver = WeightSender(manifest), WeightReceiver(manifest)
         assert len(sender.buckets) == (3 if bucket_bytes == 64 else 1)
-        fill(sender.views(1.0), 7)
+        sent = [torch.arange(spec.shape[0]).to(getattr(torch, spec.dtype)) for spec in specs]
+        sender.fill(sent)
         reception = receiver.receive(other, PolicyVersion(0, 1), 10.0)
         sender.send(group, PolicyVersion(0, 1), 10.0).result(10)
         staged = reception.result(10).tensors()
-        assert all(torch.equal(staged[spec.name], view) for spec, view in zip(specs, sender.views(1.0), strict=True))
+        assert all(torch.equal(staged[spec.name], view) for spec, view in zip(specs, sent, strict=True))
         group.abort()
         other.abort()
 
@@ -165,6 +166,7 @@ def test_a_receiver_that_is_killed_is_named_at_once(members: list[Member]) -> No
     killed, innocent = members
     os.kill(killed.process.pid, signal.SIGSTOP)  # so that it takes no bucket
     sender = WeightSender(MANIFEST)
+    gather(sender, 1)
     sending = sender.send(group, PolicyVersion(0, 1), 30.0)
     began = time.monotonic()
     killed.process.kill()
@@ -179,8 +181,10 @@ def test_a_receiver_that_stops_is_named_by_the_deadline(members: list[Member]) -
     group = connect(members, 1, transport="shared_memory")
     post(members, 1, 30.0)
     os.kill(members[1].process.pid, signal.SIGSTOP)
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
     with pytest.raises(DeadlineExceeded, match=r"was not taken: waited in vain for rank 2 \(rollout-1\)"):
-        WeightSender(MANIFEST).send(group, PolicyVersion(0, 1), 0.5).result(10)
+        sender.send(group, PolicyVersion(0, 1), 0.5).result(10)
     assert members[0].hear()[:2] == ["fault", "transfer"]
     leave(members[:1], group)
 
@@ -191,7 +195,7 @@ import msgspec
 from runtime.types import PolicyVersion
 from runtime.weights import sender
 from runtime.weights.group import host
-from tests.loopback.weight_cases import MANIFEST
+from tests.loopback.weight_cases import MANIFEST, gather
 pending = host(1, 2, "127.0.0.1", "gloo", 20.0, "trainer", "shared_memory")
 print(msgspec.json.encode(pending.address).decode(), flush=True)
 group = pending.connect(("trainer", "rollout-0"))
@@ -203,6 +207,7 @@ def stamp_one(bucket, buffer, version):
     stamp(bucket, buffer, version)
 sender.stamp = stamp_one
 one = sender.WeightSender(MANIFEST)
+gather(one, 1)
 one.send(group, PolicyVersion(0, 1), 60.0).result()
 """
 

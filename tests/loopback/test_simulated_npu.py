@@ -22,7 +22,7 @@ import torch
 from runtime import platform
 from runtime.types import PolicyVersion
 from runtime.weights.sender import WeightSender
-from tests.loopback.weight_cases import MANIFEST, fill
+from tests.loopback.weight_cases import MANIFEST, gather
 from tests.loopback.weight_members import Member, connect, leave, post
 
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ try:
     said["staged"] = []
     for version in range(2):
         post(members, version, 60.0)
-        fill(sender.views(5.0), version)
+        gather(sender, version)
         sender.send(group, PolicyVersion(0, version), 60.0).result(60)
         said["staged"].append(members[0].hear())
     leave(members, group)

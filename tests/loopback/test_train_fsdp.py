@@ -47,9 +47,8 @@ def run_step(engine: TorchTrainEngine, calls: Sequence[list[TrainGroup]]) -> Ste
 
 
 def flat_weights(engine: TorchTrainEngine, rank: int) -> torch.Tensor:
-    out = [torch.empty(spec.shape) for spec in engine.tensor_specs()]
-    engine.snapshot(out if rank == 0 else None)
-    return torch.cat([tensor.flatten() for tensor in out])
+    parts = [tensor.flatten().float() for tensor in engine.gather()]
+    return torch.cat(parts) if rank == 0 else torch.empty(0)
 
 
 def uniform(groups: list[TrainGroup]) -> list[TrainGroup]:

@@ -17,7 +17,7 @@ from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
 from runtime.weights.group import TRANSPORTS
 from runtime.weights.sender import WeightSender
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, gather, settles, threads_and_files
 from tests.loopback.weight_members import Member, connect, leave, post
 
 
@@ -39,7 +39,7 @@ def test_two_processes_receive_every_version_whole(members: list[Member], transp
     assert len(sender.buckets) > 3
     for version in range(4):
         post(members, version, 10.0)
-        fill(sender.views(5.0), version)
+        gather(sender, version)
         result = sender.send(group, PolicyVersion(0, version), 10.0).result(10)
         whole = sum(bucket.total_bytes for bucket in sender.buckets)
         assert result.nbytes == whole if transport in ("collective", "shared_memory") else 0 < result.nbytes < 1.1 * whole
@@ -63,7 +63,7 @@ def test_a_corrupted_bucket_is_caught_and_named(
     with monkeypatch.context() as patch:
         patch.setattr(sender_module, "stamp", stamp_then_flip)
         post(members, 1, 10.0)
-        fill(sender.views(5.0), 1)
+        gather(sender, 1)
         sender.send(group, PolicyVersion(0, 1), 10.0).result(10)
     for one in members:
         kind, phase, text = one.hear()
@@ -71,7 +71,7 @@ def test_a_corrupted_bucket_is_caught_and_named(
         assert one.name in text and f"bucket 2 of {len(sender.buckets)}: the checksum" in text
         assert "bucket 1 of" not in text
     post(members, 2, 10.0)  # the group is whole
-    fill(sender.views(5.0), 2)
+    gather(sender, 2)
     sender.send(group, PolicyVersion(0, 2), 10.0).result(10)
     assert [one.hear() for one in members] == [["staged", 2, True]] * 2
     leave(members, group)
@@ -91,6 +91,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     stopped, innocent = members
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
+        gather(sender, 1)
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"trainer: transfer: bucket 0 of \d+ of version 0\.1 was not taken"):
             sender.send(group, PolicyVersion(0, 1), 0.5).result(10)
@@ -108,7 +109,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
 
     group = connect(members, 4, transport=transport)  # a new epoch goes on with the same buffers
     post(members, 5, 10.0)
-    fill(sender.views(5.0), 5)
+    gather(sender, 5)
     sender.send(group, PolicyVersion(0, 5), 10.0).result(10)
     assert [one.hear() for one in members] == [["staged", 5, True]] * 2
     leave(members, group)

@@ -25,7 +25,7 @@ from runtime.weights.group import PendingGroup, WeightGroup, host, join
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import MANIFEST, expected, fill, same
+from tests.loopback.weight_cases import MANIFEST, expected, gather, same
 from tests.loopback.weight_members import ROOT
 
 PATIENCE = 10.0
@@ -53,7 +53,7 @@ def pair(tmp_path: Path) -> Iterator[list[WeightGroup]]:
 
 
 def publish(group: WeightGroup, sender: WeightSender, step: int) -> None:
-    fill(sender.views(PATIENCE), step)
+    gather(sender, step)
     sender.send(group, PolicyVersion(0, step), PATIENCE).result(PATIENCE)
 
 
@@ -72,8 +72,7 @@ def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
     specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in state.items())
     group = hosted(tmp_path, world_size=1).connect()
     sender = WeightSender(Manifest(specs, 8192))
-    for tensor, wanted in zip(sender.views(1.0), state.values(), strict=True):
-        tensor.copy_(wanted)
+    sender.fill(state.values())
     sent = sender.send(group, PolicyVersion(0, 7), PATIENCE).result(PATIENCE)
 
     (folder,) = tmp_path.glob("epoch-0001/*-version-0.7")
@@ -133,7 +132,7 @@ from runtime.engines.tensor_files import TensorWriter
 from runtime.types import PolicyVersion
 from runtime.weights.group import host
 from runtime.weights.sender import WeightSender
-from tests.loopback.weight_cases import MANIFEST, fill
+from tests.loopback.weight_cases import MANIFEST, gather
 
 pending = host(1, 2, "lo", "gloo", 20.0, "trainer", "filesystem", sys.argv[1])
 print("hosted", flush=True)
@@ -147,7 +146,7 @@ def stuck(self, name, tensor, row=0):
 
 TensorWriter.write = stuck
 sender = WeightSender(MANIFEST)
-fill(sender.views(1.0), 1)
+gather(sender, 1)
 sender.send(group, PolicyVersion(0, 1), 60.0).result()
 """
 
@@ -279,6 +278,7 @@ def test_a_write_that_fails_names_folder_and_bucket(
     pair: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
 ) -> None:
     sender = WeightSender(MANIFEST)
+    gather(sender, 3)
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 3), 60.0)
     with monkeypatch.context() as patch:
         patch.setattr(filesystem.TensorWriter, "write", failing(code, "layer.3"))
@@ -288,7 +288,7 @@ def test_a_write_that_fails_names_folder_and_bucket(
     assert "\n" not in str(caught.value)
     with pytest.raises(ServiceFault, match=r"rollout-0: \w+: .* rank 0 left the group"):  # at once, not at its deadline
         reception.result(PATIENCE)
-    sender.views(1.0)
+    sender.begin(1.0)
 
 
 def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:

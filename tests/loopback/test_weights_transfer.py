@@ -19,7 +19,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import TRANSPORTS, WeightGroup, host, join
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, fill, same, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, gather, same, settles, threads_and_files
 
 
 def connected(transport: str, world_size: int = 2, timeout: float = 10.0, folder: str = "") -> list[WeightGroup]:
@@ -47,7 +47,7 @@ def test_a_reception_waits_past_its_deadline_and_the_rendezvous_timeout_for_the_
     reception = receiver.receive(pair[1], PolicyVersion(0, 1), 0.5)
     with pytest.raises(TimeoutError):
         wait(reception, 1.3)
-    fill(sender.views(1.0), 1)
+    gather(sender, 1)
     sender.send(pair[0], PolicyVersion(0, 1), 5.0).result(5)
     assert same(reception.result(5).tensors(), 1)
 
@@ -94,7 +94,9 @@ def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -
 
 def test_another_version_than_the_announced_is_refused(pair: list[WeightGroup]) -> None:
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(1, 2), 5.0)
-    WeightSender(MANIFEST).send(pair[0], PolicyVersion(1, 1), 5.0)
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
+    sender.send(pair[0], PolicyVersion(1, 1), 5.0)
     with pytest.raises(ServiceFault, match=r"verify: version 1\.2: bucket 0 of \d+ is of version 1\.1"):
         reception.result(5)
 
@@ -103,7 +105,7 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
     sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
     for version in range(2):
         reception = receiver.receive(pair[1], PolicyVersion(0, version), 5.0)
-        fill(sender.views(5.0), version)
+        gather(sender, version)
         sender.send(pair[0], PolicyVersion(0, version), 5.0)
         staged = reception.result(5)
         with pytest.raises(InvariantViolated, match=rf"0\.{version} is still staged"):
@@ -115,12 +117,12 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
 @pytest.mark.parametrize("pair", IN_A_STORE, indirect=True)  # by way of a folder the sender waits for nobody
 def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> None:
     sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
-    fill(sender.views(1.0), 1)
+    gather(sender, 1)
     sent = sender.send(pair[0], PolicyVersion(0, 1), 5.0)
     with pytest.raises(DeadlineExceeded, match="sender: snapshot"):
-        sender.views(0.1)
+        sender.begin(0.1)
     reception = receiver.receive(pair[1], PolicyVersion(0, 1), 5.0)
-    fill(sender.views(5.0), 2)
+    gather(sender, 2)
     assert same(reception.result(5).tensors(), 1)
     assert sent.result(5).seconds > 0.1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from runtime.weights.plan import Manifest, TensorSpec
+from runtime.weights.sender import WeightSender
 
 SPECS = (
     TensorSpec("embed", "bfloat16", (50, 128)),
@@ -35,6 +36,12 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
     tensors = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in SPECS]
     fill(tensors, seed)
     return dict(zip((spec.name for spec in SPECS), tensors, strict=True))
+
+
+def gather(sender: WeightSender, seed: int) -> None:
+    """Another version is in the sender's buckets."""
+    sender.begin(5.0)
+    sender.fill(expected(seed).values())
 
 
 def same(tensors: dict[str, torch.Tensor], seed: int) -> bool:

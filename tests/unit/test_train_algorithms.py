@@ -34,9 +34,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def weights(engine: TorchTrainEngine) -> torch.Tensor:
-    out = [torch.empty(spec.shape) for spec in engine.tensor_specs()]
-    engine.snapshot(out)
-    return torch.cat([tensor.flatten() for tensor in out])
+    return torch.cat([tensor.flatten() for tensor in engine.gather()])
 
 
 def plain_reinforce(path: str, groups: list[TrainGroup], cap: float) -> tuple[float, float]:

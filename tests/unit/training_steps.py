@@ -23,10 +23,9 @@ def comparable(result: StepResult) -> dict[str, float]:
 
 
 def weights(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
-    specs = engine.tensor_specs()
-    out = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-    engine.snapshot(out)
-    return {spec.name: tensor for spec, tensor in zip(specs, out, strict=True)}
+    """As they are published."""
+    tensors = zip(engine.tensor_specs(), engine.gather(), strict=True)
+    return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:

@@ -1,0 +1,117 @@
+"""What real engines send without a copy of the policy is what they send with one, also in the middle of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from runtime.commands import Accumulate, Apply, BeginStep, SendWeights
+from runtime.config import Config, Publication, Trainer
+from runtime.engines import train_rank
+from runtime.engines.train_rank import TrainRank
+from runtime.topology import data_leaders
+from runtime.types import PolicyVersion
+from runtime.weights.group import host, join
+from runtime.weights.receiver import WeightReceiver
+from runtime.weights.sender import in_thread
+from tests.loopback.ranks import as_rank, run_ranks
+from tests.unit.training_cases import make_config, make_groups, make_policy
+
+DEADLINE = 60.0
+BUCKET = 1 << 11  # the tensors are of some dozen buckets
+
+
+def config_of(folder: Path, engine: str, processes: int, overlap: bool) -> Config:
+    trainer = Trainer(processes=processes, engine=engine)  # type: ignore[arg-type]
+    if engine == "megatron":
+        trainer = msgspec.structs.replace(trainer, parallel=msgspec.structs.replace(trainer.parallel, tensor=processes))
+    made = make_config(str(folder / "policy"), trainer=trainer)
+    run = msgspec.structs.replace(made.run, resume="")
+    return msgspec.structs.replace(made, run=run, publication=Publication(overlap=overlap, bucket_bytes=BUCKET))
+
+
+def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
+    """What a receiver has of the weights as they are; every rank makes this call."""
+    command = SendWeights(PolicyVersion(0, version), version)
+    if rank.sender is None:
+        rank.execute(command)
+        return {}
+    pending = host(version, 2, "127.0.0.1", "gloo", DEADLINE)
+    joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=1)))
+    groups = pending.connect(), joining.result(DEADLINE)
+    reception = WeightReceiver(rank.manifest).receive(groups[1], command.version, DEADLINE)
+    rank.sender.begin(DEADLINE)
+    sending = rank.sender.send(groups[0], command.version, DEADLINE)
+    rank.execute(command)
+    sending.result(DEADLINE)
+    received = {name: tensor.clone() for name, tensor in reception.result(DEADLINE).tensors().items()}
+    for group in groups:
+        group.abort()
+    return received
+
+
+def published(
+    folder: Path, engine: str, rank: int, processes: int, *, overlap: bool, within: bool
+) -> list[dict[str, torch.Tensor]]:
+    """After a step, in the middle of the next if `within`, and after that."""
+    config, device = config_of(folder, engine, processes, overlap), torch.device("cpu")
+    made = train_rank.engine_type(config, device)(config, rank=rank, world_size=processes, device=device)
+    worker = TrainRank(made, config, rank, processes, device)
+    leaders = data_leaders(config.services.trainer)
+    found = []
+    for step in range(2):
+        groups = make_groups(step, (5, 4, 6, 3), step=step)
+        share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
+        worker.execute(BeginStep(step))
+        worker.execute(Accumulate(step, 0, share[:1], False))
+        if step and within:
+            found.append(publish(worker, step))
+        worker.execute(Accumulate(step, 1, share[1:], True))
+        worker.execute(Apply(step))
+        found.append(publish(worker, step + 1))
+    return found
+
+
+def all_ways(rank: int, folder: Path, engine: str, processes: int) -> list[list[dict[str, torch.Tensor]]]:
+    ways = {"overlap": True, "within": False}, {"overlap": True, "within": True}, {"overlap": False, "within": True}
+    return [published(folder, engine, rank, processes, **way) for way in ways]
+
+
+def member(rank: int, folder: Path) -> None:
+    found = all_ways(rank, folder, sys.argv[4], int(sys.argv[3]))
+    if rank == 0:
+        torch.save(found, folder / "published.pt")
+
+
+@pytest.mark.parametrize(("engine", "processes"), [("torch", 1), ("torch", 2), ("megatron", 2)])
+def test_what_is_sent_without_a_copy_is_what_is_sent_with_one(tmp_path: Path, engine: str, processes: int) -> None:
+    if engine == "megatron":
+        pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+    make_policy(tmp_path / "policy")
+    if processes == 1:
+        found = all_ways(0, tmp_path, engine, 1)
+    else:
+        run_ranks(__name__, tmp_path, processes, engine)
+        found = torch.load(tmp_path / "published.pt")
+    undisturbed, with_copy, without = found
+    first, middle, last = with_copy
+    assert equal([first], [middle])
+    assert not equal([first], [last])
+    assert equal(undisturbed, [first, last])
+    assert equal(without, with_copy)
+
+
+def equal(left: Sequence[dict[str, torch.Tensor]], right: Sequence[dict[str, torch.Tensor]]) -> bool:
+    return all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    as_rank(member)

@@ -1,0 +1,162 @@
+"""Gathering and transfer at once, with a copy of the whole policy and without, over the services' own epochs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+import pytest
+import torch
+
+from runtime.actor import Priority
+from runtime.commands import Apply, SendWeights
+from runtime.config import Publication
+from runtime.errors import ServiceFault
+from runtime.types import PolicyVersion
+from runtime.weights.receiver import WeightReceiver
+from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
+
+WITHOUT = msgspec.structs.replace(PUBLICATION, overlap=False)
+BOTH = pytest.mark.parametrize("settings", [PUBLICATION, WITHOUT], ids=["copy", "no copy"])
+
+
+def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]) -> None:
+    """The trainer's engine gives its tensors by way of `weights`."""
+    plain = here.trainer.worker.weights
+    here.trainer.worker.weights = lambda step: weights(plain(step))  # type: ignore[method-assign]
+
+
+@BOTH
+def test_the_first_bucket_arrives_before_the_last_is_gathered(settings: Publication, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = threading.Semaphore(0)
+    fault = WeightReceiver._fault
+
+    def seen(receiver: WeightReceiver, index: int, version: PolicyVersion) -> str:
+        found = fault(receiver, index, version)
+        verified.release()
+        return found
+
+    monkeypatch.setattr(WeightReceiver, "_fault", seen)
+
+    def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        *most, last = tensors
+        yield from most
+        for _ in range(2):  # both rollouts have a bucket
+            assert verified.acquire(timeout=DEADLINE)
+        yield last
+
+    async def test(here: Stage) -> None:
+        yields(here, late)
+        assert (await here.publish(1)).aborts == 0
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1], [1]]
+
+    run(test, settings)
+
+
+@BOTH
+def test_gathering_that_fails_in_the_middle_is_told_and_tried_again(settings: Publication) -> None:
+    healthy = False
+
+    def torn(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        nonlocal healthy
+        for index, tensor in enumerate(tensors):
+            if index == 8 and not healthy:
+                healthy = True
+                raise ServiceFault("trainer-0", "gather", "a device was lost")
+            yield tensor
+
+    async def test(here: Stage) -> None:
+        yields(here, torn)
+        assert (await here.publish(1)).aborts == 1  # long before any deadline, of which a failing receiver would be the sign
+        assert "trainer-0: gather: a device was lost" in here.publisher.abort
+        assert not here.pool.losses
+        await here.publish(2)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
+
+    run(test, settings)
+
+
+@BOTH
+def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(settings: Publication) -> None:
+    gathering, lost = threading.Event(), threading.Event()
+
+    def midway(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for index, tensor in enumerate(tensors):
+            if index == 6:
+                gathering.set()
+                assert lost.wait(DEADLINE)
+            yield tensor
+
+    async def test(here: Stage) -> None:
+        yields(here, midway)
+        publishing = asyncio.create_task(here.publish(1))
+        assert await asyncio.to_thread(gathering.wait, DEADLINE)
+        here.rollouts[1].cut()
+        await until(lambda: bool(here.publisher.abort))
+        lost.set()
+        assert (await publishing).aborts == 1
+        assert here.rollouts[0].engine.swapped == [1]
+        assert here.trainer.worker.gathered == ([1] if settings.overlap else [1, 1])
+
+    run(test, settings)
+
+
+def test_without_a_copy_a_newcomer_is_sent_what_is_gathered_anew() -> None:
+    async def test(here: Stage) -> None:
+        await here.publish(1)
+        for rollout in here.rollouts:  # nobody is left
+            rollout.cut()
+        await until(lambda: not here.pool.membership.living)
+        late = RolloutHere("rollout-0", WITHOUT, incarnation=1)
+        here.comes(late)
+        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
+        assert late.engine.swapped == [1]
+        assert here.trainer.worker.gathered == [1, 1]
+
+    run(test, WITHOUT)
+
+
+def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() -> None:
+    async def test(here: Stage) -> None:
+        await here.publish(1)
+        here.rollouts[1].cut()
+        await until(lambda: here.publisher._epoch.number == 2 and not here.publisher._lock.locked())
+        applying, applied = threading.Event(), threading.Event()
+        execute = here.trainer.worker.execute
+
+        def slowly(command: object) -> object:
+            if isinstance(command, Apply):
+                applying.set()
+                assert applied.wait(DEADLINE)
+            return execute(command)
+
+        here.trainer.worker.execute = slowly  # type: ignore[method-assign]
+        late = RolloutHere("rollout-1", WITHOUT, incarnation=1)
+        async with here.publisher._lock:  # as while the epoch before is being met
+            here.comes(late)
+            step = asyncio.ensure_future(here.trainer.ask(Apply(1), Priority.DATA))
+            beginning = asyncio.create_task(here.publisher.begin(PolicyVersion(0, 2)))
+            await until(lambda: here.publisher._awaited)
+        transaction = await beginning
+        assert await asyncio.to_thread(applying.wait, DEADLINE)
+        applied.set()
+        await step
+        assert (await transaction.finish()).aborts == 0
+        transaction.close()
+        assert late.engine.swapped == [2]
+        assert here.trainer.worker.gathered == [1, 2]
+
+    run(test, WITHOUT)
+
+
+def test_a_version_that_the_engine_has_left_behind_is_refused() -> None:
+    async def test(here: Stage) -> None:
+        await here.publish(1)
+        await here.trainer.ask(Apply(1), Priority.DATA)
+        with pytest.raises(ServiceFault, match=r"trainer-0: snapshot: version 0\.1 was not kept: 0\.2 is there"):
+            await here.trainer.ask(SendWeights(PolicyVersion(0, 1), 1), Priority.DATA)
+        assert here.trainer.worker.gathered == [1]
+
+    run(test, WITHOUT)
