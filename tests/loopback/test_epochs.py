@@ -43,9 +43,13 @@ IMPATIENT = config.Publication(transfer_timeout=3.0, commit_timeout=20.0, abort_
 class Held:
     """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
 
+    adopts = True
+    torn = False
+
     def __init__(self) -> None:
         self.version = PolicyVersion()
         self.swapped: list[int] = []
+        self._staged: Mapping[str, torch.Tensor] = {}
 
     @property
     def has_work(self) -> bool:
@@ -54,8 +58,11 @@ class Held:
     def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
-        assert same(dict(tensors), version.step)
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._staged = tensors
+
+    async def swap(self, version: PolicyVersion, recompute: bool) -> None:
+        assert same(dict(self._staged), version.step)
         self.version = version
         self.swapped.append(version.step)
 
@@ -80,7 +87,7 @@ class Worker:
 
 
 class Port:
-    """A service behind its actor, as the coordinator reaches it. `cut` is the death of the process."""
+    """A service behind its actor, as the coordinator reaches it. `cut` is the death of a rollout's process."""
 
     def __init__(self, service: Any, incarnation: int = 0):
         self.service = service
@@ -98,8 +105,8 @@ class Port:
         self._gone.set()
 
     def cut(self) -> None:
-        if self.service._group is not None:
-            self.service._group.abort()
+        if self.service.weights.group is not None:
+            self.service.weights.group.abort()
         self._gone.set()
         self._tell("connection lost")
 
@@ -124,7 +131,8 @@ class RolloutHere(Port):
     def __init__(self, name: str, settings: config.Publication = PUBLICATION, incarnation: int = 0):
         services = config.Services(rollout=config.Rollout(replicas=3))
         service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings, services=services), name, 0)
-        self.engine = service._engine = Held()  # type: ignore[assignment]
+        self.engine = Held()
+        service.use(self.engine)  # type: ignore[arg-type]
         super().__init__(service, incarnation)
 
     async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
@@ -237,8 +245,8 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
             failing.cut()
         else:
             failing.silent = True
-            failing.service._group.abort = lambda: None  # its sockets stay open
-            failing.service._receiver.abort()
+            failing.service.weights.group.abort = lambda: None  # its sockets stay open
+            failing.service.weights.staging._receiver.abort()
         figures = await transaction.finish()
         transaction.close()
         assert (figures.aborts, figures.epoch) == (1, 2)
@@ -255,7 +263,7 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         staying, dying = here.rollouts
         dying.silent = True
         publishing = asyncio.create_task(here.publish(1))
-        await until(lambda: staying.service._epoch == 1)
+        await until(lambda: staying.service.weights.epoch == 1)
         began = time.monotonic()
         dying.cut()
         assert (await publishing).epoch == 2

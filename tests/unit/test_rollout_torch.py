@@ -18,7 +18,7 @@ from runtime import codec
 from runtime.engines import rollout_slots
 from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.engines.sampling import uniforms
-from runtime.errors import InvalidMessage, UserError
+from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
 from tests.unit.tiny_models import VOCABULARY, save_model
 
@@ -52,6 +52,13 @@ def make(folder: Path) -> Iterator[Make]:
     yield build
     for engine in engines:
         asyncio.run(engine.close())
+
+
+async def update(
+    engine: TorchRolloutEngine, tensors: dict[str, torch.Tensor], version: PolicyVersion, recompute: bool = False
+) -> None:
+    await engine.stage(tensors)
+    await engine.swap(version, recompute)
 
 
 def request(group_id: int, n: int = 3, prompt: tuple[int, ...] = (5, 9, 2), limit: int = 12, **sampling: Any) -> GroupRequest:
@@ -238,7 +245,7 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: 
         engine.submit([each])
         checks = iter([False] * 6 + [True])
         assert await engine.advance(lambda: next(checks)) == []
-        await engine.swap(tensors, PolicyVersion(0, 1))
+        await update(engine, tensors, PolicyVersion(0, 1))
         assert engine.version == PolicyVersion(0, 1)
         (group,) = [group async for group in drain(engine)]
         return group
@@ -258,7 +265,9 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: 
 def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make: Make) -> None:
     engine = make()
     with pytest.raises(InvalidMessage, match="unknown nonsense"):
-        asyncio.run(engine.swap({"nonsense": torch.zeros(1)}, PolicyVersion(0, 1)))
+        asyncio.run(engine.stage({"nonsense": torch.zeros(1)}))
+    with pytest.raises(InvariantViolated, match="neither staged nor loaded whole"):
+        asyncio.run(engine.swap(PolicyVersion(0, 1)))
     assert engine.version == PolicyVersion(0, 0)
 
 
