@@ -16,7 +16,6 @@ from runtime.status import State
 from runtime.topology import replicas
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
-from services.rollout_staging import InplaceStaging, ShadowStaging, Staging
 from services.rollout_weights import COMMANDS, Subscription
 
 if TYPE_CHECKING:
@@ -68,14 +67,9 @@ class RolloutService(process.Service):
         self.use(make_engine(self.config, self.name))
 
     def use(self, engine: RolloutEngine) -> None:
-        settings = self.config.publication
-        staging: Staging
-        if settings.staging == "inplace":
-            staging = InplaceStaging(engine, settings, self.name)
-        else:
-            staging = ShadowStaging(engine, settings, self.name, shared=replicas(self.config)[self.name].engine == "vllm")
+        shared = replicas(self.config)[self.name].engine == "vllm"
         self._engine = engine
-        self.weights = Subscription(engine, staging, settings, self.name)
+        self.weights = Subscription(engine, self.config.publication, self.name, shared)
 
     async def close(self) -> None:
         if hasattr(self, "_engine"):
@@ -84,7 +78,7 @@ class RolloutService(process.Service):
 
     @property
     def busy(self) -> bool:
-        return (self._engine.has_work and not self.weights.staging.stands) or bool(self._withdrawn)
+        return (self._engine.has_work and not self.weights.standstill.stands) or bool(self._withdrawn)
 
     @property
     def version(self) -> PolicyVersion:
@@ -118,17 +112,14 @@ class RolloutService(process.Service):
         if self._withdrawn:
             self._engine.abort(self._withdrawn)
             self._withdrawn.clear()
-        if not self.weights.staging.stands:
+        if not self.weights.standstill.stands:
             await self._generate(interrupted)
         await self.weights.advanced()
 
     async def _generate(self, interrupted: Callable[[], bool]) -> None:
-        staging = self.weights.staging
-        staging.advancing(True)
-        try:
-            finished = await self._engine.advance(lambda: interrupted() or staging.interrupts())
-        finally:
-            staging.advancing(False)
+        standstill = self.weights.standstill
+        with standstill.advancing():
+            finished = await self._engine.advance(lambda: interrupted() or standstill.interrupts())
         for group in finished:
             letter = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
             if letter is not None:

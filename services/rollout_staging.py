@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from runtime.config import Publication
 from runtime.errors import Cancelled, DeadlineExceeded
 from runtime.types import PolicyVersion
+from services.standstill import Standstill
 
 if TYPE_CHECKING:
     import torch
@@ -51,21 +52,6 @@ class Staging(ABC):
     @abstractmethod
     def forget(self) -> None:
         """What was received, or is on its way, is not to be swapped in. Idempotent."""
-
-    since: float | None = None
-    """Since when generation has been standing still for what is received, on the loop's clock; None: it has not."""
-
-    @property
-    def stands(self) -> bool:
-        """Whether the engine must not advance."""
-        return False
-
-    def interrupts(self) -> bool:
-        """Whether `advance` is to return. From any thread."""
-        return False
-
-    def advancing(self, begins: bool) -> None:  # noqa: B027 - only what stops the engine needs to know
-        """The engine begins to advance, or has ended."""
 
 
 class ShadowStaging(Staging):
@@ -121,19 +107,15 @@ class ShadowStaging(Staging):
 class InplaceStaging(Staging):
     """Generation stands still from the first verified bucket on, which is written over the engine's weights, until the commit.
 
-    Once a part of a version is written the engine is torn, and generates nothing until a whole one is committed. So nothing
-    here has to keep a torn engine from advancing, and generation goes on after `forget` if it can.
+    Once a part of a version is written the engine is torn, and generates nothing until a whole one is committed. So it need
+    not be kept from advancing after `forget`.
     """
 
-    def __init__(self, engine: RolloutEngine, settings: Publication, name: str):
+    def __init__(self, engine: RolloutEngine, settings: Publication, name: str, standstill: Standstill):
         super().__init__(engine, settings, name)
+        self._standstill = standstill
         self._receiver: InplaceReceiver | None = None
-        self._advancing = False
-        self._stand: asyncio.Future[None] | None = None  # done: the engine stands still; None: it is not asked to
-
-    @property
-    def _drains(self) -> bool:
-        return self._settings.in_flight == "drain"
+        self._wanted: object | None = None  # stands for the reception under way, or what it brought
 
     def prepare(self, manifest: Manifest) -> None:
         from runtime.weights.receiver import InplaceReceiver
@@ -143,22 +125,27 @@ class InplaceStaging(Staging):
 
     async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> None:
         assert self._receiver is not None
-        loop = asyncio.get_running_loop()
-        stand = loop.create_future()
-        stand.add_done_callback(lambda future: future.cancelled() or future.exception())  # nobody may be waiting for it
+        loop, timeout = asyncio.get_running_loop(), self._settings.transfer_timeout
+        wanted = self._wanted = object()
+
+        async def load(tensors: Mapping[str, torch.Tensor]) -> None:
+            if wanted is self._wanted:
+                await self._standstill.begin()
+            if wanted is not self._wanted:
+                raise Cancelled(f"{self._name}: version {version} was withdrawn during its transfer")
+            await self._engine.load(tensors, version)
 
         def unpack(tensors: Mapping[str, torch.Tensor], give_up: float) -> None:
             """In the reception's thread."""
-            loaded = asyncio.run_coroutine_threadsafe(self._unpack(stand, tensors, version), loop)
+            loaded = asyncio.run_coroutine_threadsafe(load(tensors), loop)
             try:
                 loaded.result(max(0.0, give_up - time.monotonic()))
             except FutureTimeout:
                 loaded.cancel()
-                what = "samples that were running did not end" if self._drains else "generation did not stand still"
-                raise DeadlineExceeded(self._name, "transfer", what, self._settings.transfer_timeout) from None
+                drains = self._settings.in_flight == "drain"
+                what = "samples that were running did not end" if drains else "generation did not stand still"
+                raise DeadlineExceeded(self._name, "transfer", what, timeout) from None
 
-        self._pending = stand
-        timeout = self._settings.transfer_timeout
         try:
             await asyncio.wrap_future(self._receiver.receive(group, version, timeout, unpack if needed else None))
         except Exception:
@@ -166,44 +153,9 @@ class InplaceStaging(Staging):
                 log.warning("%s: version %s came in part: nothing is generated until a whole one has", self._name, version)
             raise
 
-    async def _unpack(self, stand: asyncio.Future[None], tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        if stand is not self._pending:
-            raise Cancelled(f"{self._name}: version {version} was withdrawn during its transfer")
-        if self._stand is None:
-            self._stand = stand
-            self.since = asyncio.get_running_loop().time()
-            if self._drains:
-                self._engine.hold(True)
-            self._stand_if_idle()
-        await asyncio.shield(stand)
-        await self._engine.load(tensors, version)
-
-    _pending: asyncio.Future[None] | None = None  # of the reception under way, and until its version is swapped in
-
-    def _stand_if_idle(self) -> None:
-        is_done = not self._advancing and not (self._drains and self._engine.stats().running)
-        if self._stand is not None and not self._stand.done() and is_done:
-            self._stand.set_result(None)
-
-    def advancing(self, begins: bool) -> None:
-        self._advancing = begins
-        self._stand_if_idle()
-
-    @property
-    def stands(self) -> bool:
-        return self._stand is not None and self._stand.done()
-
-    def interrupts(self) -> bool:
-        return self._stand is not None and not self._drains
-
     def taken_over(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        stand, self._stand, self._pending, self.since = self._stand, None, None, None
-        if stand is None:
-            return
-        if not stand.done():
-            stand.set_exception(Cancelled(f"{self._name}: the transfer was withdrawn before generation stood still"))
-        if self._drains:
-            self._engine.hold(False)
+        self._wanted = None
+        self._standstill.end()

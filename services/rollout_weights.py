@@ -11,7 +11,8 @@ from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWe
 from runtime.config import Publication
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from services.rollout_staging import Staging
+from services.rollout_staging import InplaceStaging, ShadowStaging, Staging
+from services.standstill import Standstill
 
 if TYPE_CHECKING:
     from runtime.engines.rollout_base import RolloutEngine
@@ -23,8 +24,14 @@ COMMANDS = (JoinWeights, ReceiveWeights, CommitWeights, AbortWeights)
 class Subscription:
     """Letters are answered when what they ask for is done, beside generation: at most one join, one reception, one commit."""
 
-    def __init__(self, engine: RolloutEngine, staging: Staging, settings: Publication, name: str):
-        self.staging = staging
+    def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
+        """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
+        self.standstill = Standstill(engine, settings.in_flight == "drain")
+        self.staging: Staging
+        if settings.staging == "inplace":
+            self.staging = InplaceStaging(engine, settings, name, self.standstill)
+        else:
+            self.staging = ShadowStaging(engine, settings, name, shared)
         self.epoch = 0  # of the group that it is in, or about to join
         self.group: WeightGroup | None = None
         self.swaps = 0
@@ -131,7 +138,7 @@ class Subscription:
         assert self._received is not None
         await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
-        began = since if self.staging.since is None else self.staging.since
+        began = since if self.standstill.since is None else self.standstill.since
         self.staging.taken_over()
         self.swaps += 1
         letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - began))

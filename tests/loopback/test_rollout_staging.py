@@ -361,7 +361,7 @@ def test_an_abort_before_generation_stands_still_frees_the_reception(models: Mod
         received = site.receive(1)
         models.fill(site.sender.views(5.0), 1)
         sending = site.sender.send(site.group, version(1), 20.0)
-        while site.service.weights.staging.since is None:  # noqa: ASYNC110 - the test's own deadline ends it
+        while site.service.weights.standstill.since is None:  # noqa: ASYNC110 - the test's own deadline ends it
             await asyncio.sleep(0.001)
         await site.ask(AbortWeights(version(1), site.epoch))
         with pytest.raises(Cancelled):
