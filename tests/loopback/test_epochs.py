@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from runtime import config
 from runtime.actor import Actor, Priority
@@ -37,6 +38,7 @@ from tests.loopback.weight_cases import MANIFEST, fill, same
 DEADLINE = 60.0
 REBUILT = 6.0  # seconds in which a group is rebuilt among the living on a busy machine; a quiet one takes a tenth
 PUBLICATION = config.Publication(transfer_timeout=20.0, commit_timeout=20.0, abort_timeout=20.0)
+INPLACE = replace(PUBLICATION, staging="inplace")
 IMPATIENT = config.Publication(transfer_timeout=3.0, commit_timeout=20.0, abort_timeout=3.0)
 
 
@@ -44,12 +46,13 @@ class Held:
     """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
 
     adopts = True
-    torn = False
 
     def __init__(self) -> None:
         self.version = PolicyVersion()
         self.swapped: list[int] = []
+        self.torn = False
         self._staged: Mapping[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
 
     @property
     def has_work(self) -> bool:
@@ -61,8 +64,13 @@ class Held:
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._staged = tensors
 
+    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        self.torn = True
+        self._loaded.update((name, tensor.clone()) for name, tensor in tensors.items())
+
     async def swap(self, version: PolicyVersion, recompute: bool) -> None:
-        assert same(dict(self._staged), version.step)
+        assert same(self._loaded if self.torn else dict(self._staged), version.step)
+        self.torn = False
         self.version = version
         self.swapped.append(version.step)
 
@@ -211,7 +219,10 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version() -> None:
+@pytest.mark.parametrize("settings", [PUBLICATION, INPLACE], ids=["shadow", "inplace"])
+def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
+    settings: config.Publication,
+) -> None:
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts
         await here.publish(1)
@@ -220,7 +231,7 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
         assert time.monotonic() - began < REBUILT
         assert (await here.publish(2)).epoch == 2
-        late = RolloutHere("rollout-1", incarnation=1)
+        late = RolloutHere("rollout-1", settings, incarnation=1)
         began = time.monotonic()
         here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
@@ -231,7 +242,27 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         await here.publish(3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
 
-    run(test)
+    run(test, settings)
+
+
+def test_a_rollout_that_is_torn_by_the_loss_of_another_is_whole_after_the_next_attempt() -> None:
+    async def test(here: Stage) -> None:
+        staying, dying = here.rollouts
+        await here.publish(1)
+        load = staying.engine.load
+
+        async def load_then_lose(tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+            await load(tensors, version)
+            if version.step == 2 and dying in here.pool.serving:  # type: ignore[comparison-overlap]
+                dying.cut()
+
+        staying.engine.load = load_then_lose  # type: ignore[method-assign]
+        figures = await here.publish(2)
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert (staying.engine.swapped, staying.engine.torn) == ([1, 2], False)
+        assert "rollout-1" in here.publisher.abort
+
+    run(test, INPLACE)
 
 
 @pytest.mark.parametrize("how", ["dies", "is silent"])
