@@ -301,17 +301,14 @@ class TorchRolloutEngine(RolloutEngine):
         if self._staged is None and not is_loaded:
             raise InvariantViolated(f"version {version} is to be swapped in, and is neither staged nor loaded whole")
 
-        def apply() -> None:
-            if self._staged is not None:
-                self._decoder.weights, self._staged = self._staged, None
-            self._version, self._loading = version, None
-            for group in self._waiting:
-                group.prefilled = None
-            if recompute:
-                self._recompute()
-            platform.synchronize(self._device)  # nothing reads the old weights when they are freed, or staged over
-
-        await self._in_thread(apply)
+        # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
+        if self._staged is not None:
+            self._decoder.weights, self._staged = self._staged, None
+        self._version, self._loading = version, None
+        for group in self._waiting:
+            group.prefilled = None
+        if recompute:
+            await self._in_thread(self._recompute)
 
     @torch.inference_mode()
     def _recompute(self) -> None:
