@@ -169,14 +169,16 @@ def receiver(device: str, folder: Path, address: str) -> None:
 
 
 def rollout(device: str, folder: Path) -> Figures:
-    """The embedded rollout engine: the log-probabilities that it reports are those of the model on the CPU."""
+    """The embedded rollout engine: the log-probabilities that it reports are those of the model on the CPU, also of weights
+    that were staged while it generated."""
     import numpy as np
     import torch
 
     from runtime import codec
     from runtime import platform as own
+    from runtime.engines.hf_weights import WeightFiles
     from runtime.engines.rollout_torch import TorchRolloutEngine
-    from runtime.types import GroupPayload, GroupRequest, SamplingParams
+    from runtime.types import GroupPayload, GroupRequest, PolicyVersion, SamplingParams
 
     where, prompt, count = own.device(device), np.arange(1, 9, dtype=np.int32), 32
     engine = TorchRolloutEngine(str(folder), device=where, dtype=torch.float32, slots=8, max_model_len=64)
@@ -184,8 +186,12 @@ def rollout(device: str, folder: Path) -> Figures:
     async def generate() -> GroupPayload:
         sampling = SamplingParams(max_new_tokens=count)
         engine.submit([GroupRequest(group_id=0, prompt=prompt, n=8, seed=1, sampling=sampling)])
-        while not (groups := await engine.advance(lambda: False)):
-            pass
+        staging = asyncio.ensure_future(engine.stage(dict(WeightFiles(folder))))
+        groups = await engine.advance(staging.done)
+        await staging
+        await engine.swap(PolicyVersion(0, 1), recompute=True)
+        while not groups:
+            groups = await engine.advance(lambda: False)
         await engine.close()
         return codec.decode(GroupPayload, groups[0].payload)
 

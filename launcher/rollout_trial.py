@@ -58,10 +58,10 @@ class Trial:
     async def pauses(self, sequences: int, updates: int) -> dict[str, list[float]]:
         pauses = []
         for _ in range(updates):
+            await self._engine.stage(self._weights)
             await self._generate(sequences, GENERATED)
             begun = time.perf_counter()
-            version = PolicyVersion(0, self._engine.version.step + 1)
-            await self._engine.swap(self._weights, version)
+            await self._engine.swap(PolicyVersion(0, self._engine.version.step + 1))
             pauses.append(time.perf_counter() - begun)
         await self._clear()
         return {"pauses": pauses}

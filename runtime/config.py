@@ -468,6 +468,9 @@ class Publication(Section, frozen=True):
     `in_flight`: what a sample does that is being generated when new weights are swapped in. It goes on with the keys and
     values that it has (`keep`), computes them anew (`recompute`), or is finished first (`drain`). `auto` is keep; where
     `training.staleness` is 0, that concerns samples of evaluations alone, and no other choice but drain is allowed.
+
+    `staging`: rollouts receive a version beside the weights that they generate from (`shadow`), or over them (`inplace`), for
+    which they need no memory for a second set, and stand still from the first bucket to the commit.
     """
 
     transport: Literal["auto", "collective", "shared_memory", "filesystem", "delta"] = "auto"
@@ -476,6 +479,7 @@ class Publication(Section, frozen=True):
     backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
     bucket_bytes: Positive = 64 << 20
     in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"
+    staging: Literal["shadow", "inplace"] = "shadow"
     dtype: DType = "auto"  # on the wire; the policy's own when auto
     overlap: bool = True
     join_timeout: Seconds = 60.0

@@ -30,6 +30,8 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         yield from _heads(key, fleet.tensor_parallel, model or {})
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
+        if config.publication.staging == "inplace":
+            yield "publication.staging: inplace is for engine torch; vLLM takes whole versions alone, so that shadow is needed"
 
 
 def _heads(key: str, ways: int, model: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -135,3 +137,18 @@ def synchronize(where: torch.device) -> None:
     """Wait for the work queued on an accelerator; nothing on the CPU."""
     if where.type != "cpu":
         _accelerator(where.type).synchronize(where)
+
+
+@contextmanager
+def beside(where: torch.device) -> Iterator[None]:
+    """Copies made within go to an accelerator's stream of their own, so that they do not hold up what other threads compute,
+    and are done on leaving. Targets have to be allocated before: what used their memory is waited for. Nothing on the CPU."""
+    if where.type == "cpu":
+        yield
+        return
+    module = _accelerator(where.type)
+    stream = module.Stream(device=where)
+    stream.wait_stream(module.current_stream(where))
+    with module.stream(stream):
+        yield
+    stream.synchronize()

@@ -24,7 +24,7 @@ from runtime import config_loading, os_process
 from runtime.actor import Actor, Letter
 from runtime.config import Config
 from runtime.errors import SluiceError, UserError
-from runtime.status import Registration, Status, Stop
+from runtime.status import Registration, State, Status, Stop
 from runtime.types import PolicyVersion
 from services import session, wire
 from services.server import Handler, Server
@@ -73,6 +73,11 @@ class Service(ABC):
     def version(self) -> PolicyVersion:
         return PolicyVersion()
 
+    @property
+    def state(self) -> State:
+        """What the status call tells of a process that serves."""
+        return "ready"
+
     def gauges(self) -> dict[str, float]:
         """Figures for the status call. Keys ending in `_total` are counters; the status derives their rates."""
         return {}
@@ -109,7 +114,7 @@ class Process:
         self._service = service
         self._coordinator = coordinator
         self._started = time.monotonic() - os_process.age()
-        self._state = "starting"
+        self._state: State = "starting"
         self._loaded = False
         self._address = ""
         self._stop = asyncio.Event()
@@ -213,7 +218,7 @@ class Process:
         return Status(
             role=self._service.role,
             name=self._service.name,
-            state=self._state,
+            state=self._service.state if self._state == "ready" else self._state,
             version=self._service.version if self._loaded else PolicyVersion(),
             mailbox=self._actor.stats,
             rates=rates,

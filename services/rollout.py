@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runtime import os_process
 from runtime.actor import Letter
-from runtime.commands import AbortWeights, Cancel, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
+from runtime.commands import Cancel
 from runtime.config import Config
-from runtime.errors import Cancelled, InvalidMessage, ServiceFault
+from runtime.errors import Cancelled, InvalidMessage
+from runtime.status import State
 from runtime.topology import replicas
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
+from services.rollout_weights import COMMANDS, Subscription
 
 if TYPE_CHECKING:
     from runtime.engines.rollout_base import RolloutEngine
-    from runtime.weights.group import WeightGroup
-    from runtime.weights.receiver import Staged, WeightReceiver
 
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
@@ -60,31 +59,34 @@ class RolloutService(process.Service):
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
         self._engine: RolloutEngine
-        self._group: WeightGroup | None = None
-        self._receiver: WeightReceiver | None = None
-        self._staged: Staged | None = None
-        self._epoch = 0  # of the group that it is in, or about to join
-        self._committed: PolicyVersion | None = None
-        self._commit: tuple[Letter, float] | None = None  # waits for running sequences, since then on the loop's clock
+        self.weights: Subscription
         self._open: dict[int, Letter] = {}
         self._withdrawn: list[int] = []
-        self._swaps = 0
 
     def load(self) -> None:
-        self._engine = make_engine(self.config, self.name)
+        self.use(make_engine(self.config, self.name))
+
+    def use(self, engine: RolloutEngine) -> None:
+        shared = replicas(self.config)[self.name].engine == "vllm"
+        self._engine = engine
+        self.weights = Subscription(engine, self.config.publication, self.name, shared)
 
     async def close(self) -> None:
-        self._leave()
         if hasattr(self, "_engine"):
+            self.weights.leave()
             await self._engine.close()
 
     @property
     def busy(self) -> bool:
-        return self._engine.has_work or bool(self._withdrawn)
+        return (self._engine.has_work and not self.weights.standstill.stands) or bool(self._withdrawn)
 
     @property
     def version(self) -> PolicyVersion:
         return self._engine.version
+
+    @property
+    def state(self) -> State:
+        return "torn" if self._engine.torn else "ready"
 
     def gauges(self) -> dict[str, float]:
         stats = self._engine.stats()
@@ -95,7 +97,8 @@ class RolloutService(process.Service):
             "tokens_total": stats.decode_tokens,
             "prefill_tokens_total": stats.prefill_tokens,
             "busy_seconds_total": stats.busy_seconds,
-            "swaps_total": self._swaps,
+            "swaps_total": self.weights.swaps,
+            "torn": float(self._engine.torn),
         }
 
     async def receive(self, letters: Sequence[Letter]) -> None:
@@ -109,12 +112,18 @@ class RolloutService(process.Service):
         if self._withdrawn:
             self._engine.abort(self._withdrawn)
             self._withdrawn.clear()
-        for group in await self._engine.advance(interrupted):
+        if not self.weights.standstill.stands:
+            await self._generate(interrupted)
+        await self.weights.advanced()
+
+    async def _generate(self, interrupted: Callable[[], bool]) -> None:
+        standstill = self.weights.standstill
+        with standstill.advancing():
+            finished = await self._engine.advance(lambda: interrupted() or standstill.interrupts())
+        for group in finished:
             letter = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
             if letter is not None:
                 letter.reply(group)
-        if self._commit is not None:
-            await self._commit_once_drained(*self._commit)
 
     def _submit(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
@@ -136,115 +145,10 @@ class RolloutService(process.Service):
                 if group_id in self._open:
                     self._open[group_id].fail(Cancelled(f"group {group_id} was cancelled"))
             letter.reply()
-        elif isinstance(message, JoinWeights):
-            self._join(letter, message)
-        elif isinstance(message, ReceiveWeights):
-            self._receive_weights(letter, message)
-        elif isinstance(message, CommitWeights):
-            await self._commit_weights(letter, message)
-        elif isinstance(message, AbortWeights):
-            if message.epoch == self._epoch:
-                self._leave()
-            letter.reply()
+        elif isinstance(message, COMMANDS):
+            await self.weights.handle(letter)
         else:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
-
-    def _join(self, letter: Letter, message: JoinWeights) -> None:
-        """Meet the others in a thread of its own: generation goes on."""
-        from runtime.weights import group
-        from runtime.weights.sender import in_thread
-
-        self._leave()
-        self._epoch = message.address.epoch
-        loop = asyncio.get_running_loop()
-
-        def done(future: Future[WeightGroup]) -> None:
-            loop.call_soon_threadsafe(self._joined, letter, message, future)
-
-        in_thread("join-weights", lambda: group.join(message.address, self.name)).add_done_callback(done)
-
-    def _joined(self, letter: Letter, message: JoinWeights, future: Future[WeightGroup]) -> None:
-        from runtime.weights.receiver import WeightReceiver
-
-        error = future.exception()
-        if error is not None:
-            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "join", repr(error)))
-        elif message.address.epoch != self._epoch:  # it was told to leave meanwhile
-            future.result().abort()
-            letter.fail(Cancelled(f"{self.name}: epoch {message.address.epoch} was given up"))
-        else:
-            # vLLM's workers are processes of their own, which read the weights where they were staged.
-            shared = replicas(self.config)[self.name].engine == "vllm"
-            self._group, self._receiver = future.result(), WeightReceiver(message.manifest, shared=shared)
-            letter.reply()
-
-    def _leave(self) -> None:
-        if self._commit is not None and not self._commit[0].abandoned:
-            self._commit[0].fail(ServiceFault(self.name, "commit", "was aborted while sequences were still running"))
-        self._staged = None
-        self._epoch = 0
-        if self._group is not None:
-            self._group.abort()
-            self._group = self._receiver = None
-
-    def _receive_weights(self, letter: Letter, message: ReceiveWeights) -> None:
-        if self._receiver is None or self._group is None or message.epoch != self._epoch:
-            raise ServiceFault(self.name, "receive", f"is not a member of the publication group of epoch {message.epoch}")
-        loop = asyncio.get_running_loop()
-
-        def done(future: Future[Staged]) -> None:
-            loop.call_soon_threadsafe(self._received, letter, message.epoch, future)
-
-        receiving = self._receiver.receive(self._group, message.version, self.config.publication.transfer_timeout)
-        receiving.add_done_callback(done)
-
-    def _received(self, letter: Letter, epoch: int, future: Future[Staged]) -> None:
-        error = future.exception()
-        if error is not None:
-            letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, "receive", repr(error)))
-        elif epoch != self._epoch:
-            letter.fail(Cancelled(f"{self.name}: epoch {epoch} was given up"))
-        else:
-            self._staged = future.result()
-            letter.reply()
-
-    async def _commit_weights(self, letter: Letter, message: CommitWeights) -> None:
-        if self._staged is None or self._staged.version != message.version or message.epoch != self._epoch:
-            raise ServiceFault(self.name, "commit", f"version {message.version} is not staged")
-        now = asyncio.get_running_loop().time()
-        if message.version == self._committed:  # sent once more, for a newcomer
-            self._staged.release()
-            self._staged = None
-            letter.reply(WeightsCommitted(0.0))
-            return
-        if self.config.publication.in_flight == "drain" and self._engine.stats().running:
-            self._engine.hold(True)
-            self._commit = letter, now
-        else:
-            await self._swap(letter, now)
-
-    async def _commit_once_drained(self, letter: Letter, since: float) -> None:
-        """Swap once no sequence is running any more, unless the commit was given up meanwhile: its deadline passed, or it was
-        aborted."""
-        if self._engine.stats().running:
-            return
-        self._commit = None
-        self._engine.hold(False)
-        if not letter.abandoned:
-            try:
-                await self._swap(letter, since)
-            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-                letter.fail(error)
-
-    async def _swap(self, letter: Letter, since: float) -> None:
-        assert self._staged is not None
-        recompute = self.config.publication.in_flight == "recompute"
-        await self._engine.swap(self._staged.tensors(), self._staged.version, recompute)
-        self._committed = self._staged.version
-        self._staged.release()
-        self._staged = None
-        self._swaps += 1
-        letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
 
 if __name__ == "__mp_main__":  # vLLM's engine is started by multiprocessing, which imports this: it must not outlive us

@@ -1,22 +1,23 @@
-"""A lean decoder for the Llama, Qwen2 and Qwen3 families: few operators a step, weights loadable in place.
+"""A lean decoder for the Llama, Qwen2 and Qwen3 families: few operators a step.
 
-Tokens are flattened to [m, hidden]; only the attention knows of sequences. Projections that share their input are one
-matrix (query, key and value; gate and up). Softmax statistics, norms and logits are float32 whatever the weights are.
+Tokens are flattened to [m, hidden]; only the attention knows of sequences. Softmax statistics, norms and logits are float32
+whatever the weights are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from runtime.engines.decoder_weights import DecoderWeights, mismatch
 from runtime.engines.hf_weights import ModelConfig, WeightFiles, read_config
 from runtime.engines.kv_cache import KVCache
-from runtime.errors import InvalidMessage, UserError
+from runtime.errors import UserError
 
 # Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated) -> [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
@@ -36,115 +37,30 @@ class Span(NamedTuple):
     longest: int
 
 
-class _Layer:
-    """The parameters of one layer, uninitialised."""
-
-    def __init__(self, config: ModelConfig, empty: Callable[..., torch.Tensor]):
-        hidden, width = config.hidden_size, config.heads * config.head_dim
-        qkv_width = width + 2 * config.kv_heads * config.head_dim
-        self.input_norm = empty(hidden)
-        self.qkv = empty(qkv_width, hidden)
-        self.qkv_bias = empty(qkv_width) if config.qkv_bias else None
-        self.qk_norm = empty(config.heads + config.kv_heads, config.head_dim) if config.qk_norm else None
-        self.output = empty(hidden, width)
-        self.output_bias = empty(hidden) if config.output_bias else None
-        self.mlp_norm = empty(hidden)
-        self.gate_up = empty(2 * config.intermediate_size, hidden)
-        self.down = empty(hidden, config.intermediate_size)
-
-    def named(self, config: ModelConfig) -> dict[str, torch.Tensor]:
-        """Views of the fused parameters under their Hugging Face names."""
-        widths = [config.heads * config.head_dim] + 2 * [config.kv_heads * config.head_dim]
-        views = {
-            "input_layernorm.weight": self.input_norm,
-            "post_attention_layernorm.weight": self.mlp_norm,
-            "self_attn.o_proj.weight": self.output,
-            "mlp.down_proj.weight": self.down,
-        }
-        views.update(zip(("mlp.gate_proj.weight", "mlp.up_proj.weight"), self.gate_up.chunk(2), strict=True))
-        views.update(zip((f"self_attn.{p}_proj.weight" for p in "qkv"), self.qkv.split(widths), strict=True))
-        if self.qkv_bias is not None:
-            views.update(zip((f"self_attn.{p}_proj.bias" for p in "qkv"), self.qkv_bias.split(widths), strict=True))
-        if self.output_bias is not None:
-            views["self_attn.o_proj.bias"] = self.output_bias
-        if self.qk_norm is not None:
-            heads = [config.heads, config.kv_heads]
-            views.update(zip(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), self.qk_norm.split(heads), strict=True))
-        return views
-
-
 class Decoder:
     """Inference only: call under `torch.inference_mode()`."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
-        """A model with uninitialised weights."""
-        self.config = config
-        self.device = device
-        self.dtype = dtype
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, device=device, dtype=dtype)
-
-        self._embedding = empty(config.vocab_size, config.hidden_size)
-        self._layers = [_Layer(config, empty) for _ in range(config.layers)]
-        self._norm = empty(config.hidden_size)
-        self._head = self._embedding if config.tied else empty(config.vocab_size, config.hidden_size)
-        self._views = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
-        for index, layer in enumerate(self._layers):
-            self._views.update((f"model.layers.{index}.{name}", view) for name, view in layer.named(config).items())
-        if not config.tied:
-            self._views["lm_head.weight"] = self._head
-        self._cos, self._sin = _rope_tables(config, 0, device, dtype)
+    def __init__(self, weights: DecoderWeights):
+        """`weights` is replaced by assignment, between two calls."""
+        self.weights = weights
+        self.config = weights.config
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._cos, self._sin = _rope_tables(self.config, 0, self.device, self.dtype)
         # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
-        self._attend_cached = _attend_batched if device.type == "cpu" else _attend_fused
+        self._attend_cached = _attend_batched if self.device.type == "cpu" else _attend_fused
 
     @classmethod
     def from_pretrained(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
         """Load a Hugging Face folder. Raises UserError for a folder that is missing, incomplete or of another family."""
-        decoder = cls(read_config(path), device, dtype)
-        files = WeightFiles(path)
-        fault = decoder.mismatch(files.shapes)
+        config, files = read_config(path), WeightFiles(path)
+        fault = mismatch(config, files.shapes)
         if fault:
             raise UserError(f"model {path}: {fault}")
+        weights = DecoderWeights.empty(config, device, dtype)
         for name, tensor in files:
-            decoder._copy(name, tensor)
-        return decoder
-
-    def mismatch(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
-        """What is wrong with a complete set of weights of these names and shapes, in one line; None when it fits.
-
-        The name lm_head.weight may be present or absent when it is tied to the embedding.
-        """
-        missing = sorted(self._views.keys() - shapes.keys())
-        unknown = sorted(shapes.keys() - self._views.keys() - ({"lm_head.weight"} if self.config.tied else set()))
-        if missing or unknown:
-            faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-            return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
-        for name, shape in shapes.items():
-            expected = self._shape(name)
-            if tuple(shape) != expected:
-                return f"{name} has shape {list(shape)}, must be {list(expected)}"
-        return None
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        if name.endswith(("q_norm.weight", "k_norm.weight")):  # one vector for all heads
-            return (self.config.head_dim,)
-        view = self._views.get(name, self._embedding)  # a tied lm_head has the embedding's shape
-        return tuple(view.shape)
-
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a complete set of weights in place, cast to the model's dtype. Raises InvalidMessage, changing nothing."""
-        fault = self.mismatch({name: tensor.shape for name, tensor in tensors.items()})
-        if fault:
-            raise InvalidMessage(f"weights do not fit the model: {fault}")
-        for name, tensor in tensors.items():
-            self._copy(name, tensor)
-
-    def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        view = self._views.get(name)
-        if view is not None:
-            view.copy_(tensor)
+            weights.load({name: tensor})
+        return cls(weights)
 
     def reserve_positions(self, length: int) -> None:
         """Make sure that positions 0..length-1 can be rotated."""
@@ -153,7 +69,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] to float32 [m, vocab_size]."""
-        return F.linear(hidden, self._head).float()
+        return F.linear(hidden, self.weights.head).float()
 
     def forward(
         self,
@@ -219,11 +135,11 @@ class Decoder:
         return bias.contiguous() if self._attend_cached is _attend_batched else bias
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
-        config, eps = self.config, self.config.norm_eps
+        config, eps, weights = self.config, self.config.norm_eps, self.weights
         hidden_shape, rotated = (config.hidden_size,), config.heads + config.kv_heads
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        x = F.embedding(tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
+        x = F.embedding(tokens, weights.embedding)
+        for index, layer in enumerate(weights.layers):
             qkv = F.linear(F.rms_norm(x, hidden_shape, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(len(tokens), -1, config.head_dim)
             qk = qkv[:, :rotated]
@@ -237,7 +153,7 @@ class Decoder:
             gate_up = F.linear(F.rms_norm(x, hidden_shape, layer.mlp_norm, eps), layer.gate_up)
             gate, up = gate_up.chunk(2, 1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
-        return F.rms_norm(x, hidden_shape, self._norm, eps)
+        return F.rms_norm(x, hidden_shape, weights.norm, eps)
 
 
 def _attend_fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

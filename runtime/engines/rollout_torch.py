@@ -15,7 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
+from runtime import platform
 from runtime.engines.decoder import Decoder
+from runtime.engines.decoder_weights import DecoderWeights, require_fit
 from runtime.engines.kv_cache import KVCache
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample
@@ -77,7 +79,11 @@ class TorchRolloutEngine(RolloutEngine):
         self._cache = KVCache(config, slots, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots)
         self._device = device
+        self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
         self._version = version
+        self._staged: DecoderWeights | None = None
+        self._loading: PolicyVersion | None = None  # whose weights overwrite those of `version`, not whole yet
+        self._loaded: set[str] = set()  # of them
         self._groups: dict[int, _Group] = {}
         self._waiting: deque[_Group] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -133,7 +139,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and not self._asleep
+        return bool(self._slots.count if self._held else self._groups) and not (self._asleep or self.torn)
 
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
@@ -255,20 +261,54 @@ class TorchRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
+    @property
+    def torn(self) -> bool:
+        return self._loading is not None
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._staged = None  # so that no third set of weights is in memory
+        self._staged = await asyncio.to_thread(self._prepare, tensors)
+
+    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
+        config, dtype = self._decoder.config, self._decoder.dtype
+        if self.adopts:
+            return DecoderWeights.adopt(config, tensors, self._device, dtype)
+        require_fit(config, tensors)
+        try:
+            weights = DecoderWeights.empty(config, self._device, dtype)
+            with platform.beside(self._device):
+                weights.load(tensors)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"publication.staging: shadow holds the weights twice on {self._device}, which has not the memory; "
+                f"take inplace ({error})"
+            ) from error
+        return weights
+
+    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        weights = self._decoder.weights
+        weights.require(tensors)
+        if version != self._loading:
+            self._loading, self._loaded = version, set()
+        await self._in_thread(lambda: weights.load(tensors))
+        self._loaded.update(tensors)
+
+    async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
         if self._asleep:
             raise InvariantViolated("weights are swapped while the engine is asleep")
+        is_loaded = self._loading == version and self._loaded >= self._decoder.weights.names
+        if self._staged is None and not is_loaded:
+            raise InvariantViolated(f"version {version} is to be swapped in, and is neither staged nor loaded whole")
 
-        def apply() -> None:
-            self._decoder.load_weights(tensors)
-            self._version = version
-            for group in self._waiting:
-                group.prefilled = None
-            if recompute:
-                self._recompute()
-
-        await self._in_thread(apply)
+        # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
+        if self._staged is not None:
+            self._decoder.weights, self._staged = self._staged, None
+        self._version, self._loading = version, None
+        for group in self._waiting:
+            group.prefilled = None
+        if recompute:
+            await self._in_thread(self._recompute)
 
     @torch.inference_mode()
     def _recompute(self) -> None:

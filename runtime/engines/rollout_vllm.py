@@ -121,6 +121,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._asleep = False
         self._sleeps = sleeps
         self._torn = False  # the weights are of no version
+        self._staged: tuple[list[shared.Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version()
@@ -247,14 +248,27 @@ class VLLMRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
-        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
+    @property
+    def torn(self) -> bool:
+        return self._torn
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
         self._check_weights(tensors)
+        self._staged = None
+        self._staged = await asyncio.to_thread(shared.locate, {**self._tied(tensors), **tensors})
+
+    async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
+        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
         self._check_alive()
         if self._asleep:
             raise InvariantViolated("weights are swapped while the engine is asleep")
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
+        locations, copies = staged
         try:
-            await asyncio.wait_for(self._swap(tensors, version, recompute), self._swap_timeout)
+            await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
         except Exception as error:
             self._torn = True
             if isinstance(error, ServiceFault):
@@ -262,16 +276,16 @@ class VLLMRolloutEngine(RolloutEngine):
             late = isinstance(error, asyncio.TimeoutError)
             fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
             raise (DeadlineExceeded if late else ServiceFault)(self._name, "swap", fault, self._swap_timeout) from error
+        finally:
+            del copies  # not before: the workers read them
 
-    async def _swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
-        locations, copies = shared.locate({**self._tied(tensors), **tensors})
+    async def _swap(self, locations: Sequence[shared.Location], version: PolicyVersion, recompute: bool) -> None:
         await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
         self._waiting.extendleft(reversed(unbegun))
         await self._flush()
         faults = await self._core.load(locations)
-        del copies  # not before: the workers read them
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
         self._version, self._torn = version, False

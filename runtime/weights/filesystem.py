@@ -32,7 +32,7 @@ from runtime.weights.gloo_mesh import BACKSTOP
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Transfer
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, plan_buckets
-from runtime.weights.sender import in_thread, views
+from runtime.weights.sender import in_thread, tensors_in
 
 POLL = 0.05  # seconds between two looks for a member or a version
 SHARD_POLL = 0.01  # ... for the next file of a version that is being written
@@ -208,9 +208,8 @@ class FilesystemGroup(WeightGroup):
     def _tensors(self, index: int, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The bucket's tensors, in its order, as views into `buffer`."""
         assert self._manifest is not None
-        bucket = self._buckets[index]
-        names = (self._manifest.tensors[entry.tensor].name for entry in bucket.entries)
-        return dict(zip(names, views(self._manifest, [bucket], [buffer]), strict=True))
+        found = tensors_in(self._manifest, self._buckets[index], buffer)
+        return {self._manifest.tensors[tensor].name: view for tensor, view in found.items()}
 
     def _shard(self, index: int) -> str:
         return f"model-{index + 1:05d}-of-{len(self._buckets):05d}.safetensors"

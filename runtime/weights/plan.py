@@ -90,10 +90,12 @@ class Bucket(Struct, frozen=True):
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
-    """Fill buckets of at most `bucket_bytes` of data, in the manifest's order.
+    """Fill buckets of at most `bucket_bytes` of data: matrices first, then vectors and scalars, both in the manifest's order.
 
-    First fit in order: a bucket is closed once the next tensor does not fit, so that tensors leave in the order in which
-    the engine gathers them. A tensor larger than `bucket_bytes` has a bucket of its own.
+    First fit in order: a bucket is closed once the next tensor does not fit. A tensor larger than `bucket_bytes` has a bucket
+    of its own. A receiver may use the buckets' memory as its weights: without the biases and norms between them, the matrices
+    of query, key and value, or of gate and up, adjoin each other wherever their sizes are multiples of `ALIGNMENT`, and so do
+    the biases of query, key and value. They are one matrix, or vector, then.
     Raises InvalidMessage for an unknown dtype, a name that occurs twice, or a bucket size below 1.
     """
     if manifest.bucket_bytes < 1:
@@ -102,7 +104,7 @@ def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
     entries: list[Entry] = []
     names: set[str] = set()
     filled = 0
-    for index, spec in enumerate(manifest.tensors):
+    for index, spec in sorted(enumerate(manifest.tensors), key=lambda item: len(item[1].shape) < 2):
         if spec.name in names:
             raise InvalidMessage(f"tensor {spec.name} occurs twice in the manifest")
         names.add(spec.name)

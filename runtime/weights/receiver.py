@@ -1,76 +1,46 @@
-"""The receiving side of a publication: buckets land in a staging set and are verified whole before the engine sees them."""
+"""The receiving side of a publication. A version is staged whole beside the weights in use, or unpacked over them.
+
+In both cases the receiver outlives epochs: the group is an argument of `receive`. A reception may be posted long before the
+sender starts, and two clocks apply. Until the sender's announcement only `abort`, the loss of the sender, or the group's
+backstop of hours ends the wait, since a whole training step may lie in it. From the announcement on, everything must have
+arrived within `deadline` seconds. A coordinator therefore posts early, keeps its own deadline from the moment at which it
+told the sender to start, and enforces it with `abort`.
+
+The future of a reception raises ServiceFault of phase "prepare" (nothing announced) or "transfer" (DeadlineExceeded when
+late), both with the group aborted; of phase "verify", naming the buckets, with the group whole; Cancelled after `abort`.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
-from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
+from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
-from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import WeightGroup
-from runtime.weights.link import Transfer
-from runtime.weights.plan import TRAILER, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, allocate, checksum, in_thread, views, wait_until
+from runtime.weights.plan import Manifest, plan_buckets
+from runtime.weights.reception import Reception
+from runtime.weights.sender import DEPTH, allocate, in_thread, tensors_in, views
+
+T = TypeVar("T")
+
+Tensors = dict[str, torch.Tensor]
 
 
-class Staged:
-    """A verified version in the staging buckets, readable until `release`."""
+class _Receiver:
+    """One reception at a time."""
 
-    def __init__(self, version: PolicyVersion, tensors: dict[str, torch.Tensor], seconds: float, receiver: WeightReceiver):
-        self.version = version
-        self.seconds = seconds  # from the sender's announcement to the last checksum
-        self._tensors = tensors
-        self._receiver = receiver
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Views into the staging buckets by Hugging Face name, for `RolloutEngine.swap` to copy."""
-        return self._tensors
-
-    def release(self) -> None:
-        """Give the staging buckets back: after the swap, or to forget the version. Idempotent."""
-        self._receiver._release(self)
-
-
-class WeightReceiver:
-    """Owns the staging buckets of one manifest. They outlive epochs: the group is an argument of `receive`."""
-
-    def __init__(self, manifest: Manifest, *, pin: bool = False, shared: bool = False):
-        """`pin` page-locks the buckets, for copies to an accelerator; `shared` ones can be mapped by other processes.
-
-        Raises InvalidMessage for a manifest without a plan.
-        """
+    def __init__(self, manifest: Manifest):
+        """Raises InvalidMessage for a manifest without a plan."""
+        self.manifest = manifest
         self.buckets = plan_buckets(manifest)
-        self._manifest = manifest
-        self._buffers = allocate(self.buckets, pin, shared)
-        names = (spec.name for spec in manifest.tensors)
-        self._tensors = dict(zip(names, views(manifest, self.buckets, self._buffers), strict=True))
         self._lock = threading.Lock()
         self._group: WeightGroup | None = None  # while a reception is under way
-        self._staged: Staged | None = None
-
-    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[Staged]:
-        """Receive `version` into the staging buckets, from a thread. Release the version staged before first.
-
-        It may be posted long before the sender starts, and two clocks apply. Until the sender's announcement only `abort`,
-        the loss of the sender, or the group's backstop of hours ends the wait, since a whole training step may lie in it.
-        From the announcement on, everything must have arrived within `deadline` seconds. A coordinator therefore posts
-        early, keeps its own deadline from the moment at which it told the sender to start, and enforces it with `abort`.
-
-        The future raises ServiceFault of phase "prepare" (nothing announced) or "transfer" (DeadlineExceeded when late),
-        both with the group aborted; of phase "verify", naming the buckets, with the group whole; Cancelled after `abort`.
-        """
-        with self._lock:
-            if self._group is not None or self._staged is not None:
-                busy = (
-                    "another version is being received" if self._staged is None else f"{self._staged.version} is still staged"
-                )
-                raise InvariantViolated(f"{group.name}: cannot receive {version}: {busy}")
-            self._group = group
-        return in_thread(f"receive-{version}", lambda: self._receive(group, version, deadline))
 
     def abort(self) -> None:
         """End the reception under way, if there is one, by leaving its group for good; a staged version stays."""
@@ -78,75 +48,134 @@ class WeightReceiver:
             if self._group is not None:
                 self._group.abort()
 
-    def _receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Staged:
+    def _begin(self, group: WeightGroup, version: PolicyVersion, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in a thread. The caller holds the lock."""
+        if self._group is not None:
+            raise InvariantViolated(f"{group.name}: cannot receive {version}: another version is being received")
+        group.describe(self.manifest)
+        self._group = group
+        return in_thread(f"receive-{version}", lambda: self._until_done(work))
+
+    def _until_done(self, work: Callable[[], T]) -> T:
         try:
-            began = self._await_sender(group, version, deadline)
-            wrong = self._transfer(group, version, began, deadline)
-            if wrong:
-                raise ServiceFault(group.name, "verify", f"version {version}: {'; '.join(wrong)}", deadline)
-            staged = Staged(version, self._tensors, time.monotonic() - began, self)
-            with self._lock:
-                self._staged = staged
-            return staged
+            return work()
         finally:
             with self._lock:
                 self._group = None
 
-    def _await_sender(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> float:
-        try:
-            group.describe(self._manifest)
-            group.await_announcement(version)
-        except RuntimeError as error:
-            if group.aborted:
-                raise Cancelled(f"{group.name}: version {version} was withdrawn before its transfer") from error
-            group.abort()
-            raise ServiceFault(group.name, "prepare", f"the sender of version {version} is lost: {reason(error)}") from error
-        return time.monotonic()
 
-    def _transfer(self, group: WeightGroup, version: PolicyVersion, began: float, deadline: float) -> list[str]:
-        """Take every bucket, also after a bad one: the group stays usable. Returns what is wrong, one line per bucket."""
-        verifier = ThreadPoolExecutor(1)  # beside the next bucket's arrival, which may be a copy by this thread
-        try:
-            faults = self._take(group, version, began, deadline, verifier)
-            return [text for text in (fault.result() for fault in faults) if text]
-        finally:
-            verifier.shutdown(cancel_futures=True)
+class Staged:
+    """A verified version in a set of staging buckets, readable until `release`, or after `adopt` until the next `adopt`."""
 
-    def _take(
-        self, group: WeightGroup, version: PolicyVersion, began: float, deadline: float, verifier: ThreadPoolExecutor
-    ) -> list[Future[str]]:
-        give_up = began + deadline
-        pending: list[Transfer] = []
-        posted = 0
-        faults = []
-        try:
-            for index in range(len(self.buckets)):
-                while posted < min(index + DEPTH, len(self.buckets)):
-                    pending.append(group.receive(posted, self._buffers[posted]))
-                    posted += 1
-                wait_until(pending.pop(0), give_up)
-                faults.append(verifier.submit(self._fault, index, version))
-        except RuntimeError as error:
-            if group.aborted:
-                raise Cancelled(f"{group.name}: version {version} was withdrawn during its transfer") from error
-            group.abort()
-            message = f"bucket {index} of {len(self.buckets)} of version {version} did not arrive: {reason(error)}"
-            if time.monotonic() >= give_up:
-                raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
-            raise ServiceFault(group.name, "transfer", message, deadline) from error
-        return faults
+    def __init__(self, version: PolicyVersion, seconds: float, buckets: _Set, receiver: WeightReceiver):
+        self.version = version
+        self.seconds = seconds  # from the sender's announcement to the last checksum
+        self._set = buckets
+        self._receiver = receiver
 
-    def _fault(self, index: int, version: PolicyVersion) -> str:
-        bucket, buffer = self.buckets[index], self._buffers[index]
-        digest, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
-        where = f"bucket {index} of {len(self.buckets)}"
-        if digest != checksum(bucket, buffer):
-            return f"{where}: the checksum does not match"
-        if packed != version.pack():
-            return f"{where} is of version {PolicyVersion.unpack(packed)}"
-        return ""
+    def tensors(self) -> Tensors:
+        """Views into the staging buckets by Hugging Face name, for `RolloutEngine.stage`."""
+        return self._set.tensors
 
-    def _release(self, staged: Staged) -> None:
+    def adopt(self) -> None:
+        """Say that an engine uses these buckets: they stay as they are, and those adopted before are free. After the swap."""
+        self._receiver._settle(self, adopted=True)
+
+    def release(self) -> None:
+        """Give the staging buckets back: after a swap that copied them, or to forget the version. Idempotent."""
+        self._receiver._settle(self, adopted=False)
+
+
+class _Set:
+    """Buffers for a whole version."""
+
+    def __init__(self, receiver: WeightReceiver, pin: bool, shared: bool):
+        self.buffers = allocate(receiver.buckets, pin, shared)
+        names = (spec.name for spec in receiver.manifest.tensors)
+        self.tensors = dict(zip(names, views(receiver.manifest, receiver.buckets, self.buffers), strict=True))
+
+
+class WeightReceiver(_Receiver):
+    """Owns the staging buckets of one manifest: `sets` times, for an engine that adopts what was staged takes two."""
+
+    def __init__(self, manifest: Manifest, *, sets: int = 1, pin: bool = False, shared: bool = False):
+        """`pin` page-locks the buckets, for copies to an accelerator; `shared` ones can be mapped by other processes.
+
+        A set takes its memory with the first version that it receives: by then the weights with which the engine began are
+        gone, so that no more than two copies are ever there. Raises InvalidMessage for a manifest without a plan.
+        """
+        super().__init__(manifest)
+        self._new_set = lambda: _Set(self, pin, shared)
+        self._most = sets
+        self._free: list[_Set] = []
+        self._made = 0
+        self._adopted: _Set | None = None
+        self._staged: Staged | None = None
+
+    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[Staged]:
+        """Receive `version` into a set that is not in use. The version staged before has to be released or adopted first."""
         with self._lock:
-            if self._staged is staged:
-                self._staged = None
+            if self._staged is not None:
+                raise InvariantViolated(f"{group.name}: cannot receive {version}: {self._staged.version} is still staged")
+            if not self._free and self._made == self._most:
+                raise InvariantViolated(f"{group.name}: cannot receive {version}: every set of buckets is in use")
+            return self._begin(group, version, lambda: self._receive(Reception(group, self.buckets, version, deadline)))
+
+    def _receive(self, reception: Reception) -> Staged:
+        if not self._free:
+            self._made += 1
+            self._free.append(self._new_set())
+        reception.await_sender()
+        buckets = self._free[-1]
+        reception.take(buckets.buffers.__getitem__)
+        with self._lock:
+            self._free.remove(buckets)
+            self._staged = Staged(reception.version, time.monotonic() - reception.began, buckets, self)
+            return self._staged
+
+    def _settle(self, staged: Staged, adopted: bool) -> None:
+        with self._lock:
+            if self._staged is not staged:
+                return
+            self._staged = None
+            unused: _Set | None = staged._set
+            if adopted:
+                unused, self._adopted = self._adopted, unused
+            if unused is not None:
+                self._free.append(unused)
+
+
+class InplaceReceiver(_Receiver):
+    """Owns a few buffers of one bucket each, for an engine that has no memory for a second set of weights."""
+
+    def __init__(self, manifest: Manifest):
+        """Raises InvalidMessage for a manifest without a plan."""
+        super().__init__(manifest)
+        largest = max((bucket.total_bytes for bucket in self.buckets), default=0)
+        self._ring = [torch.zeros(largest, dtype=torch.uint8) for _ in range(min(DEPTH, len(self.buckets)))]
+
+    def receive(
+        self, group: WeightGroup, version: PolicyVersion, deadline: float, unpack: Callable[[Tensors, float], None] | None
+    ) -> Future[float]:
+        """Receive `version` bucket by bucket; the result is the seconds from the announcement to the last one.
+
+        `unpack` is called in the reception's thread for each bucket that is verified, with its tensors by Hugging Face name,
+        valid until it returns, and the monotonic time by which everything must have arrived. A SluiceError that it raises ends
+        the reception, and aborts the group. None: the version is verified and dropped.
+        """
+        with self._lock:
+            reception = Reception(group, self.buckets, version, deadline)
+            return self._begin(group, version, lambda: self._receive(reception, unpack))
+
+    def _receive(self, reception: Reception, unpack: Callable[[Tensors, float], None] | None) -> float:
+        def use(index: int) -> None:
+            if unpack is not None:
+                found = tensors_in(self.manifest, self.buckets[index], self._buffer(index))
+                unpack({self.manifest.tensors[tensor].name: view for tensor, view in found.items()}, reception.give_up)
+
+        reception.await_sender()
+        reception.take(self._buffer, use)
+        return time.monotonic() - reception.began
+
+    def _buffer(self, index: int) -> torch.Tensor:
+        return self._ring[index % len(self._ring)][: self.buckets[index].total_bytes]

@@ -189,11 +189,18 @@ def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch
     """The manifest's tensors, in its order, as views into `buffers`."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
-        for entry in bucket.entries:
-            spec = manifest.tensors[entry.tensor]
-            flat = buffer[entry.offset : entry.offset + entry.nbytes]
-            out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+        out.update(tensors_in(manifest, bucket, buffer))
     return [out[index] for index in range(len(out))]
+
+
+def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The tensors of one bucket, by their place in the manifest, as views into `buffer`."""
+    out = {}
+    for entry in bucket.entries:
+        spec = manifest.tensors[entry.tensor]
+        flat = buffer[entry.offset : entry.offset + entry.nbytes]
+        out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+    return out
 
 
 def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:

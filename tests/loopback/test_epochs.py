@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from runtime import config, os_process
 from runtime.actor import Actor, Priority
@@ -39,15 +39,21 @@ from tests.loopback.weight_cases import MANIFEST, expected, same
 DEADLINE = 60.0
 REBUILT = 6.0  # seconds in which a group is rebuilt among the living on a busy machine; a quiet one takes a tenth
 PUBLICATION = config.Publication(transfer_timeout=20.0, commit_timeout=20.0, abort_timeout=20.0)
+INPLACE = replace(PUBLICATION, staging="inplace")
 IMPATIENT = config.Publication(transfer_timeout=3.0, commit_timeout=20.0, abort_timeout=3.0)
 
 
 class Held:
     """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
 
+    adopts = True
+
     def __init__(self) -> None:
         self.version = PolicyVersion()
         self.swapped: list[int] = []
+        self.torn = False
+        self._staged: Mapping[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
 
     @property
     def has_work(self) -> bool:
@@ -56,8 +62,16 @@ class Held:
     def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool) -> None:
-        assert same(dict(tensors), version.step)
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._staged = tensors
+
+    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        self.torn = True
+        self._loaded.update((name, tensor.clone()) for name, tensor in tensors.items())
+
+    async def swap(self, version: PolicyVersion, recompute: bool) -> None:
+        assert same(self._loaded if self.torn else dict(self._staged), version.step)
+        self.torn = False
         self.version = version
         self.swapped.append(version.step)
 
@@ -91,7 +105,7 @@ class Worker:
 
 
 class Port:
-    """A service behind its actor, as the coordinator reaches it. `cut` is the death of the process."""
+    """A service behind its actor, as the coordinator reaches it. `cut` is the death of a rollout's process."""
 
     apart = False  # on a machine of its own, so that weights go by the collective
 
@@ -112,8 +126,8 @@ class Port:
         self._gone.set()
 
     def cut(self) -> None:
-        if self.service._group is not None:
-            self.service._group.abort()
+        if self.service.weights.group is not None:
+            self.service.weights.group.abort()
         self._gone.set()
         self._tell("connection lost")
 
@@ -138,7 +152,8 @@ class RolloutHere(Port):
     def __init__(self, name: str, settings: config.Publication = PUBLICATION, incarnation: int = 0):
         services = config.Services(rollout=config.Rollout(replicas=3))
         service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings, services=services), name, 0)
-        self.engine = service._engine = Held()  # type: ignore[assignment]
+        self.engine = Held()
+        service.use(self.engine)  # type: ignore[arg-type]
         super().__init__(service, incarnation)
 
     async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
@@ -222,12 +237,14 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Port, "apart", request.param)
 
 
-@pytest.mark.parametrize("transport", ["auto", "filesystem", "delta"])
+@pytest.mark.parametrize(
+    ("transport", "staging"), [("auto", "shadow"), ("auto", "inplace"), ("filesystem", "shadow"), ("delta", "shadow")]
+)
 def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
-    transport: str, tmp_path: Path
+    transport: str, staging: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if transport == "filesystem" else ""
-    settings = msgspec.structs.replace(PUBLICATION, transport=transport, folder=folder)
+    settings = replace(PUBLICATION, transport=transport, folder=folder, staging=staging)
 
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts
@@ -237,7 +254,7 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
         assert time.monotonic() - began < REBUILT
         assert (await here.publish(2)).epoch == 2
-        late = RolloutHere("rollout-1", incarnation=1)
+        late = RolloutHere("rollout-1", settings, incarnation=1)
         began = time.monotonic()
         here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
@@ -252,6 +269,26 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rollout_that_is_torn_by_the_loss_of_another_is_whole_after_the_next_attempt() -> None:
+    async def test(here: Stage) -> None:
+        staying, dying = here.rollouts
+        await here.publish(1)
+        load = staying.engine.load
+
+        async def load_then_lose(tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+            await load(tensors, version)
+            if version.step == 2 and dying in here.pool.serving:  # type: ignore[comparison-overlap]
+                dying.cut()
+
+        staying.engine.load = load_then_lose  # type: ignore[method-assign]
+        figures = await here.publish(2)
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert (staying.engine.swapped, staying.engine.torn) == ([1, 2], False)
+        assert "rollout-1" in here.publisher.abort
+
+    run(test, INPLACE)
+
+
 @pytest.mark.parametrize("how", ["dies", "is silent"])
 def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts(how: str) -> None:
     async def test(here: Stage) -> None:
@@ -263,8 +300,8 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
             failing.cut()
         else:
             failing.silent = True
-            failing.service._group.abort = lambda: None  # its sockets stay open
-            failing.service._receiver.abort()
+            failing.service.weights.group.abort = lambda: None  # its sockets stay open
+            failing.service.weights.staging._receiver.abort()
         figures = await transaction.finish()
         transaction.close()
         assert (figures.aborts, figures.epoch) == (1, 2)
@@ -281,7 +318,7 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         staying, dying = here.rollouts
         dying.silent = True
         publishing = asyncio.create_task(here.publish(1))
-        await until(lambda: staying.service._epoch == 1)
+        await until(lambda: staying.service.weights.epoch == 1)
         began = time.monotonic()
         dying.cut()
         assert (await publishing).epoch == 2

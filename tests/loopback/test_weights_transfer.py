@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import torch
 
-from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
+from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.group import TRANSPORTS, WeightGroup, host, join
-from runtime.weights.receiver import WeightReceiver
-from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.receiver import InplaceReceiver, Staged, WeightReceiver
+from runtime.weights.sender import DEPTH, WeightSender, in_thread, stamp
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, gather, same, settles, threads_and_files
 
 
@@ -112,6 +112,92 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
             receiver.receive(pair[1], PolicyVersion(0, 9), 5.0)
         assert same(staged.tensors(), version)
         staged.release()
+
+
+def received(pair: list[WeightGroup], sender: WeightSender, receiver: WeightReceiver, version: int) -> Staged:
+    reception = receiver.receive(pair[1], PolicyVersion(0, version), 5.0)
+    gather(sender, version)
+    sender.send(pair[0], PolicyVersion(0, version), 5.0)
+    return reception.result(5)
+
+
+def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGroup]) -> None:
+    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST, sets=2)
+    first = received(pair, sender, receiver, 1)
+    first.adopt()
+    for version in (2, 3):  # as they are sent for others, or withdrawn
+        forgotten = received(pair, sender, receiver, version)
+        assert same(first.tensors(), 1)
+        forgotten.release()
+        forgotten.release()
+    second = received(pair, sender, receiver, 4)
+    assert same(first.tensors(), 1)
+    second.adopt()
+    first.release()  # it is not what is staged any more
+    third = received(pair, sender, receiver, 5)
+    assert same(second.tensors(), 4)
+    assert third.tensors()["embed"].data_ptr() == first.tensors()["embed"].data_ptr()
+
+
+def test_a_receiver_whose_sets_are_all_in_use_refuses(pair: list[WeightGroup]) -> None:
+    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    received(pair, sender, receiver, 1).adopt()
+    with pytest.raises(InvariantViolated, match=r"cannot receive 0\.2: every set of buckets is in use"):
+        receiver.receive(pair[1], PolicyVersion(0, 2), 5.0)
+
+
+def test_buckets_are_unpacked_one_by_one_from_little_memory(pair: list[WeightGroup]) -> None:
+    sender, receiver = WeightSender(MANIFEST), InplaceReceiver(MANIFEST)
+    largest = max(bucket.total_bytes for bucket in receiver.buckets)
+    assert sum(buffer.nbytes for buffer in receiver._ring) == DEPTH * largest < sum(b.total_bytes for b in receiver.buckets)
+    found: dict[str, torch.Tensor] = {}
+
+    def unpack(tensors: dict[str, torch.Tensor], give_up: float) -> None:
+        assert 0 < give_up - time.monotonic() < 5.0
+        found.update({name: tensor.clone() for name, tensor in tensors.items()})
+
+    for version in (1, 2):
+        reception = receiver.receive(pair[1], PolicyVersion(0, version), 5.0, unpack if version == 1 else None)
+        gather(sender, version)
+        sender.send(pair[0], PolicyVersion(0, version), 5.0)
+        assert reception.result(5) > 0
+        assert same(found, 1)
+
+
+def test_nothing_is_unpacked_from_a_bad_bucket_on(pair: list[WeightGroup]) -> None:
+    receiver, count = InplaceReceiver(MANIFEST), 0
+
+    def unpack(tensors: dict[str, torch.Tensor], give_up: float) -> None:
+        nonlocal count
+        count += 1
+
+    reception = receiver.receive(pair[1], PolicyVersion(0, 1), 5.0, unpack)
+    sender, bad = WeightSender(MANIFEST), 2
+    gather(sender, 1)
+    pair[0].describe(MANIFEST)
+    pair[0].announce(PolicyVersion(0, 1))
+    for index, (bucket, buffer) in enumerate(zip(sender.buckets, sender._buffers, strict=True)):
+        stamp(bucket, buffer, PolicyVersion(0, 1 if index != bad else 9))
+        pair[0].send(index, buffer).wait(5.0)
+    with pytest.raises(ServiceFault, match=rf"verify: version 0\.1: bucket {bad} of \d+ is of version 0\.9"):
+        reception.result(5)
+    assert count == bad
+    assert not pair[1].aborted
+
+
+@pytest.mark.parametrize("pair", IN_A_STORE, indirect=True)  # by way of a folder the sender waits for nobody
+def test_what_unpacking_raises_ends_the_transfer_everywhere(pair: list[WeightGroup]) -> None:
+    def unpack(tensors: dict[str, torch.Tensor], give_up: float) -> None:
+        raise InvalidMessage("unfit")
+
+    reception = InplaceReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), 5.0, unpack)
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
+    sent = sender.send(pair[0], PolicyVersion(0, 1), 5.0)
+    with pytest.raises(InvalidMessage, match="unfit"):
+        reception.result(5)
+    with pytest.raises(ServiceFault, match="was not taken"):
+        sent.result(5)
 
 
 @pytest.mark.parametrize("pair", IN_A_STORE, indirect=True)  # by way of a folder the sender waits for nobody

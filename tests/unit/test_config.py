@@ -331,6 +331,13 @@ def test_without_staleness_weights_cannot_change_under_a_sample(sound: dict[str,
         )
 
 
+def test_vllm_takes_whole_versions_alone(sound: dict[str, Any]) -> None:
+    rollout = {"engine": "vllm", "python": "/elsewhere/bin/python"}
+    for engine, staging, sound_so in (({}, "inplace", True), (rollout, "shadow", True), (rollout, "inplace", False)):
+        faults = checked(sound, publication={"staging": staging}, services={"rollout": engine})
+        assert sound_so == (not any(fault.startswith("publication.staging: inplace is for engine torch") for fault in faults))
+
+
 def test_dynamic_sampling_needs_rewards_that_can_differ(sound: dict[str, Any]) -> None:
     algorithm = {"advantage": "reinforce_plus_plus", "dynamic_sampling": True}
     raw = sound | {"sampling": {"group_size": 1, "max_new_tokens": 64}, "algorithm": algorithm}

@@ -34,7 +34,7 @@ def test_sleep_gives_the_cache_back_and_loses_no_group(tmp_path: Path) -> None:
         assert not engine.has_work
         assert await engine.advance(never) == []
         with pytest.raises(InvariantViolated, match="asleep"):
-            await engine.swap({}, PolicyVersion(0, 1))
+            await engine.swap(PolicyVersion(0, 1))
         await engine.wake()
         after = [group async for group in drain(engine)]
         assert after == plain

@@ -18,7 +18,7 @@ from runtime import codec
 from runtime.engines import rollout_slots
 from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.engines.sampling import uniforms
-from runtime.errors import InvalidMessage, UserError
+from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
 from tests.unit.tiny_models import VOCABULARY, save_model
 
@@ -52,6 +52,13 @@ def make(folder: Path) -> Iterator[Make]:
     yield build
     for engine in engines:
         asyncio.run(engine.close())
+
+
+async def update(
+    engine: TorchRolloutEngine, tensors: dict[str, torch.Tensor], version: PolicyVersion, recompute: bool = False
+) -> None:
+    await engine.stage(tensors)
+    await engine.swap(version, recompute)
 
 
 def request(group_id: int, n: int = 3, prompt: tuple[int, ...] = (5, 9, 2), limit: int = 12, **sampling: Any) -> GroupRequest:
@@ -238,7 +245,7 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: 
         engine.submit([each])
         checks = iter([False] * 6 + [True])
         assert await engine.advance(lambda: next(checks)) == []
-        await engine.swap(tensors, PolicyVersion(0, 1))
+        await update(engine, tensors, PolicyVersion(0, 1))
         assert engine.version == PolicyVersion(0, 1)
         (group,) = [group async for group in drain(engine)]
         return group
@@ -255,11 +262,65 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: 
     np.testing.assert_allclose(samples[2].logprobs, logp.gather(1, text[0, 3:, None])[:, 0].numpy(), atol=1e-4)
 
 
+@pytest.mark.parametrize("adopts", [True, False], ids=["in their memory", "copied"])
+def test_swapped_weights_generate_what_loaded_ones_do_bit_for_bit(make: Make, tmp_path: Path, adopts: bool) -> None:
+    other = save_model(tmp_path, seed=1)
+    stored = {name: each.detach() for name, each in other.named_parameters()}
+    flat = torch.cat([each.flatten() for each in stored.values()])  # one after the other, as in a bucket
+    parts = flat.split([each.numel() for each in stored.values()])
+    tensors = {name: part.view(each.shape) for (name, each), part in zip(stored.items(), parts, strict=True)}
+    engine, fresh = make(), TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=4, max_model_len=64)
+    engine.adopts = adopts
+    asyncio.run(update(engine, tensors, PolicyVersion(0, 1)))
+    try:
+        found, expected = (run(each, *many_requests()) for each in (engine, fresh))
+    finally:
+        asyncio.run(fresh.close())
+    assert (engine._decoder.weights.embedding.data_ptr() == flat.data_ptr()) == adopts
+    for group_id, samples in expected.items():
+        assert tokens_of(found[group_id]) == tokens_of(samples)
+        assert [each.logprobs.tolist() for each in found[group_id]] == [each.logprobs.tolist() for each in samples]
+
+
 def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make: Make) -> None:
     engine = make()
     with pytest.raises(InvalidMessage, match="unknown nonsense"):
-        asyncio.run(engine.swap({"nonsense": torch.zeros(1)}, PolicyVersion(0, 1)))
+        asyncio.run(engine.stage({"nonsense": torch.zeros(1)}))
+    with pytest.raises(InvariantViolated, match="neither staged nor loaded whole"):
+        asyncio.run(engine.swap(PolicyVersion(0, 1)))
     assert engine.version == PolicyVersion(0, 0)
+
+
+def test_weights_that_are_loaded_in_part_stop_the_engine_until_they_are_whole(make: Make, tmp_path: Path) -> None:
+    save_model(tmp_path, seed=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    one, two = PolicyVersion(0, 1), PolicyVersion(0, 2)
+    engine, fresh = make(), TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=4, max_model_len=64)
+
+    async def go() -> None:
+        with pytest.raises(InvalidMessage, match="unknown nonsense"):
+            await engine.load({"nonsense": torch.zeros(1)}, one)
+        assert not engine.torn
+        engine.submit([request(1)])
+        await engine.load(halves[0], one)
+        assert (engine.torn, engine.has_work, await engine.advance(never)) == (True, False, [])
+        await engine.load(halves[1], two)  # the other half of another version
+        with pytest.raises(InvariantViolated, match=r"0\.2 is to be swapped in, and is neither staged nor loaded whole"):
+            await engine.swap(two)
+        await engine.load(halves[0], two)
+        with pytest.raises(InvariantViolated, match=r"0\.1 is to be swapped in"):
+            await engine.swap(one)
+        await engine.swap(two)
+        assert (engine.torn, engine.has_work, engine.version) == (False, True, two)
+
+    asyncio.run(go())
+    try:
+        torn, whole = run(engine)[1], run(fresh, request(1))[1]
+        assert tokens_of(torn) == tokens_of(whole)
+        assert [each.logprobs.tolist() for each in torn] == [each.logprobs.tolist() for each in whole]
+    finally:
+        asyncio.run(fresh.close())
 
 
 def test_aborted_groups_leave_and_the_others_are_untouched(make: Make) -> None:

@@ -101,8 +101,11 @@ class Rig:
         return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
     async def update(self, recompute: bool = False) -> None:
-        tensors = self.next_weights()
-        await self.engine.swap(tensors, PolicyVersion(0, self.newest), recompute)
+        await self.swap(self.next_weights(), PolicyVersion(0, self.newest), recompute)
+
+    async def swap(self, tensors: dict[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
+        await self.engine.stage(tensors)
+        await self.engine.swap(version, recompute)
 
     @torch.no_grad()
     def logprobs(self, version: int, prompt: np.ndarray, sample: Sample, temperature: float = 0.7) -> np.ndarray:

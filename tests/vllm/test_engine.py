@@ -92,7 +92,7 @@ def test_updates_during_continuous_generation(rig: Rig) -> None:
                 rig.engine.submit([rig.request(n=1, tokens=20, prompt=PROMPT[:10])])
                 sent += 1
             await rig.until_tokens_or_finished(SLOTS, done)
-            await rig.engine.swap(tensors[update % 2], PolicyVersion(1, update), recompute=update % 3 == 0)
+            await rig.swap(tensors[update % 2], PolicyVersion(1, update), recompute=update % 3 == 0)
         while len(done) < sent:
             done += [payload.samples[0] for payload in await rig.finish(1)]
         assert first < rig.newest
@@ -219,7 +219,7 @@ def test_weights_that_do_not_fit_change_nothing(rig: Rig) -> None:
         ({**tensors, name: tensors[name][:5]}, f"{name} has shape"),
     ):
         with pytest.raises(InvalidMessage, match=fault):
-            rig.run(rig.engine.swap(bad, PolicyVersion(9, 9)))
+            rig.run(rig.swap(bad, PolicyVersion(9, 9)))
     assert rig.engine.version != PolicyVersion(9, 9)
     rig.check_exact(rig.generate(rig.request(n=1))[0])
 
@@ -231,7 +231,7 @@ def test_a_worker_that_fails_quarantines_the_engine_until_a_whole_version_comes(
     broken = {**tensors, "model.layers.1.mlp.down_proj.weight": tensors["model.layers.1.mlp.down_proj.weight"].fill_(BREAKS)}
     before = rig.engine.version
     with pytest.raises(ServiceFault, match=r"rollout-0: swap: version 0\.\d+ was not loaded: .*injected fault at model"):
-        rig.run(rig.engine.swap(broken, PolicyVersion(0, rig.newest)))
+        rig.run(rig.swap(broken, PolicyVersion(0, rig.newest)))
     assert rig.engine.version == before
     assert not rig.engine.has_work
     rig.run(rig.update(recompute=True))
@@ -247,7 +247,7 @@ def test_a_worker_that_hangs_is_a_deadline(rig: Rig, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(rig.engine, "_swap_timeout", 1.0)
         with pytest.raises(DeadlineExceeded, match=r"swap: version 9\.9 was not loaded: no answer from vLLM \(deadline 1 s\)"):
-            rig.run(rig.engine.swap(tensors, PolicyVersion(9, 9)))
+            rig.run(rig.swap(tensors, PolicyVersion(9, 9)))
     assert not rig.engine.has_work
     rig.run(rig.update())  # behind the late one
     rig.check_exact(rig.generate(rig.request(n=2))[0])

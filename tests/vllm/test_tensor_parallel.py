@@ -42,7 +42,7 @@ def test_workers_that_fail_are_one_named_error_and_recover(rig: Rig) -> None:
     tensors = {name: tensor.clone() for name, tensor in rig.models[rig.newest].state_dict().items()}
     tensors["model.layers.1.self_attn.q_proj.weight"].view(-1)[0] = BREAKS
     with pytest.raises(ServiceFault, match=r"swap: version 9\.9 was not loaded: .*injected fault at model\.layers\.1"):
-        rig.run(rig.engine.swap(tensors, PolicyVersion(9, 9)))
+        rig.run(rig.swap(tensors, PolicyVersion(9, 9)))
     rig.run(rig.update())
     rig.check_exact(rig.generate(rig.request(n=2))[0])
 

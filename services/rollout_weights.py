@@ -1,0 +1,160 @@
+"""A rollout's part in publications: it joins an epoch's group, receives versions, and swaps them in when they are committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+
+from runtime.actor import Letter
+from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
+from runtime.config import Publication
+from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault
+from runtime.types import PolicyVersion
+from services.rollout_staging import InplaceStaging, ShadowStaging, Staging
+from services.standstill import Standstill
+
+if TYPE_CHECKING:
+    from runtime.engines.rollout_base import RolloutEngine
+    from runtime.weights.group import WeightGroup
+
+COMMANDS = (JoinWeights, ReceiveWeights, CommitWeights, AbortWeights)
+
+
+class Subscription:
+    """Letters are answered when what they ask for is done, beside generation: at most one join, one reception, one commit."""
+
+    def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
+        """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
+        self.standstill = Standstill(engine, settings.in_flight == "drain")
+        self.staging: Staging
+        if settings.staging == "inplace":
+            self.staging = InplaceStaging(engine, settings, name, self.standstill)
+        else:
+            self.staging = ShadowStaging(engine, settings, name, shared)
+        self.epoch = 0  # of the group that it is in, or about to join
+        self.group: WeightGroup | None = None
+        self.swaps = 0
+        self._engine = engine
+        self._settings = settings
+        self._name = name
+        self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
+        self._committed: PolicyVersion | None = None
+        self._commit: tuple[Letter, float] | None = None  # waits for running sequences, since then on the loop's clock
+        self._reception: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def handle(self, letter: Letter) -> None:
+        message = letter.message
+        if isinstance(message, JoinWeights):
+            self._join(letter, message)
+        elif isinstance(message, ReceiveWeights):
+            self._receive(letter, message)
+        elif isinstance(message, CommitWeights):
+            await self._commit_weights(letter, message)
+        else:
+            assert isinstance(message, AbortWeights)
+            if message.epoch == self.epoch:
+                self.leave()
+            letter.reply()
+
+    def leave(self) -> None:
+        """Out of the group, and whatever was on its way is forgotten; the weights stay as they are."""
+        if self._commit is not None and not self._commit[0].abandoned:
+            self._commit[0].fail(ServiceFault(self._name, "commit", "was aborted while sequences were still running"))
+        self._received = None
+        self.epoch = 0
+        if self.group is not None:
+            self.group.abort()
+            self.group = None
+        self.staging.forget()
+
+    async def advanced(self) -> None:
+        """After each time that the engine advanced: swap once no sequence is running any more, unless the commit was given up
+        meanwhile: its deadline passed, or it was aborted."""
+        if self._commit is None or self._engine.stats().running:
+            return
+        (letter, since), self._commit = self._commit, None
+        self._engine.hold(False)
+        if not letter.abandoned:
+            try:
+                await self._swap(letter, since)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+                letter.fail(error)
+
+    def _join(self, letter: Letter, message: JoinWeights) -> None:
+        """Meet the others in a thread of its own: generation goes on."""
+        self.leave()
+        self.epoch = message.address.epoch
+        self._answer(letter, self._meet(message), "join")
+
+    async def _meet(self, message: JoinWeights) -> None:
+        from runtime.weights import group
+        from runtime.weights.sender import in_thread
+
+        epoch, timeout = message.address.epoch, message.address.timeout
+        if self._reception is not None:  # of the epoch before: its group is aborted, but it may still use the buckets
+            await asyncio.wait({self._reception}, timeout=timeout)
+            if not self._reception.done():
+                raise DeadlineExceeded(self._name, "join", "the reception before has not ended", timeout)
+        met = await asyncio.wrap_future(in_thread("join-weights", lambda: group.join(message.address, self._name)))
+        if epoch != self.epoch:  # it was told to leave meanwhile
+            met.abort()
+            raise Cancelled(f"{self._name}: epoch {epoch} was given up")
+        self.group = met
+        self.staging.prepare(message.manifest)
+
+    def _receive(self, letter: Letter, message: ReceiveWeights) -> None:
+        if self.group is None or message.epoch != self.epoch:
+            raise ServiceFault(self._name, "receive", f"is not a member of the publication group of epoch {message.epoch}")
+        if self._reception is not None and not self._reception.done():
+            raise ServiceFault(self._name, "receive", "is receiving another version")
+        self._reception = self._answer(letter, self._take_in(self.group, message), "receive")
+
+    async def _take_in(self, group: WeightGroup, message: ReceiveWeights) -> None:
+        await self.staging.receive(group, message.version, not self._has(message.version))
+        if message.epoch != self.epoch:
+            raise Cancelled(f"{self._name}: epoch {message.epoch} was given up")
+        self._received = message.version
+
+    def _has(self, version: PolicyVersion) -> bool:
+        """Whether it is sent for a newcomer, and needed by nobody else."""
+        return version == self._committed and not self._engine.torn
+
+    async def _commit_weights(self, letter: Letter, message: CommitWeights) -> None:
+        if self._received != message.version or message.epoch != self.epoch:
+            raise ServiceFault(self._name, "commit", f"version {message.version} is not staged")
+        now = asyncio.get_running_loop().time()
+        if self._has(message.version):
+            self._received = None
+            letter.reply(WeightsCommitted(0.0))
+        elif self._settings.in_flight == "drain" and self._engine.stats().running:
+            self._engine.hold(True)
+            self._commit = letter, now
+        else:
+            await self._swap(letter, now)
+
+    async def _swap(self, letter: Letter, since: float) -> None:
+        assert self._received is not None
+        await self._engine.swap(self._received, self._settings.in_flight == "recompute")
+        self._committed, self._received = self._received, None
+        began = since if self.standstill.since is None else self.standstill.since
+        self.staging.taken_over()
+        self.swaps += 1
+        letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - began))
+
+    def _answer(self, letter: Letter, work: Awaitable[None], phase: str) -> asyncio.Task[None]:
+        """Do `work` beside the actor, then answer the letter."""
+
+        async def answer() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+                letter.fail(error)
+            else:
+                letter.reply()
+
+        task = asyncio.ensure_future(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,373 @@
+"""Publications to a rollout's service with the embedded engine, over real gloo, while it generates: staged, or in place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from runtime import config
+from runtime.actor import Actor, Priority
+from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights
+from runtime.engines.rollout_torch import TorchRolloutEngine
+from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, SluiceError
+from runtime.types import GeneratedGroup, PolicyVersion
+from runtime.weights.group import WeightGroup, host
+from runtime.weights.plan import Manifest, TensorSpec
+from runtime.weights.sender import WeightSender, in_thread, stamp
+from services.rollout import RolloutService
+from tests.unit.actor_desk import running
+from tests.unit.test_rollout_in_flight import from_scratch, samples, versions
+from tests.unit.test_rollout_torch import request
+from tests.unit.tiny_models import save_model
+
+DEADLINE = 60.0
+SLOTS = 3
+BUCKET = 8 << 10  # bytes, so that the model takes several
+
+
+def version(step: int) -> PolicyVersion:
+    return PolicyVersion(0, step)
+
+
+class Models:
+    """`weights[step]` are those of version `step`, and the folder's are of version 0."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "0"
+        self.weights = [save_model(folder / str(seed), seed=seed) for seed in range(4)]
+        named = [(name, tuple(each.shape)) for name, each in self.weights[0].named_parameters()]
+        self.manifest = Manifest(tuple(TensorSpec(name, "float32", shape) for name, shape in named), BUCKET)
+
+    def gather(self, sender: WeightSender, step: int) -> None:
+        sender.begin(5.0)
+        sender.fill(parameter.detach() for parameter in self.weights[step].parameters())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+class Site:
+    """The trainer's side of publications to one rollout, whose service is here behind its actor."""
+
+    def __init__(self, models: Models, **publication: Any):
+        self.models = models
+        settings = config.Publication(**{"transfer_timeout": 20.0, **publication})
+        self.service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), "rollout-0", 0)
+        self.engine = TorchRolloutEngine(
+            str(models.path), device=torch.device("cpu"), dtype=torch.float32, slots=SLOTS, max_model_len=256
+        )
+        self.service.use(self.engine)
+        self.actor = Actor("rollout-0", self.service, capacity=99, batch=99)
+        self.sender = WeightSender(models.manifest)
+        self.group: WeightGroup
+        self.epoch = 0
+        self._asked = 0
+
+    def ask(self, message: Any) -> asyncio.Future[Any]:
+        return self.actor.send(message, priority=Priority.CONTROL)
+
+    async def join(self, manifest: Manifest | None = None) -> None:
+        """A new epoch."""
+        self.epoch += 1
+        pending = host(self.epoch, 2, "127.0.0.1", "gloo", 10.0, "trainer")
+        joined = self.ask(JoinWeights(replace(pending.address, rank=1), manifest or self.models.manifest))
+        self.group = await asyncio.wrap_future(in_thread("host", pending.connect))
+        await joined
+
+    def receive(self, step: int) -> asyncio.Future[Any]:
+        return self.ask(ReceiveWeights(version(step), self.epoch))
+
+    async def transfer(self, step: int) -> None:
+        """As far as it is verified."""
+        received = self.receive(step)
+        self.models.gather(self.sender, step)
+        await asyncio.wrap_future(self.sender.send(self.group, version(step), 20.0))
+        await received
+
+    async def commit(self, step: int) -> float:
+        return (await self.ask(CommitWeights(version(step), self.epoch))).pause_seconds
+
+    async def publish(self, step: int) -> float:
+        await self.transfer(step)
+        return await self.commit(step)
+
+    async def break_off(self, step: int, buckets: int) -> None:
+        """Send the first so many buckets, then leave; the coordinator tells the rollout."""
+        received = self.receive(step)
+        self.models.gather(self.sender, step)
+
+        def send() -> None:
+            self.group.announce(version(step))
+            for index, bucket in enumerate(self.sender.buckets[:buckets]):
+                stamp(bucket, self.sender._buffers[index], version(step))
+                self.group.send(index, self.sender._buffers[index]).wait(5.0)
+
+        await asyncio.wrap_future(in_thread("send", send))
+        self.group.abort()
+        with pytest.raises(SluiceError):
+            await received
+        await self.ask(AbortWeights(version(step), self.epoch))
+
+    def generate(self, count: int = 1, n: int = 1, limit: int = 200) -> list[asyncio.Future[GeneratedGroup]]:
+        self._asked += count
+        return [self.actor.send(request(number, n=n, limit=limit)) for number in range(self._asked - count, self._asked)]
+
+    async def busy(self) -> list[asyncio.Future[GeneratedGroup]]:
+        """All slots taken, for a long time to come, and as much again waiting."""
+        groups = self.generate(2 * SLOTS)
+        steps = self.engine.stats().decode_steps
+        while self.engine.stats().decode_steps - steps < 3:  # noqa: ASYNC110 - the test's own deadline ends it
+            await asyncio.sleep(0.001)
+        return groups
+
+    async def check(self, step: int) -> None:
+        """What it generates has the log-probabilities that the model of that version gives it."""
+        (sample,) = samples(await self.generate(limit=20)[0])
+        assert {PolicyVersion.unpack(int(each)).step for each in sample.versions} == {step}
+        expected = from_scratch(self.models.weights[step], request(0).prompt, sample)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+
+    def holder(self, tensor: torch.Tensor) -> Any:
+        """The set of the receiver's buckets in which `tensor` lies, or None."""
+        receiver = self.service.weights.staging._receiver  # type: ignore[attr-defined]
+        for each in [receiver._adopted, *receiver._free]:
+            for buffer in each.buffers if each is not None else ():
+                if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes:
+                    return each
+        return None
+
+
+@asynccontextmanager
+async def serving(site: Site) -> AsyncIterator[None]:
+    async with running(site.actor):
+        try:
+            yield
+        finally:
+            if site.epoch:
+                site.group.abort()
+            await site.service.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before + 8  # asyncio's own, which serve the whole process
+
+
+def run(models: Models, test: Callable[[Site], Coroutine[Any, Any, None]], **publication: Any) -> None:
+    async def within() -> None:
+        site = Site(models, **publication)
+        async with serving(site):
+            await asyncio.wait_for(test(site), DEADLINE)
+
+    asyncio.run(within())
+
+
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
+def test_a_version_is_published_while_samples_are_generated(models: Models, staging: str, in_flight: str) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        groups = await site.busy()
+        pause = await site.publish(1)
+        assert 0 < pause < DEADLINE
+        assert site.service.version == version(1)
+        found = [versions(await group)[0] for group in groups]
+        across = [0] if in_flight == "drain" else [0, 1]
+        assert found == [across] * SLOTS + [[1]] * SLOTS
+        for group in groups if in_flight == "recompute" else groups[SLOTS:]:
+            (sample,) = samples(await group)
+            after = sample.versions == version(1).pack()
+            expected = from_scratch(models.weights[1], request(0).prompt, sample)
+            np.testing.assert_allclose(sample.logprobs[after], expected[after], atol=1e-4)
+        await site.check(1)
+
+    run(models, test, staging=staging, in_flight=in_flight)
+
+
+def test_the_engine_generates_from_the_buckets_and_they_take_turns(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        sets = []
+        for step in (1, 2, 3):
+            await site.publish(step)
+            sets.append(site.holder(site.engine._decoder.weights.embedding))
+            assert sets[-1] is site.service.weights.staging._receiver._adopted  # type: ignore[attr-defined]
+            await site.check(step)
+        assert sets[0] is not sets[1] and sets[0] is sets[2]
+
+    run(models, test)
+
+
+def test_what_the_engine_generates_from_outlives_epochs_resends_and_aborts(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        await site.publish(1)
+        inside = site.holder(site.engine._decoder.weights.embedding)
+        await site.join()
+        assert await site.publish(1) == 0.0  # for a newcomer
+        assert await site.publish(1) == 0.0
+        assert site.service.weights.swaps == 1
+        await site.check(1)
+        await site.transfer(2)  # staged, and withdrawn
+        await site.ask(AbortWeights(version(2), site.epoch))
+        await site.join()
+        await site.break_off(2, 3)
+        await site.check(1)
+        await site.join()
+        await site.publish(2)
+        await site.check(2)
+        outside = site.holder(site.engine._decoder.weights.embedding)
+        assert inside is not None and outside is not None and inside is not outside
+
+    run(models, test)
+
+
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_weights_that_do_not_fit_fail_the_reception_and_not_the_rollout(models: Models, staging: str) -> None:
+    async def test(site: Site) -> None:
+        specs = tuple(replace(spec, name=spec.name.replace("q_proj", "queries")) for spec in models.manifest.tensors)
+        await site.join(replace(models.manifest, tensors=specs))
+        groups = await site.busy()
+        with pytest.raises(SluiceError) as caught:
+            await site.transfer(1)
+        assert isinstance(caught.value, InvalidMessage) == (staging == "shadow")  # inplace: the trainer's own failure, as well
+        await site.ask(AbortWeights(version(1), site.epoch))
+        if staging == "shadow":
+            assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
+        else:
+            assert site.service.state == "torn"  # the first bucket held the embedding
+        await site.join()
+        await site.publish(2)
+        await site.check(2)
+
+    run(models, test, staging=staging)
+
+
+# ---------------------------------------------------------------------------------------------- in place
+
+
+def test_an_engine_with_a_part_of_a_version_is_torn_until_it_has_a_whole_one(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        groups = await site.busy()
+        await site.break_off(1, 2)
+        assert (site.service.state, site.service.gauges()["torn"], site.service.version) == ("torn", 1.0, version(0))
+        steps = site.engine.stats().decode_steps
+        late = site.generate(limit=3)[0]
+        await site.ask(AbortWeights(version(1), site.epoch))  # behind it in the mailbox
+        assert (site.engine.stats().running, site.engine.stats().decode_steps) == (SLOTS, steps)
+        assert not site.service.busy
+        await site.join()
+        await site.break_off(1, 3)  # once more, and still not whole
+        await site.join()
+        await site.publish(1)
+        assert (site.service.state, site.service.gauges()["torn"], site.service.version) == ("ready", 0.0, version(1))
+        assert [versions(await group)[0] for group in groups] == [[0, 1]] * SLOTS + [[1]] * SLOTS
+        assert versions(await late) == [[1]]
+        await site.check(1)
+
+    run(models, test, staging="inplace")
+
+
+def test_what_breaks_off_before_a_bucket_came_leaves_the_engine_whole(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        groups = await site.busy()
+        await site.break_off(1, 0)
+        assert site.service.state == "ready"
+        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
+
+    run(models, test, staging="inplace")
+
+
+def test_a_version_that_is_sent_again_does_not_stop_generation(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        await site.publish(1)
+        await site.join()
+        groups = await site.busy()
+        await site.transfer(1)
+        steps = site.engine.stats().decode_steps
+        await site.generate(limit=3)[0]  # it goes on before the commit
+        assert site.engine.stats().decode_steps > steps
+        assert await site.commit(1) == 0.0
+        assert (site.service.weights.swaps, site.service.state) == (1, "ready")
+        assert [versions(await group)[0] for group in groups] == [[1]] * len(groups)
+
+    run(models, test, staging="inplace")
+
+
+def test_generation_stands_still_from_the_first_bucket_to_the_commit(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        groups = await site.busy()
+        await site.transfer(1)
+        steps = site.engine.stats().decode_steps
+        late = site.generate(limit=3)[0]
+        await site.ask(AbortWeights(version(1), 99))  # of another epoch: an answer from behind the letter before
+        assert site.engine.stats().decode_steps == steps
+        await site.commit(1)
+        assert [versions(await group)[0] for group in groups] == [[0, 1]] * SLOTS + [[1]] * SLOTS
+        assert versions(await late) == [[1]]
+
+    run(models, test, staging="inplace")
+
+
+def test_samples_that_do_not_end_in_time_fail_a_draining_reception_and_go_on(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        groups = await site.busy()
+        step, slow = site.engine._step, threading.Event()
+
+        def waiting() -> None:
+            slow.wait(0.05)
+            step()
+
+        site.engine._step = waiting  # type: ignore[method-assign]
+        received = site.receive(1)
+        models.gather(site.sender, 1)
+        sending = site.sender.send(site.group, version(1), 20.0)
+        with pytest.raises(DeadlineExceeded, match=r"rollout-0: transfer: samples that were running did not end .*0\.3 s"):
+            await received
+        with pytest.raises(SluiceError):
+            await asyncio.wrap_future(sending)
+        await site.ask(AbortWeights(version(1), site.epoch))
+        slow.set()
+        assert site.service.state == "ready"
+        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
+
+    run(models, test, staging="inplace", in_flight="drain", transfer_timeout=0.3)
+
+
+def test_an_abort_before_generation_stands_still_frees_the_reception(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        groups = await site.busy()
+        received = site.receive(1)
+        models.gather(site.sender, 1)
+        sending = site.sender.send(site.group, version(1), 20.0)
+        while site.service.weights.standstill.since is None:  # noqa: ASYNC110 - the test's own deadline ends it
+            await asyncio.sleep(0.001)
+        await site.ask(AbortWeights(version(1), site.epoch))
+        with pytest.raises(Cancelled):
+            await received
+        with pytest.raises(SluiceError):
+            await asyncio.wrap_future(sending)
+        await site.join()
+        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
+
+    run(models, test, staging="inplace", in_flight="drain")
