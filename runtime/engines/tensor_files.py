@@ -53,7 +53,7 @@ class TensorReader:
                 self._read_header(file)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
 
     def _read_header(self, file: BinaryIO) -> None:
@@ -66,6 +66,8 @@ class TensorReader:
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
         self.metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in self.metadata.values()):
+            raise TypeError("its metadata are not strings")
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in _NAMES:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import socket
 import threading
 import time
@@ -37,9 +38,9 @@ from runtime.weights.sender import in_thread, tensors_in
 POLL = 0.05  # seconds between two looks for a member or a version
 SHARD_POLL = 0.01  # ... for the next file of a version that is being written
 KEPT = 2  # versions: the newest, and the one before, which may still be read
-MARKER = shared_folder.MARKER
 INDEX = "model.safetensors.index.json"
 LAST_REMOVAL = 5.0  # seconds that leaving waits for the removal of the epoch's files
+_TRAILER = re.compile(rf"[0-9a-f]{{{2 * TRAILER.size}}}")
 
 # What the user can mend; any other failure is the machine's.
 _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -149,10 +150,10 @@ class FilesystemGroup(WeightGroup):
     def _fill(self, reader: TensorReader, index: int, buffer: torch.Tensor) -> None:
         # Read, not mapped: a mapped page whose file its server has given up would be the end of this process.
         bucket, tensors = self._buckets[index], self._tensors(index, buffer)
-        trailer = bytes.fromhex(reader.metadata.get("trailer", ""))
+        trailer = reader.metadata.get("trailer", "")
         stored = {name: (spec.dtype, spec.shape) for name, spec in reader.specs.items()}
         wanted = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
-        if stored != wanted or len(trailer) != TRAILER.size:
+        if stored != wanted or not _TRAILER.fullmatch(trailer):
             raise RuntimeError(f"{reader.path} does not hold bucket {index} of the manifest")
         end = 0
         for entry, (name, tensor) in zip(bucket.entries, tensors.items(), strict=True):
@@ -161,7 +162,7 @@ class FilesystemGroup(WeightGroup):
             reader.read_into(name, tensor)
             end = entry.offset + entry.nbytes
         buffer[end:] = 0
-        buffer[bucket.data_bytes :] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+        buffer[bucket.data_bytes :] = torch.frombuffer(bytearray.fromhex(trailer), dtype=torch.uint8)
 
     def _write(self, folder: Path, index: int, buffer: torch.Tensor, before: futures.Future[None] | None) -> None:
         """In a thread. Files come in order, so that the index is the last."""
@@ -170,8 +171,8 @@ class FilesystemGroup(WeightGroup):
         bucket, tensors, path = self._buckets[index], self._tensors(index, buffer), folder / self._shard(index)
         assert self._manifest is not None
         specs = [self._manifest.tensors[entry.tensor] for entry in bucket.entries]
-        trailer = buffer[bucket.data_bytes :].numpy().tobytes()
-        metadata = {"version": folder.name.rpartition("-")[2], "trailer": trailer.hex()}
+        trailer = buffer[bucket.data_bytes :].numpy().tobytes().hex()
+        metadata = {"version": folder.name.rpartition("-")[2], "trailer": trailer}
         partial = path.with_name(f".{path.name}.partial")
         try:
             with TensorWriter(partial, specs, metadata) as writer:
@@ -268,7 +269,7 @@ class PendingFilesystemGroup(PendingGroup):
 
     def _enter(self, give_up: float) -> None:
         address = self.address
-        while MARKER not in self._names():
+        while shared_folder.MARKER not in self._names():
             if time.monotonic() > give_up:
                 self._fail(
                     f"{self._folder}, which rank 0 made on {address.host}, is not seen here: "
@@ -284,7 +285,7 @@ class PendingFilesystemGroup(PendingGroup):
     def _await_members(self, names: Sequence[str], give_up: float) -> None:
         while True:
             present = self._names()
-            if MARKER not in present:
+            if shared_folder.MARKER not in present:
                 self._fail("rank 0 is gone")
             missing = _missing(present, self.address.world_size)
             if not missing:

@@ -116,11 +116,14 @@ def test_a_byte_that_changed_on_the_disk_is_found(pair: list[WeightGroup], tmp_p
     assert not pair[1].aborted
 
 
-@pytest.mark.parametrize("damage", ["shorter", "another"])
+@pytest.mark.parametrize("damage", ["shorter", "another", "trailer"])
 def test_a_file_that_is_no_bucket_of_the_manifest_is_refused(pair: list[WeightGroup], tmp_path: Path, damage: str) -> None:
     publish(pair[0], WeightSender(MANIFEST), 1)
     files = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))
-    files[1].write_bytes(files[1].read_bytes()[:-1] if damage == "shorter" else files[2].read_bytes())
+    content, other = files[1].read_bytes(), files[2].read_bytes()
+    start = content.index(b'"trailer":"') + len(b'"trailer":"')
+    no_number = content[:start] + b"x" + content[start + 1 :]
+    files[1].write_bytes({"shorter": content[:-1], "another": other, "trailer": no_number}[damage])
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), PATIENCE)
     with pytest.raises(ServiceFault, match=r"transfer: bucket 1 of \d+ .*model-00002-of.*(not a whole|does not hold bucket 1)"):
         reception.result(PATIENCE)
