@@ -14,11 +14,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 import uvloop
 import xxhash
@@ -36,6 +36,7 @@ from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender
+from runtime.weights.sockets import _sockets as open_sockets
 from services.process import Process, Service
 from services.rollout import RolloutService
 from services.trainer import TrainerService
@@ -115,7 +116,6 @@ class Faulty:
         self._control = socket.socket(socket.AF_UNIX)
         self._control.connect(control)
         self._answer(name=service.name, incarnation=incarnation)
-        self._own_ports: set[int] = set()  # of gRPC
 
     def watch(self, process: Process, coordinator: str) -> None:
         """Serve the socket, from a thread."""
@@ -146,10 +146,10 @@ class Faulty:
     def _cut(self) -> None:
         """Every connection but those of gRPC."""
         kept = {int(self._process._address.rpartition(":")[2]), self._coordinator}
-        for connection in psutil.Process().net_connections("inet"):
-            if connection.raddr and not {connection.laddr.port, connection.raddr.port} & kept:
-                with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
-                    duplicate.shutdown(socket.SHUT_RDWR)
+        for connection in open_sockets():
+            with suppress(OSError):  # not connected, or by now no more
+                if not {connection.getsockname()[1], connection.getpeername()[1]} & kept:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     # ------------------------------------------------------------------------------------------ around the transfers
 
