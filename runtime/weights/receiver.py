@@ -104,6 +104,7 @@ class WeightReceiver:
     def _transfer(self, group: WeightGroup, version: PolicyVersion, began: float, deadline: float) -> list[str]:
         """Take every bucket, also after a bad one: the group stays usable. Returns what is wrong, one line per bucket."""
         give_up = began + deadline
+        group.bound(deadline)
         pending: list[Transfer] = []
         posted = 0
         wrong = []

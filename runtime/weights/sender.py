@@ -73,6 +73,7 @@ class WeightSender:
         pending: list[Transfer] = []
         taken = 0
         try:
+            group.bound(deadline)
             group.announce(version)
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 stamp(bucket, buffer, version)

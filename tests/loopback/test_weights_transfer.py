@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -81,6 +82,52 @@ def test_abort_frees_a_blocked_reception_at_once(pair: list[WeightGroup], announ
     with pytest.raises(Cancelled, match=r"version 0\.1 was withdrawn"):
         reception.result(5)
     assert time.monotonic() - began < 0.5
+
+
+class Forgotten:
+    """A gloo group that has lost track of a broadcast: it never ends, and the group's own end waits for it."""
+
+    def __init__(self, begun: threading.Event, freed: threading.Event) -> None:
+        self._begun, self._freed = begun, freed
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Endless:
+        self._begun.set()
+        return Endless(self._freed)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """It has forgotten that too."""
+
+    def __del__(self) -> None:
+        self._freed.wait(10)
+
+
+class Endless:
+    def __init__(self, freed: threading.Event) -> None:
+        self._freed = freed
+
+    def wait(self, timeout: timedelta) -> None:
+        self._freed.wait(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_abort_frees_sender_and_caller_from_a_broadcast_that_gloo_has_forgotten(pair: list[WeightGroup]) -> None:
+    mesh = pair[0]._link._mesh  # type: ignore[attr-defined]
+    begun, freed = threading.Event(), threading.Event()
+    whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
+    try:
+        sending = WeightSender(MANIFEST).send(pair[0], PolicyVersion(0, 1), 60.0)
+        assert begun.wait(5)
+        before = time.monotonic()
+        pair[0].abort()
+        with pytest.raises(ServiceFault, match="bucket 0 of"):
+            sending.result(5)
+        assert time.monotonic() - before < 2
+    finally:
+        freed.set()
+        del whole
 
 
 def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -> None:
