@@ -41,9 +41,9 @@ class _HostTransfer:
         try:
             self._work.wait(timedelta(seconds=max(seconds, 0.001)))  # torch reads a timeout of 0 as none at all
         except RuntimeError:
-            if self._work.is_completed():
-                raise
-            return False
+            if not self._work.is_completed():
+                return False
+        self._work.wait(timedelta(seconds=0.001))  # it may have ended between its timeout and the question
         return True
 
 
