@@ -6,30 +6,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup, host, join
+from runtime.weights.group import WeightGroup
 from runtime.weights.receiver import WeightReceiver
-from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.sender import WeightSender
+from tests.loopback.weight_aborts import Aborts, connected
 from tests.loopback.weight_cases import MANIFEST, fill, same, settles, threads_and_files
-
-
-def connected(world_size: int = 2, timeout: float = 10.0) -> list[WeightGroup]:
-    torch.set_num_threads(1)
-    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer")
-    others = [
-        in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
-        for rank in range(1, world_size)
-    ]
-    return [pending.connect(), *(other.result(10) for other in others)]
 
 
 @pytest.fixture
@@ -171,25 +160,7 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
 
 
 def test_many_aborts_leave_no_thread_and_no_file() -> None:
-    receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
-    threads_before, files_before = threads_and_files()
-
-    def one_epoch(announce: bool) -> None:
-        groups = connected(3)
-        receptions = [
-            receiver.receive(group, PolicyVersion(0, 1), 60.0) for receiver, group in zip(receivers, groups[1:], strict=True)
-        ]
-        if announce:
-            groups[0].announce(PolicyVersion(0, 1))
-        for group in groups:
-            group.abort()
-        for reception in receptions:
-            with suppress(ServiceFault, Cancelled):
-                reception.result(5)
-
-    one_epoch(True)
-    assert settles(threads_and_files, [threads_before + 1, files_before + 4])  # torch's own, once for the process
-    before = threads_and_files()
-    for index in range(20):
-        one_epoch(bool(index % 2))
-    assert settles(threads_and_files, before)
+    aborts = Aborts()
+    for _ in range(20):
+        aborts.one()
+    assert settles(threads_and_files, aborts.warm)

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,7 @@ import uvloop
 
 from runtime.metrics import PublicationFigures
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
-from tests.loopback.weight_cases import threads_and_files
-from tests.system.publication_fleet import PHASES, TRAINER, Fleet, Moments, Process, fleet, until
+from tests.system.publication_fleet import PHASES, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
 
 SIZE = 3  # rollouts
 STATUS = 1.0  # seconds in which every living process answers
@@ -121,6 +122,7 @@ class Trial:
             await self._publish(fault)
             if number == min(WARM, publications // 2):
                 await self._settle()
+                await asyncio.sleep(here.config.publication.transfer_timeout)  # as long as gloo may hold a thread
                 record.counts["after warm-up"] = await self._counts()
         await self._settle()
         generating.cancel()
@@ -142,7 +144,7 @@ class Trial:
             await asyncio.sleep(0.1)
 
     async def _counts(self) -> list[int]:
-        sender = await self._fleet.processes[TRAINER].report()
+        sender = await self._fleet.processes[TRAINER].ask("report")
         return [*threads_and_files(), sender["threads"], sender["files"]]
 
     # ------------------------------------------------------------------------------------------ one publication
@@ -159,11 +161,12 @@ class Trial:
             moment = self._random.choice(MOMENTS) if fault in AT_A_MOMENT else "transfer"
         self._step += 1
         version = PolicyVersion(0, self._step)
+        due = await self._prepare(fault, moment) if not stopped else None
         here.moments = Moments()
         losses = len(here.losses)
         began = time.monotonic()
         publishing = asyncio.create_task(here.publisher.publish(version))
-        injecting = asyncio.create_task(self._inject(fault, moment, publishing) if not stopped else asyncio.sleep(0))
+        injecting = asyncio.create_task(self._inject(due, moment, publishing)) if due else None
         try:
             figures: PublicationFigures = await asyncio.wait_for(publishing, 60.0 + self._allowed())
         except Exception as error:
@@ -171,7 +174,8 @@ class Trial:
             raise
         seconds = time.monotonic() - began
         allowed = self._allowed()
-        await injecting
+        if injecting is not None:
+            await injecting
         record.waited("publication", seconds)
         if fault == NONE:
             self._learn(figures)
@@ -196,30 +200,31 @@ class Trial:
         for phase in MOMENTS:
             self._durations[phase] += 0.1 * (figures.seconds - self._durations[phase])
 
-    async def _inject(self, fault: str, moment: str, publishing: asyncio.Task[Any]) -> None:
-        """Do `fault` to some rollout, somewhere in the phase `moment` of the publication that is beginning."""
-        here = self._fleet
+    async def _prepare(self, fault: str, moment: str) -> Callable[[], Awaitable[Any]] | None:
+        """Arm what goes wrong by itself, and return what is to be done within the phase `moment`, if anything is."""
+        here, where = self._fleet, self._random.random()
         if fault == NONE:
-            return
-        victim = self._random.choice(here.rollouts)
-        where = self._random.random()
+            return None
+        victim = self._random.choice([process for process in here.rollouts if process.answers])
         joiner = await self._spare() if fault == JOIN else None
-        if fault in (RAISE, RECEIVED):
-            victim.tell("raise" if fault == RAISE else "corrupt", where=where)
-            return
         if fault == SENT:
-            here.processes[TRAINER].tell("corrupt", where=where)
-            return
+            await here.processes[TRAINER].ask("corrupt", where=where)
+        elif fault in (RAISE, RECEIVED) or moment == "abort":
+            await victim.ask("raise" if fault == RAISE else "corrupt", where=where)
         if moment == "rendezvous":
             here.pool.membership.break_up(here.pool.membership.epoch.number)  # so that there is one
-        if moment == "abort":
-            victim.tell("corrupt", where=where)
+        return partial(self._do, fault, victim, joiner) if fault in AT_A_MOMENT else None
+
+    async def _inject(self, do: Callable[[], Awaitable[Any]], moment: str, publishing: asyncio.Task[Any]) -> None:
+        """Somewhere in the phase `moment` of the publication that is beginning."""
+        here = self._fleet
         if moment in PHASES:
             reached = asyncio.create_task(here.moments.reached[moment].wait())
             await asyncio.wait({reached, publishing}, return_when=asyncio.FIRST_COMPLETED)
             reached.cancel()
         await asyncio.sleep(self._random.uniform(0, self._durations[moment]))
-        await self._do(fault, victim, joiner)
+        with suppress(ConnectionError):  # the victim is lost already
+            await do()
 
     async def _do(self, fault: str, victim: Process, joiner: Process | None) -> None:
         if fault == KILL:
@@ -230,7 +235,7 @@ class Trial:
                 await asyncio.sleep(0.5)
                 victim.signal(signal.SIGCONT)
         elif fault == CUT:
-            victim.tell("cut")
+            await victim.ask("cut")
         elif joiner is not None:
             self._fleet.arrive(joiner)
 
@@ -264,16 +269,16 @@ class Trial:
         """Every process answers, and whoever serves has exactly the committed weights."""
         here = self._fleet
         trainer = here.processes[TRAINER]
-        awake = [process for process in here.rollouts if process.running and not process.stopped]
+        awake = [process for process in here.rollouts if process.answers]
         began = time.monotonic()
         await asyncio.gather(*(self._answers(process) for process in (trainer, *awake)))
         self.record.waited("status", time.monotonic() - began)
         serving = [process for process in awake if process.port in here.pool.serving]
         committed = here.publisher.committed
-        sender = await trainer.report()
+        sender = await trainer.ask("report")
         for process in serving:
             with suppress(ConnectionError):  # it was killed just now
-                held = await process.report()
+                held = await process.ask("report")
                 self._compare(process, held, sender["digest"], committed)
 
     def _compare(self, process: Process, held: dict[str, Any], digest: str, committed: PolicyVersion | None) -> None:
@@ -290,8 +295,7 @@ class Trial:
         try:
             await asyncio.wait_for(process.port.status(), STATUS)
         except Exception as error:  # noqa: BLE001
-            alive = process.running and not process.stopped
-            self.record.check(not alive, f"{process.name} ({process.incarnation}) does not answer: {error!r}")
+            self.record.check(not process.answers, f"{process.name} ({process.incarnation}) does not answer: {error!r}")
 
     async def _generate(self) -> None:
         """Groups, one after the other, as in a run: until cancelled."""
@@ -330,7 +334,7 @@ def table(record: Record) -> str:
         seconds = rows[key]
         lines.append(f"| {' | '.join(key)} | {len(seconds)} | {statistics.median(seconds):.3f} | {max(seconds):.3f} |")
     lines.append("")
-    for what, values in (("rendezvous", record.met), ("loss or arrival to the living connected", record.rebuilt)):
+    for what, values in (("rendezvous", record.met), ("from a loss to the living connected", record.rebuilt)):
         if values:
             lines.append(f"{what}: {len(values)}, median {statistics.median(values):.3f} s, worst {max(values):.3f} s")
     lines += [f"longest wait for {what}: {seconds:.3f} s" for what, seconds in record.waits.items()]

@@ -1,4 +1,4 @@
-"""A run as far as publication goes: the processes, the real publisher over real gRPC, and whoever starts what was lost again."""
+"""A run as far as publication goes: processes, the real publisher over real gRPC, and what starts whoever was lost again."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ PUBLICATION = {
     "abort_timeout": 2.0,
 }
 SLOTS = 4
+GRPC = ("event_engine", "grpc_global_tim", "lifeguard")  # its threads
 
 
 def configuration(folder: Path, transport: str) -> settings.Config:
@@ -113,30 +114,26 @@ class Process:
         self.incarnation = incarnation
         self.pid = pid
         self.stopped = False  # under SIGSTOP
+        self.killed = False
         self.leaves = False  # nobody comes in its place
         self.session: Session
         self.port: Any
         self.lines: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
     def signal(self, number: int) -> None:
+        self.killed = self.killed or number == signal.SIGKILL
         self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     @property
-    def running(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+    def answers(self) -> bool:
+        """Whether it should."""
+        return not (self.stopped or self.killed)
 
-    def tell(self, do: str, **values: Any) -> None:
+    async def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """Have it do what `Faulty` offers; what it holds afterwards. Raises ConnectionError when it is gone."""
         self.lines[1].write(json.dumps({"do": do} | values).encode() + b"\n")
-
-    async def report(self) -> dict[str, Any]:
-        """What it holds. Raises ConnectionError when it is gone."""
-        self.tell("report")
         line = await asyncio.wait_for(self.lines[0].readline(), START)
         if not line:
             raise ConnectionError(f"{self.name} is gone")
@@ -257,10 +254,12 @@ class Fleet:
     def _later(self, work: Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(
-            lambda task: task.cancelled() or task.exception() is None or self.failures.append(task.exception())
-        )
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.failures.append(error)
 
     async def _register(self, registration: Registration, timeout: float | None) -> None:
         self._expected[registration.name, registration.incarnation][0].set_result(registration)
@@ -272,6 +271,12 @@ class Fleet:
     async def settled(self, size: int, seconds: float) -> None:
         """Until `size` rollouts serve in an epoch of exactly them. Raises TimeoutError."""
         await until(lambda: len(self.pool.serving) == size and not self.pool.membership.stale and not self._tasks, seconds)
+
+
+def threads_and_files() -> list[int]:
+    """Of this process, but for the threads of gRPC's pools, which grow and shrink as gRPC sees fit."""
+    names = [thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    return [sum(name not in GRPC for name in names), len(list(Path("/proc/self/fd").iterdir()))]
 
 
 async def until(holds: Callable[[], bool], seconds: float) -> None:

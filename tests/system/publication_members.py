@@ -40,9 +40,8 @@ from runtime.weights.sockets import _sockets as open_sockets
 from services.process import Process, Service
 from services.rollout import RolloutService
 from services.trainer import TrainerService
-from tests.loopback.weight_cases import threads_and_files
+from tests.system.publication_fleet import TRAINER, threads_and_files
 
-TRAINER = "trainer-0"
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": 260,
@@ -126,12 +125,11 @@ class Faulty:
         with self._control.makefile() as lines:
             for line in lines:
                 command = json.loads(line)
-                if command["do"] == "report":
-                    self._answer(**self._report())
-                elif command["do"] == "cut":
+                if command["do"] == "cut":
                     self._cut()
-                else:
+                elif command["do"] != "report":
                     self._armed = command
+                self._answer(**self._report())
 
     def _answer(self, **values: Any) -> None:
         self._control.sendall(json.dumps(values).encode() + b"\n")
@@ -270,7 +268,7 @@ def fork(config: Config, logs: Path, name: str, incarnation: int, coordinator: s
 
 
 def main() -> None:
-    """`CONFIG.json LOGS`: fork a process for every line of stdin, and say its pid; until stdin ends, and with it all of them."""
+    """`CONFIG.json LOGS`: fork a process for every line of stdin, and say its pid; until stdin ends, and they with it."""
     config, logs = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Config), Path(sys.argv[2])
     os_process.die_with_parent()
     torch.set_num_threads(1)
