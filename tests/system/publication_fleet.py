@@ -275,8 +275,11 @@ class Fleet:
 
 def threads_and_files() -> list[int]:
     """Of this process, but for the threads of gRPC's pools, which grow and shrink as gRPC sees fit."""
-    names = [thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
-    return [sum(name not in GRPC for name in names), len(list(Path("/proc/self/fd").iterdir()))]
+    threads = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            threads += thread.joinpath("comm").read_text().strip() not in GRPC
+    return [threads, len(list(Path("/proc/self/fd").iterdir()))]
 
 
 async def until(holds: Callable[[], bool], seconds: float) -> None:
