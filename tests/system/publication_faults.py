@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import statistics
@@ -97,7 +98,7 @@ class Trial:
     def __init__(self, here: Fleet, seed: int):
         self._fleet = here
         self._random = random.Random(seed)
-        self._durations = dict.fromkeys(MOMENTS, 0.03)  # seconds, a moving mean by phase
+        self._span = 0.03  # seconds that a publication without a fault takes, a moving mean
         self._history: dict[tuple[str, int], int] = {}  # the newest version that each process was seen to serve
         self._joiners = 0
         self._planned: deque[str] = deque()  # faults that are due
@@ -124,7 +125,12 @@ class Trial:
                 await self._settle()
                 await asyncio.sleep(here.config.publication.transfer_timeout)  # as long as gloo may hold a thread
                 record.counts["after warm-up"] = await self._counts()
+        for process in here.rollouts:
+            if process.stopped:  # there is no publication left that would find out
+                process.signal(signal.SIGKILL)
+        await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
         await self._settle()
+        record.check(not generating.done(), "generation has ended")
         generating.cancel()
         before = record.counts["after warm-up"]
         try:
@@ -178,7 +184,7 @@ class Trial:
             await injecting
         record.waited("publication", seconds)
         if fault == NONE:
-            self._learn(figures)
+            self._span += 0.1 * (figures.seconds - self._span)
         record.check(seconds <= allowed, f"{fault} ({moment}): took {seconds:.1f} s, its deadlines are {allowed:.1f} s")
         record.check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
         if here.renewing.done():
@@ -195,10 +201,6 @@ class Trial:
         rendezvous = calls["rendezvous"] * (limits.join_timeout + limits.abort_timeout)
         attempts = max(calls["transfer"], 1) * (2 * limits.transfer_timeout + limits.abort_timeout)
         return rendezvous + attempts + limits.commit_timeout + SLACK
-
-    def _learn(self, figures: PublicationFigures) -> None:
-        for phase in MOMENTS:
-            self._durations[phase] += 0.1 * (figures.seconds - self._durations[phase])
 
     async def _prepare(self, fault: str, moment: str) -> Callable[[], Awaitable[Any]] | None:
         """Arm what goes wrong by itself, and return what is to be done within the phase `moment`, if anything is."""
@@ -222,7 +224,7 @@ class Trial:
             reached = asyncio.create_task(here.moments.reached[moment].wait())
             await asyncio.wait({reached, publishing}, return_when=asyncio.FIRST_COMPLETED)
             reached.cancel()
-        await asyncio.sleep(self._random.uniform(0, self._durations[moment]))
+        await asyncio.sleep(self._random.uniform(0, self._span))
         with suppress(ConnectionError):  # the victim is lost already
             await do()
 
@@ -354,6 +356,7 @@ def main() -> None:
     parser.add_argument("--aborts", type=int, help="that many aborted transfers in one process, and nothing else")
     arguments = parser.parse_args()
     if arguments.aborts:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every connection that ends
         from tests.loopback.weight_aborts import report
 
         print(report(arguments.aborts))

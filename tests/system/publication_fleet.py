@@ -43,6 +43,7 @@ PUBLICATION = {
     "abort_timeout": 2.0,
 }
 SLOTS = 4
+PHASES = ("rendezvous", "transfer", "commit", "abort")
 GRPC = ("event_engine", "grpc_global_tim", "lifeguard")  # its threads
 
 
@@ -70,9 +71,6 @@ class Moments:
     def reach(self, phase: str) -> None:
         self.reached[phase].set()
         self.calls[phase] += 1
-
-
-PHASES = ("rendezvous", "transfer", "commit", "abort")
 
 
 class Trainer(TrainerClient):
