@@ -29,7 +29,7 @@ import uvloop
 
 from runtime.metrics import PublicationFigures
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
-from tests.system.publication_fleet import PHASES, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
+from tests.system.publication_fleet import PHASES, TORCH, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
 
 SIZE = 3  # rollouts
 STATUS = 1.0  # seconds in which every living process answers
@@ -356,7 +356,7 @@ def main() -> None:
     parser.add_argument("--aborts", type=int, help="that many aborted transfers in one process, and nothing else")
     arguments = parser.parse_args()
     if arguments.aborts:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch tells of every connection that ends
+        os.environ.update(TORCH)
         from tests.loopback.weight_aborts import report
 
         print(report(arguments.aborts))

@@ -43,6 +43,8 @@ PUBLICATION = {
     "abort_timeout": 2.0,
 }
 SLOTS = 4
+# torch's store looks up the name of every address that it connects to, which takes 5 s when a name server is silent.
+TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
 PHASES = ("rendezvous", "transfer", "commit", "abort")
 GRPC = ("event_engine", "grpc_global_tim", "lifeguard")  # its threads
 
@@ -170,7 +172,7 @@ class Fleet:
         described = self._folder / "config.json"
         described.write_bytes(msgspec.json.encode(self.config))
         command = [sys.executable, "-m", "tests.system.publication_members", str(described), str(self._folder)]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"} | TORCH
         pipe = asyncio.subprocess.PIPE
         self._forks = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe)
         names = [TRAINER, *(f"rollout-{index}" for index in range(size))]
