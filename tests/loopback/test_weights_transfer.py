@@ -163,4 +163,4 @@ def test_many_aborts_leave_no_thread_and_no_file() -> None:
     aborts = Aborts()
     for _ in range(20):
         aborts.one()
-    assert settles(threads_and_files, aborts.warm)
+    assert settles(threads_and_files, aborts.warm), f"{threads_and_files()} after {aborts.warm}"
