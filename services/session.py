@@ -152,8 +152,15 @@ class Session:
                 await asyncio.sleep(error.retry_after)
 
     async def unary(self, service: str, method_name: str, request: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
-        """A unary call on the same channel, beside the stream."""
-        return await call(self._channel, self.name, wire.METHODS[service, method_name], request, timeout)
+        """A unary call on the same channel, beside the stream. Raises Unreachable when the session is closed meanwhile."""
+        asking = asyncio.ensure_future(call(self._channel, self.name, wire.METHODS[service, method_name], request, timeout))
+        try:
+            await asyncio.wait([asking])
+        finally:
+            asking.cancel()
+        if asking.cancelled():  # by the channel's end, which must not look like the end of the caller's task
+            raise errors.Unreachable(self.name, method_name, self._broken)
+        return asking.result()
 
     async def close(self) -> None:
         self.give_up("was closed")

@@ -63,7 +63,7 @@ class TrainerService(Leader):
         (letter,) = letters
         message = letter.message
         if isinstance(message, HostWeights):
-            letter.reply(self._host(message))
+            letter.reply(await self._host(message))
         elif isinstance(message, AbortWeights):
             if self._pending is not None and self._pending.address.epoch == message.epoch:
                 self._leave()
@@ -128,13 +128,15 @@ class TrainerService(Leader):
             self._worker.sender.abort()
         group.add_done_callback(_abandon)
 
-    def _host(self, command: HostWeights) -> WeightsHosted:
+    async def _host(self, command: HostWeights) -> WeightsHosted:
+        """In a thread: torch looks up names while it opens the store, for seconds where no name server answers."""
         from runtime.weights import group
         from runtime.weights.sender import in_thread
 
         self._leave()
         manifest = self._worker.manifest
-        self._pending = group.host(
+        self._pending = await asyncio.to_thread(
+            group.host,
             command.epoch,
             command.world_size,
             self.config.network.interface,

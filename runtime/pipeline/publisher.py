@@ -31,7 +31,7 @@ from runtime.pipeline.publication import (
     Verified,
 )
 from runtime.pipeline.rollouts import RolloutPool
-from runtime.ports import RolloutPort, TrainerPort
+from runtime.ports import RolloutPort, TrainerPort, WeightMember
 from runtime.types import PolicyVersion
 from runtime.weights import transports
 
@@ -168,26 +168,32 @@ class Publisher:
                 log.info("epoch %d: %s to %s by %s", epoch.number, self._trainer.name, ", ".join(self._members), transport)
                 return None
             self._pool.membership.break_up(epoch.number)
-            # The others would wait for the one that failed: the rendezvous ends with its host.
-            await self._trainer.abort_weights(self.committed or PolicyVersion(), epoch.number)
-            await asyncio.wait(joins)
-            return self._absent(ports, [join.exception() for join in joins])
+            failed = next(error for join in joins if join.done() and (error := join.exception()))
+            if not isinstance(failed, SluiceError):
+                raise failed
+            return await self._leave(epoch, ports, failed)
         finally:
             for join in joins:
+                join.add_done_callback(_seen)
                 join.cancel()
 
-    def _absent(self, ports: Sequence[RolloutPort], errors: Sequence[BaseException | None]) -> SluiceError:
-        """Give up who cannot be reached; the first error that is worth telling."""
-        found: list[SluiceError] = []
-        for port, error in zip(ports, errors, strict=True):
-            if error is not None and not isinstance(error, SluiceError):
+    async def _leave(self, epoch: Epoch, ports: Sequence[RolloutPort], failed: SluiceError) -> SluiceError:
+        """Nobody waits for the one that failed: all leave. Whoever does not confirm that is given up, and whoever did was only
+        kept waiting. Returns what is worth telling.
+        """
+        version = self.committed or PolicyVersion()
+        members: tuple[WeightMember, ...] = (self._trainer, *ports)
+        left = await asyncio.gather(*(one.abort_weights(version, epoch.number) for one in members), return_exceptions=True)
+        for error in left:
+            if isinstance(error, BaseException) and not isinstance(error, SluiceError):
                 raise error
+        if isinstance(left[0], SluiceError):
+            raise left[0]
+        for port, error in zip(ports, left[1:], strict=True):
             if isinstance(error, Unreachable | Unanswered):
                 self._pool.lose(port, str(error))
-                found.insert(0, error)
-            elif error is not None:
-                found.append(error)
-        return found[0]
+                failed = failed if isinstance(failed, Unreachable | Unanswered) else error
+        return failed
 
 
 class Transaction:

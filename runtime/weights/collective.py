@@ -19,13 +19,31 @@ from runtime.weights.gloo_mesh import BACKSTOP, GlooMesh, meet, reason
 from runtime.weights.link import Link, Transfer
 from runtime.weights.plan import GroupAddress
 
+SLICE = 0.05  # seconds within which a wait sees that its group was left
+
 
 class _HostTransfer:
-    def __init__(self, work: Any):
+    def __init__(self, work: Any, mesh: GlooMesh):
         self._work = work
+        self._mesh = mesh
 
     def wait(self, timeout: float) -> None:
-        self._work.wait(timedelta(seconds=timeout))
+        """In slices, as gloo may forget a collective whose connection failed."""
+        give_up = time.monotonic() + timeout
+        while (left := give_up - time.monotonic()) > SLICE and self._mesh.pg is not None:
+            if self._ends(SLICE):
+                return
+        if not self._ends(left if self._mesh.pg is not None else 0.0):
+            raise RuntimeError("the group was aborted" if self._mesh.pg is None else "timed out")
+
+    def _ends(self, seconds: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=max(seconds, 0.001)))  # torch reads a timeout of 0 as none at all
+        except RuntimeError:
+            if not self._work.is_completed():
+                return False
+        self._work.wait(timedelta(seconds=0.001))  # it may have ended between its timeout and the question
+        return True
 
 
 class GlooLink(Link):
@@ -43,7 +61,10 @@ class GlooLink(Link):
         pg = self._mesh.pg
         if pg is None:
             raise RuntimeError("the group was aborted")
-        return _HostTransfer(pg.broadcast(buffer, 0))
+        return _HostTransfer(pg.broadcast(buffer, 0), self._mesh)
+
+    def bound(self, seconds: float) -> None:
+        self._mesh.bound(seconds)
 
     def abort(self) -> None:
         self._mesh.abort()

@@ -150,6 +150,9 @@ class DeltaLink(Link):
             raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
         new[:] = old
 
+    def bound(self, seconds: float) -> None:
+        self._link.bound(seconds)
+
     def abort(self) -> None:
         self._inner.abort()
 

@@ -99,6 +99,7 @@ class GlooMesh:
     def __init__(self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str):
         """Blocks until all of `labels` (one per rank) are connected; raises ServiceFault after `timeout` seconds."""
         give_up = time.monotonic() + timeout
+        self._leaving = threading.Lock()
         device, self._local = _gloo_device(host)
         cards = meet(store, rank, f"{self._local[0]} {self._local[1]}", labels, name, timeout)
         listeners = [(address, int(port)) for address, port in (card.split() for card in cards)]
@@ -115,7 +116,20 @@ class GlooMesh:
         self.pg._set_default_timeout(timedelta(seconds=BACKSTOP))
 
     def abort(self) -> None:
-        """Close every connection and free the threads. Idempotent; any thread may call it."""
-        pg, self.pg = self.pg, None
+        """Close every connection and free the threads. Idempotent; any thread may call it, and none waits in it.
+
+        gloo forgets a send whose connection fails while its own thread writes: what waits for that ends with `bound` alone.
+        The group's end waits for its threads, so it is left to a thread that has nothing else to do.
+        """
+        with self._leaving:
+            pg, self.pg = self.pg, None
         if pg is not None:
             shut_down(self._local, self._remote)
+            ending = [pg]
+            del pg
+            threading.Thread(target=ending.clear, name="leave-gloo", daemon=True).start()
+
+    def bound(self, seconds: float) -> None:
+        """No collective that is begun from now on holds a thread for longer than `seconds`."""
+        if (pg := self.pg) is not None:
+            pg._set_default_timeout(timedelta(seconds=seconds))

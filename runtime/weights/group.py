@@ -57,6 +57,9 @@ class WeightGroup(ABC):
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
 
+    def bound(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
+        """No bucket that starts to move from now on holds a thread for longer than `seconds`, even where `abort` cannot end it."""
+
     @abstractmethod
     def abort(self) -> None:
         """Leave for good: threads blocked here fail at once, the peers as soon as they see it. Idempotent, from any thread.

@@ -29,6 +29,9 @@ class Link(ABC):
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
 
+    def bound(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
+        """No bucket that starts to move from now on holds a thread for longer than `seconds`, even where `abort` cannot end it."""
+
     @abstractmethod
     def abort(self) -> None:
         """Leave for good: whoever waits for a transfer is freed. Idempotent, from any thread."""

@@ -44,6 +44,7 @@ class Reception:
             group.abort()
             raise ServiceFault(group.name, "prepare", f"the sender of version {version} is lost: {reason(error)}") from error
         self.began = time.monotonic()
+        group.bound(self._deadline)
 
     def take(self, buffer_of: BufferOf, use: Callable[[int], None] | None = None) -> None:
         """Receive every bucket, also after a bad one: the group stays usable.

@@ -125,6 +125,7 @@ class WeightSender:
             self._await_whole(0, group, give_up)
             began = time.monotonic()
             group.describe(self._manifest)
+            group.bound(deadline)
             group.announce(version)
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
                 if self._missing[index]:  # its buffer may be that of one under way

@@ -55,6 +55,9 @@ class StoreGroup(WeightGroup):
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         return self._link.receive(index, buffer)
 
+    def bound(self, seconds: float) -> None:
+        self._link.bound(seconds)
+
     def abort(self) -> None:
         self.aborted = True
         self._link.abort()

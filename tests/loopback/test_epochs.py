@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ from runtime.errors import Unreachable
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.types import PolicyVersion, StepResult
+from runtime.weights import group
 from runtime.weights.plan import GroupAddress, Manifest
 from runtime.weights.sender import WeightSender
 from services.rollout import RolloutService
@@ -324,6 +326,25 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         assert (await publishing).epoch == 2
         assert time.monotonic() - began < REBUILT  # and not publication.join_timeout
         assert staying.engine.swapped == [1]
+
+    run(test)
+
+
+def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, answered, host = threading.Event(), threading.Event(), group.host
+
+    def slow(*arguments: Any) -> group.PendingGroup:
+        opening.set()
+        assert answered.wait(5), "the event loop waits for the store"
+        return host(*arguments)
+
+    monkeypatch.setattr(group, "host", slow)
+
+    async def test(here: Stage) -> None:
+        publishing = asyncio.create_task(here.publish(1))
+        await until(opening.is_set)
+        answered.set()
+        await publishing
 
     run(test)
 

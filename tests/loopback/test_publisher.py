@@ -350,22 +350,32 @@ def test_shared_memory_is_not_exchanged_for_another_transport() -> None:
     run(test)
 
 
-class Absent(FakeRollout):
-    """Never comes to a rendezvous, as it is stopped."""
+class Waiting(FakeRollout):
+    """Waits in its first rendezvous for somebody who does not come, for as long as it may."""
 
     async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
-        await asyncio.sleep(0.05)
-        raise Unanswered(self.name, "JoinWeights", "did not answer", 0.05)
+        if address.epoch == 1:
+            await asyncio.sleep(0.05)
+            raise Unanswered(self.name, "JoinWeights", "did not answer", 0.05)
+        await super().join_weights(address, manifest)
 
 
-def test_who_does_not_come_to_the_rendezvous_is_left_out() -> None:
+class Absent(Waiting):
+    """Never comes to a rendezvous, as it is stopped."""
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        raise Unanswered(self.name, "AbortWeights", "did not answer", 0.05)
+
+
+def test_who_does_not_come_to_the_rendezvous_is_left_out_and_who_waited_there_is_not() -> None:
     async def test() -> None:
         cast = Cast.prompt()
-        cast.rollouts[0] = Absent("rollout-0", cast.weights)
+        cast.rollouts[:] = [Absent("rollout-0", cast.weights), Waiting("rollout-1", cast.weights)]
         figures = await make(cast).publish(FIRST)
         assert figures.epoch == 2
         assert cast.rollouts[1].version == FIRST
         assert "did not answer" in cast.rollouts[0].gone
+        assert not cast.rollouts[1].gone
         assert len(cast.trainer.calls) == 1  # it gave the first rendezvous up, so that nobody waits for it
 
     run(test)

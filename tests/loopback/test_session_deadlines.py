@@ -16,6 +16,7 @@ from tests.loopback.session_peers import (
     PATIENCE,
     Peer,
     connected,
+    echo,
     request,
     run,
     serving,
@@ -110,6 +111,24 @@ def test_closing_the_session_withdraws_its_calls() -> None:
             (fault,) = await waiting
             assert isinstance(fault, errors.ServiceFault)
             assert "reference-0: Logprobs: was closed" in str(fault)
+
+    run(test())
+
+
+def test_closing_the_session_fails_its_unary_calls_and_not_the_task_that_made_them() -> None:
+    async def test() -> None:
+        asked, never = asyncio.Event(), asyncio.Event()
+
+        async def status(_: None, timeout: float | None) -> None:
+            asked.set()
+            await never.wait()
+
+        async with serving(echo, Process={"Status": status}) as address, connected(address) as session:
+            asking = asyncio.create_task(session.unary("Process", "Status"))
+            await asked.wait()
+            await session.close()
+            with pytest.raises(errors.Unreachable, match="reference-0: Status: was closed"):
+                await asking
 
     run(test())
 

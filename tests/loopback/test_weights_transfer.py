@@ -6,30 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import TRANSPORTS, WeightGroup, host, join
+from runtime.weights.group import TRANSPORTS, WeightGroup
 from runtime.weights.receiver import InplaceReceiver, Staged, WeightReceiver
-from runtime.weights.sender import DEPTH, WeightSender, in_thread, stamp
+from runtime.weights.sender import DEPTH, WeightSender, stamp
+from tests.loopback.weight_aborts import Aborts, connected
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, gather, same, settles, threads_and_files
-
-
-def connected(transport: str, world_size: int = 2, timeout: float = 10.0, folder: str = "") -> list[WeightGroup]:
-    torch.set_num_threads(1)
-    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder)
-    others = [
-        in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
-        for rank in range(1, world_size)
-    ]
-    return [pending.connect(), *(other.result(10) for other in others)]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -82,6 +72,52 @@ def test_abort_frees_a_blocked_reception_at_once(pair: list[WeightGroup], announ
     with pytest.raises(Cancelled, match=r"version 0\.1 was withdrawn"):
         reception.result(5)
     assert time.monotonic() - began < 0.5
+
+
+class Forgotten:
+    """A gloo group that has lost track of a broadcast: it never ends, and the group's own end waits for it."""
+
+    def __init__(self, begun: threading.Event, freed: threading.Event) -> None:
+        self._begun, self._freed = begun, freed
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> Endless:
+        self._begun.set()
+        return Endless(self._freed)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """It has forgotten that too."""
+
+    def __del__(self) -> None:
+        self._freed.wait(10)
+
+
+class Endless:
+    def __init__(self, freed: threading.Event) -> None:
+        self._freed = freed
+
+    def wait(self, timeout: timedelta) -> None:
+        self._freed.wait(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_abort_frees_sender_and_caller_from_a_broadcast_that_gloo_has_forgotten(pair: list[WeightGroup]) -> None:
+    mesh = pair[0]._link._mesh  # type: ignore[attr-defined]
+    begun, freed = threading.Event(), threading.Event()
+    whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
+    try:
+        sending = WeightSender(MANIFEST).send(pair[0], PolicyVersion(0, 1), 60.0)
+        assert begun.wait(5)
+        before = time.monotonic()
+        pair[0].abort()
+        with pytest.raises(ServiceFault, match="bucket 0 of"):
+            sending.result(5)
+        assert time.monotonic() - before < 2
+    finally:
+        freed.set()
+        del whole
 
 
 def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -> None:
@@ -215,26 +251,8 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_many_aborts_leave_no_thread_and_no_file(transport: str, tmp_path: Path) -> None:
-    receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
-    threads_before, files_before = threads_and_files()
-
-    def one_epoch(announce: bool) -> None:
-        groups = connected(transport, 3, folder=str(tmp_path))
-        receptions = [
-            receiver.receive(group, PolicyVersion(0, 1), 60.0) for receiver, group in zip(receivers, groups[1:], strict=True)
-        ]
-        if announce:
-            groups[0].announce(PolicyVersion(0, 1))
-        for group in groups:
-            group.abort()
-        for reception in receptions:
-            with suppress(ServiceFault, Cancelled):
-                reception.result(5)
-
-    one_epoch(True)
-    assert settles(threads_and_files, [threads_before + 1, files_before + 4])  # torch's own, once for the process
-    before = threads_and_files()
-    for index in range(20):
-        one_epoch(bool(index % 2))
-    assert settles(threads_and_files, before)
+    aborts = Aborts(transport, str(tmp_path))
+    for _ in range(20):
+        aborts.one()
+    assert settles(threads_and_files, aborts.warm), f"{threads_and_files()} after {aborts.warm}"
     assert not list(tmp_path.iterdir())

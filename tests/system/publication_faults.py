@@ -1,0 +1,376 @@
+"""Publications under random faults: that each ends in a commit, in time, with everybody who lives on the same weights.
+
+`python -m tests.system.publication_faults --publications 1000 --seed 0 [--transport NAME] [--json FILE]` prints what became of
+them, by fault; `--aborts 1000` counts the threads and files that as many aborted transfers leave in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from runtime.metrics import PublicationFigures
+from runtime.types import GroupRequest, PolicyVersion, SamplingParams
+from tests.system.publication_fleet import PHASES, TORCH, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
+
+SIZE = 3  # rollouts
+STATUS = 1.0  # seconds in which every living process answers
+RECOVERY = 30.0  # seconds until everybody is back; not a deadline of the system's
+SLACK = 1.0  # seconds that a busy machine may add to the sum of the deadlines
+SETTLE = 10.0  # seconds until threads that are just ending are gone
+WARM = 12  # publications before threads and files are counted: each kind of fault was seen
+JOINER = "rollout-7"
+
+NONE, KILL, STOP, PAUSE, RAISE, RECEIVED, SENT, JOIN, CUT = (
+    "none",
+    "SIGKILL",
+    "SIGSTOP",
+    "SIGSTOP for 0.5 s",
+    "reception raises",
+    "corrupt byte, one receiver",
+    "corrupt byte, at the sender",
+    "joiner",
+    "cut link",
+)
+AT_A_MOMENT = (KILL, STOP, PAUSE, JOIN, CUT)
+FAULTS = (*AT_A_MOMENT, RAISE, RECEIVED, SENT)
+MOMENTS = ("before", *PHASES)
+SHARE = 1 / 3  # of publications with a fault
+
+
+@dataclass
+class Outcome:
+    fault: str
+    moment: str
+    aborts: int
+    lost: int
+    seconds: float
+
+    @property
+    def ended(self) -> str:
+        return "COMMIT" if not self.aborts else "ABORT, then COMMIT"
+
+
+@dataclass
+class Record:
+    """What a run of publications came to. `violations` is empty when every promise was kept."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The longest, in seconds, by what was waited for."""
+    met: list[float] = field(default_factory=list)
+    rebuilt: list[float] = field(default_factory=list)
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    """Threads and files, after warm-up and at the end."""
+    groups: int = 0
+    """Groups that were generated meanwhile."""
+
+    def waited(self, what: str, seconds: float) -> None:
+        self.waits[what] = max(self.waits[what], seconds)
+
+    def check(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.violations.append(f"publication {len(self.outcomes) + 1}: {what}")
+
+
+class Trial:
+    """Publications over one fleet, one after the other, about a third of them with one fault."""
+
+    def __init__(self, here: Fleet, seed: int):
+        self._fleet = here
+        self._random = random.Random(seed)
+        self._span = 0.03  # seconds that a publication without a fault takes, a moving mean
+        self._history: dict[tuple[str, int], int] = {}  # the newest version that each process was seen to serve
+        self._joiners = 0
+        self._planned: deque[str] = deque()  # faults that are due
+        self._step = 0
+        self.record = Record()
+
+    def plan(self, publications: int) -> list[str]:
+        """The faults in random order, each of them before any is repeated, and within warm-up too."""
+        chosen = [NONE] * publications
+        places = sorted(self._random.sample(range(1, publications), max(len(FAULTS), round(publications * SHARE))))
+        for start in range(0, len(places), len(FAULTS)):
+            batch = places[start : start + len(FAULTS)]
+            for place, fault in zip(batch, self._random.sample(FAULTS, len(batch)), strict=True):
+                chosen[place] = fault
+        return chosen
+
+    async def run(self, publications: int) -> Record:
+        here, record = self._fleet, self.record
+        generating = asyncio.create_task(self._generate())
+        await self._publish(NONE)  # there are weights to generate with
+        for number, fault in enumerate(self.plan(publications - 1), start=1):
+            await self._publish(fault)
+            if number == min(WARM, publications // 2):
+                await self._settle()
+                await asyncio.sleep(here.config.publication.transfer_timeout)  # as long as gloo may hold a thread
+                record.counts["after warm-up"] = await self._counts()
+        for process in here.rollouts:
+            if process.stopped:  # there is no publication left that would find out
+                process.signal(signal.SIGKILL)
+        await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
+        await self._settle()
+        record.check(not generating.done(), "generation has ended")
+        generating.cancel()
+        before = record.counts["after warm-up"]
+        try:
+            await self._until_at_most(before)
+        except TimeoutError:
+            record.check(False, f"threads and files (here, sender): {await self._counts()} after {before}")
+        record.counts["at the end"] = await self._counts()
+        record.met, record.rebuilt = here.met, here.rebuilt
+        record.violations += [f"start: {failure!r}" for failure in here.failures]
+        return record
+
+    async def _until_at_most(self, most: list[int]) -> None:
+        give_up = time.monotonic() + SETTLE
+        while any(count > limit for count, limit in zip(await self._counts(), most, strict=True)):
+            if time.monotonic() > give_up:
+                raise TimeoutError
+            await asyncio.sleep(0.1)
+
+    async def _counts(self) -> list[int]:
+        sender = await self._fleet.processes[TRAINER].ask("report")
+        return [*threads_and_files(), sender["threads"], sender["files"]]
+
+    # ------------------------------------------------------------------------------------------ one publication
+
+    async def _publish(self, fault: str) -> None:
+        here, record = self._fleet, self.record
+        if fault != NONE:
+            self._planned.append(fault)
+        stopped = [process for process in here.rollouts if process.stopped]
+        if stopped:  # since the end of the publication before
+            fault, moment = STOP, "between publications"
+        else:
+            fault = self._planned.popleft() if self._planned else NONE
+            moment = self._random.choice(MOMENTS) if fault in AT_A_MOMENT else "transfer"
+        self._step += 1
+        version = PolicyVersion(0, self._step)
+        due = await self._prepare(fault, moment) if not stopped else None
+        here.moments = Moments()
+        losses = len(here.losses)
+        began = time.monotonic()
+        publishing = asyncio.create_task(here.publisher.publish(version))
+        injecting = asyncio.create_task(self._inject(due, moment, publishing)) if due else None
+        try:
+            figures: PublicationFigures = await asyncio.wait_for(publishing, 60.0 + self._allowed())
+        except Exception as error:
+            record.violations.append(f"version {version}: {fault} ({moment}): {error!r}")
+            raise
+        seconds = time.monotonic() - began
+        allowed = self._allowed()
+        if injecting is not None:
+            await injecting
+        record.waited("publication", seconds)
+        if fault == NONE:
+            self._span += 0.1 * (figures.seconds - self._span)
+        record.check(seconds <= allowed, f"{fault} ({moment}): took {seconds:.1f} s, its deadlines are {allowed:.1f} s")
+        record.check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
+        if here.renewing.done():
+            here.renewing.result()
+        lost = len(here.losses) - losses
+        record.outcomes.append(Outcome(fault, moment, figures.aborts, lost, seconds))
+        await self._verify()
+        if fault == JOIN or self._random.random() < 0.5 or here.pool.membership.serving == ():
+            await self._settle()
+
+    def _allowed(self) -> float:
+        """The sum of the deadlines of what was begun so far: rendezvous, transfers, commit, aborts."""
+        limits, calls = self._fleet.config.publication, self._fleet.moments.calls
+        rendezvous = calls["rendezvous"] * (limits.join_timeout + limits.abort_timeout)
+        attempts = max(calls["transfer"], 1) * (2 * limits.transfer_timeout + limits.abort_timeout)
+        return rendezvous + attempts + limits.commit_timeout + SLACK
+
+    async def _prepare(self, fault: str, moment: str) -> Callable[[], Awaitable[Any]] | None:
+        """Arm what goes wrong by itself, and return what is to be done within the phase `moment`, if anything is."""
+        here, where = self._fleet, self._random.random()
+        if fault == NONE:
+            return None
+        victim = self._random.choice([process for process in here.rollouts if process.answers])
+        joiner = await self._spare() if fault == JOIN else None
+        if fault == SENT:
+            await here.processes[TRAINER].ask("corrupt", where=where)
+        elif fault in (RAISE, RECEIVED) or moment == "abort":
+            await victim.ask("raise" if fault == RAISE else "corrupt", where=where)
+        if moment == "rendezvous":
+            here.pool.membership.break_up(here.pool.membership.epoch.number)  # so that there is one
+        return partial(self._do, fault, victim, joiner) if fault in AT_A_MOMENT else None
+
+    async def _inject(self, do: Callable[[], Awaitable[Any]], moment: str, publishing: asyncio.Task[Any]) -> None:
+        """Somewhere in the phase `moment` of the publication that is beginning."""
+        here = self._fleet
+        if moment in PHASES:
+            reached = asyncio.create_task(here.moments.reached[moment].wait())
+            await asyncio.wait({reached, publishing}, return_when=asyncio.FIRST_COMPLETED)
+            reached.cancel()
+        await asyncio.sleep(self._random.uniform(0, self._span))
+        with suppress(ConnectionError):  # the victim is lost already
+            await do()
+
+    async def _do(self, fault: str, victim: Process, joiner: Process | None) -> None:
+        if fault == KILL:
+            victim.signal(signal.SIGKILL)
+        elif fault in (STOP, PAUSE):
+            victim.signal(signal.SIGSTOP)
+            if fault == PAUSE:
+                await asyncio.sleep(0.5)
+                victim.signal(signal.SIGCONT)
+        elif fault == CUT:
+            await victim.ask("cut")
+        elif joiner is not None:
+            self._fleet.arrive(joiner)
+
+    async def _spare(self) -> Process:
+        """A rollout that has loaded, and of which nobody knows yet."""
+        process = await self._fleet.process(JOINER, self._joiners)
+        self._joiners += 1
+        process.leaves = True
+        return process
+
+    # ------------------------------------------------------------------------------------------ what has to hold
+
+    async def _settle(self) -> None:
+        """Everybody is back, and right."""
+        here, began = self._fleet, time.monotonic()
+        if any(process.stopped for process in here.rollouts):
+            return  # the next publication finds out
+        size = SIZE + (JOINER in here.processes)
+        try:
+            await here.settled(size, RECOVERY)
+        except TimeoutError:
+            self.record.check(False, f"not everybody is back within {RECOVERY:g} s: {here.pool}")
+            raise
+        self.record.waited("everybody's return", time.monotonic() - began)
+        await self._verify()
+        if JOINER in here.processes:
+            here.processes[JOINER].signal(signal.SIGKILL)
+            await here.settled(SIZE, RECOVERY)
+
+    async def _verify(self) -> None:
+        """Every process answers, and whoever serves has exactly the committed weights."""
+        here = self._fleet
+        trainer = here.processes[TRAINER]
+        awake = [process for process in here.rollouts if process.answers]
+        began = time.monotonic()
+        await asyncio.gather(*(self._answers(process) for process in (trainer, *awake)))
+        self.record.waited("status", time.monotonic() - began)
+        serving = [process for process in awake if process.port in here.pool.serving]
+        committed = here.publisher.committed
+        sender = await trainer.ask("report")
+        for process in serving:
+            with suppress(ConnectionError):  # it was killed just now
+                held = await process.ask("report")
+                self._compare(process, held, sender["digest"], committed)
+
+    def _compare(self, process: Process, held: dict[str, Any], digest: str, committed: PolicyVersion | None) -> None:
+        check, name = self.record.check, f"{process.name} ({process.incarnation})"
+        assert committed is not None
+        check(held["version"] == committed.pack(), f"{name} serves {held['version']}, committed is {committed.pack()}")
+        check(held["digest"] == digest, f"{name}: the weights of version {committed} differ from the sender's")
+        check(held["swapped"] == sorted(set(held["swapped"])), f"{name}: versions went back: {held['swapped']}")
+        key = process.name, process.incarnation
+        check(held["version"] >= self._history.get(key, 0), f"{name} went back to {held['version']}")
+        self._history[key] = held["version"]
+
+    async def _answers(self, process: Process) -> None:
+        try:
+            await asyncio.wait_for(process.port.status(), STATUS)
+        except Exception as error:  # noqa: BLE001
+            self.record.check(not process.answers, f"{process.name} ({process.incarnation}) does not answer: {error!r}")
+
+    async def _generate(self) -> None:
+        """Groups, one after the other, as in a run: until cancelled."""
+        here, prompt = self._fleet, np.arange(8, dtype=np.int32)
+        await until(lambda: bool(here.pool.serving), RECOVERY)
+        sampling = SamplingParams(max_new_tokens=16)
+        while True:
+            request = GroupRequest(group_id=self.record.groups, prompt=prompt, n=2, seed=1, sampling=sampling)
+            group = await here.pool.generate_anywhere(request)
+            self.record.check(group.oldest <= group.newest, f"a group of versions {group.oldest} to {group.newest}")
+            self.record.groups += 1
+            await asyncio.sleep(0.02)
+
+
+async def trial(publications: int, seed: int, transport: str, folder: Path) -> Record:
+    """Raises what a publication ended with that did not end in a commit."""
+    async with fleet(folder, transport, SIZE) as here:
+        one = Trial(here, seed)
+        try:
+            return await one.run(publications)
+        except Exception as error:
+            for process in here.processes.values():
+                process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
+            await asyncio.sleep(0.5)
+            raise RuntimeError("; ".join(one.record.violations) or repr(error)) from error
+
+
+def table(record: Record) -> str:
+    """Rows of Markdown, and the other figures."""
+    rows: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for outcome in record.outcomes:
+        rows[outcome.fault, outcome.ended, str(outcome.lost)].append(outcome.seconds)
+    lines = ["| fault | outcome | lost | count | seconds: median | worst |", "| --- | --- | --- | --- | --- | --- |"]
+    order = {fault: index for index, fault in enumerate((NONE, *FAULTS))}
+    for key in sorted(rows, key=lambda key: (order[key[0]], *key[1:])):
+        seconds = rows[key]
+        lines.append(f"| {' | '.join(key)} | {len(seconds)} | {statistics.median(seconds):.3f} | {max(seconds):.3f} |")
+    lines.append("")
+    for what, values in (("rendezvous", record.met), ("from a loss to the living connected", record.rebuilt)):
+        if values:
+            lines.append(f"{what}: {len(values)}, median {statistics.median(values):.3f} s, worst {max(values):.3f} s")
+    lines += [f"longest wait for {what}: {seconds:.3f} s" for what, seconds in record.waits.items()]
+    lines += [f"threads and files here, of the sender, {when}: {counts}" for when, counts in record.counts.items()]
+    lines.append(f"groups generated meanwhile: {record.groups}")
+    lines += [f"VIOLATION {line}" for line in record.violations]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--publications", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", default="collective")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="that exists and is empty: keeps the processes' logs")
+    parser.add_argument("--aborts", type=int, help="that many aborted transfers in one process, and nothing else")
+    arguments = parser.parse_args()
+    if arguments.aborts:
+        os.environ.update(TORCH)
+        from tests.loopback.weight_aborts import report
+
+        print(report(arguments.aborts, arguments.transport))
+        return
+    uvloop.install()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, began = arguments.folder or Path(temporary), time.monotonic()
+        record = asyncio.run(trial(arguments.publications, arguments.seed, arguments.transport, folder))
+    print(table(record))
+    print(f"{len(record.outcomes)} publications over {arguments.transport} in {time.monotonic() - began:.0f} s")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(asdict(record), indent=1))
+    sys.exit(1 if record.violations else 0)
+
+
+if __name__ == "__main__":
+    main()
