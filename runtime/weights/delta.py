@@ -151,7 +151,7 @@ class DeltaLink(Link):
         new[:] = old
 
     def bound(self, seconds: float) -> None:
-        self._link.bound(seconds)
+        self._inner.bound(seconds)
 
     def abort(self) -> None:
         self._inner.abort()
