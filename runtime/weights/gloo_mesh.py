@@ -96,18 +96,24 @@ class GlooMesh:
     once, here and at the peers.
     """
 
-    def __init__(self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str):
-        """Blocks until all of `labels` (one per rank) are connected; raises ServiceFault after `timeout` seconds."""
+    def __init__(
+        self, store: Any, rank: int, labels: Sequence[str], host: str, timeout: float, *, name: str, connections: int = 1
+    ):
+        """Blocks until all of `labels` (one per rank) are connected; raises ServiceFault after `timeout` seconds.
+
+        `connections`: between each two ranks, each with a thread of its own. gloo gives every collective to the next one in
+        turn, so that more than one move at once where more than one is under way.
+        """
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
-        device, self._local = _gloo_device(host)
-        cards = meet(store, rank, f"{self._local[0]} {self._local[1]}", labels, name, timeout)
-        listeners = [(address, int(port)) for address, port in (card.split() for card in cards)]
-        self._remote = frozenset(listeners) - {self._local}
+        devices, self._local = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
+        cards = meet(store, rank, " ".join([host, *(str(port) for _, port in self._local)]), labels, name, timeout)
+        heard = [(address, int(port)) for address, *ports in map(str.split, cards) for port in ports]
+        self._remote = frozenset(heard) - frozenset(self._local)
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
         options = gloo._Options()
-        options._devices = [device]
-        options._threads = 2
+        options._devices = list(devices)
+        options._threads = 2 * connections
         options._timeout = timedelta(seconds=max(give_up - time.monotonic(), 0.1))
         try:
             self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
@@ -124,7 +130,8 @@ class GlooMesh:
         with self._leaving:
             pg, self.pg = self.pg, None
         if pg is not None:
-            shut_down(self._local, self._remote)
+            for local in self._local:
+                shut_down(local, self._remote)
             ending = [pg]
             del pg
             threading.Thread(target=ending.clear, name="leave-gloo", daemon=True).start()

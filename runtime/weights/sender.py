@@ -23,8 +23,8 @@ from runtime.weights.slots import plan_slots, predecessors
 
 T = TypeVar("T")
 
-# Buckets under way at once: the next one is hashed (or the last one verified) while one is on the wire.
-DEPTH = 2
+# Buckets under way at once: two on the wire, so that it never waits while others are hashed or verified.
+DEPTH = 4
 
 
 class SendResult(Struct, frozen=True):

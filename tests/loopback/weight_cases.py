@@ -21,7 +21,7 @@ SPECS = (
 )
 
 
-MANIFEST = Manifest(SPECS, 64 << 10)
+MANIFEST = Manifest(SPECS, 48 << 10)  # more buckets than are under way at once
 
 IN_A_STORE = ("collective", "shared_memory", "delta")  # transports whose members meet in a store
 
