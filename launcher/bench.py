@@ -32,11 +32,29 @@ class Machine(Struct):
 
 
 def run(
-    name: str, json_path: Path | None, quick: bool = False, data: Path | None = None, vllm_python: Path | None = None
+    name: str,
+    json_path: Path | None,
+    quick: bool = False,
+    data: Path | None = None,
+    vllm_python: Path | None = None,
+    sizes: str | None = None,
+    receivers: int | None = None,
 ) -> None:
     """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import bench_engine, bench_engines, bench_packing, bench_rewards, bench_rollout, bench_staleness, bench_train
+    from launcher import (
+        bench_engine,
+        bench_engines,
+        bench_packing,
+        bench_publication,
+        bench_rewards,
+        bench_rollout,
+        bench_staleness,
+        bench_train,
+    )
 
+    for option, given in (("--sizes", sizes), ("--receivers", receivers)):
+        if given is not None and name != "publication":
+            raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
     if quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
     if (data is not None) != (name == "rewards"):
@@ -69,6 +87,9 @@ def run(
             measuring = bench_rollout.measure(FOLDER / name, python, bench_rollout.Settings(), status.update)
             rollouts = asyncio.run(measuring)
             report, tables = rollouts, bench_rollout.render(rollouts)
+        elif name == "publication":
+            report = asyncio.run(bench_publication.measure(FOLDER, bench_publication.settings(sizes, receivers), status.update))
+            tables = bench_publication.render(report)
         elif name == "packing":
             report = asyncio.run(bench_packing.measure(FOLDER / name, bench_packing.Settings(), status.update))
             tables = bench_packing.render(report)

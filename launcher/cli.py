@@ -74,9 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     hf2mcore.add_argument("--value-head", action="store_true", help="a critic: one number a token in place of the vocabulary")
 
     bench = commands.add_parser(
-        "bench", help="measure this machine (engine, engines, packing, rewards, rollout, train), or the cost of staleness"
+        "bench",
+        help="measure this machine (engine, engines, packing, publication, rewards, rollout, train), or the cost of staleness",
     )
-    bench.add_argument("name", choices=("engine", "engines", "packing", "rewards", "rollout", "train", "staleness"))
+    bench.add_argument(
+        "name", choices=("engine", "engines", "packing", "publication", "rewards", "rollout", "train", "staleness")
+    )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
     bench.add_argument(
@@ -85,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
     )
+    bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
+    bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 
     accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")
@@ -229,7 +234,15 @@ def _convert(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
-    bench.run(options.name, options.json, options.quick, options.data, options.vllm_python)
+    bench.run(
+        options.name,
+        options.json,
+        options.quick,
+        options.data,
+        options.vllm_python,
+        options.sizes,
+        options.receivers,
+    )
     return 0
 
 

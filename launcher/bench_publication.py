@@ -1,0 +1,170 @@
+"""`sluice bench publication`: weights on their way from trainer to rollouts, beside plain ways of moving the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import cast
+
+import msgspec
+from msgspec import Struct
+from rich.table import Table
+
+from launcher.bench_publication_peers import Peer, RolloutPeer, TrainerPeer
+from launcher.bench_publication_report import Passes, Published, Sized, Transfers
+from launcher.bench_publication_report import render as render_transfers
+from launcher.publication_material import read_sizes
+from runtime.config import Config, Publication, Rollout, Run, Services
+from runtime.config_loading import resolve
+from runtime.errors import ServiceFault, UserError
+from runtime.pipeline.publisher import Publisher
+from runtime.pipeline.rollouts import RolloutPool
+from runtime.ports import RolloutPort, TrainerPort
+from runtime.types import PolicyVersion
+
+TRIAL = "launcher.publication_trial"
+PREPARE = 60.0  # seconds
+
+
+class Settings(Struct, frozen=True):
+    sizes: tuple[int, ...] = (64, 512, 2048)  # MB
+    receivers: int = 1
+    rounds: int = 5
+    changed: float = 0.03  # share of the elements that differ between two versions, for `delta`
+
+
+def settings(sizes: str | None, receivers: int | None) -> Settings:
+    """Of what the command line says. Raises UserError."""
+    default = Settings()
+    if receivers is not None and receivers < 1:
+        raise UserError(f"--receivers: {receivers} is not at least 1")
+    return Settings(
+        sizes=default.sizes if sizes is None else read_sizes(sizes),
+        receivers=default.receivers if receivers is None else receivers,
+    )
+
+
+async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Transfers:
+    """Each process computes with one thread. Files lie in `folder` for as long as they are needed. Raises ServiceFault."""
+    report = Transfers(settings.receivers, [])
+    for megabytes in settings.sizes:
+        with _scratch(folder) as scratch:
+            report.sizes.append(await _size(Path(scratch), megabytes, settings, show))
+    return report
+
+
+def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="publication-", dir=folder)
+
+
+async def _size(folder: Path, megabytes: int, settings: Settings, show: Callable[[str], None]) -> Sized:
+    show(f"{megabytes} MB: starting")
+    async with AsyncExitStack() as stack:
+        places = [(str(folder), str(rank), str(1 + settings.receivers)) for rank in range(1 + settings.receivers)]
+        trainer = await stack.enter_async_context(TrainerPeer.started("trainer-0", TRIAL, *places[0]))
+        rollouts = [
+            await stack.enter_async_context(RolloutPeer.started(f"rollout-{index}", TRIAL, *place))
+            for index, place in enumerate(places[1:])
+        ]
+        stage = Stage(trainer, rollouts, megabytes, settings)
+        await stage.everyone("prepare", megabytes=megabytes)
+        return await stage.measure(folder, show)
+
+
+class Stage:
+    """The processes of one size."""
+
+    def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: Settings):
+        self._trainer, self._rollouts = trainer, rollouts
+        self._megabytes = megabytes
+        self._settings = settings
+
+    async def everyone(self, what: str, **arguments: object) -> list[object]:
+        peers: list[Peer] = [self._trainer, *self._rollouts]
+        return await asyncio.gather(*(peer.ask(what, **arguments) for peer in peers))
+
+    async def measure(self, folder: Path, show: Callable[[str], None]) -> Sized:
+        from launcher import publication_ways as plain
+        from runtime.weights.group import TRANSPORTS
+
+        megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
+        ways, left_out = [plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE], {}
+        for way, place in ((plain.DISK, folder), (plain.MEMORY_FILE, plain.SHARED_MEMORY)):
+            if plain.room(place, nbytes):
+                ways.append(way)
+            else:
+                left_out[way] = f"{place} is not there or has no room"
+        for way in ways:
+            show(f"{megabytes} MB: {way}, once to see that it arrives")
+            await self._check(way)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(self._settings.rounds):
+            for way in ways:
+                show(f"{megabytes} MB: round {number + 1} of {self._settings.rounds}, {way}")
+                seconds[way].append(await self._together(way))
+        baselines = {"shared_memory": plain.COPY, "filesystem": plain.DISK if plain.DISK in ways else plain.GLOO}
+        published = {}
+        gather = 0.0
+        for transport in TRANSPORTS:
+            show(f"{megabytes} MB: opening {transport}")
+            publisher = await self._open(transport)
+            gather = gather or await self._trainer.ask("gather")
+            published[transport] = await self._publish(transport, publisher, baselines.get(transport, plain.GLOO), show)
+            await self.everyone("close")
+        rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
+        passes = Passes(checksum=rates["checksum"], copy=rates["copy"], gather=nbytes / gather)
+        return Sized(megabytes, seconds, left_out, published, passes)
+
+    async def _check(self, way: str) -> None:
+        await self.everyone("forget")
+        await self._together(way)
+        sent, *received = await self.everyone("digest")
+        if any(digest != sent for digest in received):
+            raise ServiceFault("bench", way, "did not bring what was sent")
+
+    async def _together(self, way: str) -> float:
+        """Seconds from the sender's beginning to the last receiver's end; where the sender has no part, of the slowest."""
+        from launcher.publication_ways import COPY
+
+        (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
+        return max(ended - (began if way == COPY else sent) for began, ended in others)
+
+    async def _open(self, transport: str) -> Publisher:
+        replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
+        config = resolve(Config(run=Run(name="bench", resume=""), services=replicas))
+        await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)
+        ports = cast(list[RolloutPort], self._rollouts)  # of a port, what publishing needs
+        pool = RolloutPool(ports, {port.name: 1 for port in ports})
+        await self._trainer.ask("fill")
+        publisher = Publisher(cast(TrainerPort, self._trainer), pool, config.publication, PREPARE)
+        await asyncio.gather(*(rollout.ask("look") for rollout in self._rollouts))
+        await publisher.publish(PolicyVersion(0, 1))
+        await self._compare(transport)
+        return publisher
+
+    async def _compare(self, transport: str) -> None:
+        sent = await self._trainer.ask("sent")
+        seen = await asyncio.gather(*(rollout.ask("seen") for rollout in self._rollouts))
+        if any(digest != sent for digest in seen):
+            raise ServiceFault("bench", transport, "did not bring what was sent")
+
+    async def _publish(self, transport: str, publisher: Publisher, baseline: str, show: Callable[[str], None]) -> Published:
+        found = Published(baseline, [], [], 0)
+        for number in range(self._settings.rounds):
+            show(f"{self._megabytes} MB: round {number + 1} of {self._settings.rounds}, {transport}")
+            found.baseline_seconds.append(await self._together(baseline))
+            await self._trainer.ask("alter", share=self._settings.changed, seed=number)
+            figures = await publisher.publish(PolicyVersion(0, 2 + number))
+            found.seconds.append(figures.seconds)
+            found.bytes = int(figures.bytes)
+        return found
+
+
+def render(report: Transfers, first: str = "") -> list[Table]:
+    from launcher import publication_ways as plain
+
+    return render_transfers(report, first or plain.GLOO)

@@ -1,0 +1,90 @@
+"""`sluice bench publication`: what it publishes, what it refuses, and what its report says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher import bench, bench_publication
+from launcher.bench_publication_report import Passes, Published, Sized, Transfers, rates, spread
+from launcher.publication_material import read_sizes, uneven
+from runtime.errors import UserError
+
+
+def test_sizes_are_read() -> None:
+    assert read_sizes("64,512, 2048") == (64, 512, 2048)
+    assert read_sizes("1") == (1,)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("64,big", "--sizes: 'big' is not a whole number of MB, as in 64,512,2048"),
+        ("64,,512", "--sizes: '' is not a whole number of MB, as in 64,512,2048"),
+        ("0", "--sizes: '0' is not a whole number of MB, as in 64,512,2048"),
+        ("-1", "--sizes: '-1' is not a whole number of MB, as in 64,512,2048"),
+        ("64,64", "--sizes: 64,64 names a size twice"),
+    ],
+)
+def test_what_is_no_size_is_refused(text: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_sizes(text)
+    assert str(caught.value) == line
+
+
+def test_options_are_those_of_this_bench_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--sizes: bench engine publishes nothing; publication is the only one that does"):
+        bench.run("engine", None, sizes="64")
+    with pytest.raises(UserError, match="--receivers: bench train publishes nothing"):
+        bench.run("train", None, receivers=1)
+    with pytest.raises(UserError, match="--receivers: 0 is not at least 1"):
+        bench.run("publication", None, receivers=0)
+    with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
+        bench.run("publication", None, data=tmp_path)
+    with pytest.raises(UserError, match="--json: there is no folder"):
+        bench.run("publication", tmp_path / "none" / "figures.json")
+
+
+def test_settings_are_the_defaults_unless_told() -> None:
+    default = bench_publication.Settings()
+    assert bench_publication.settings(None, None) == default
+    chosen = bench_publication.settings("8", 3)
+    assert (chosen.sizes, chosen.receivers, chosen.rounds) == ((8,), 3, default.rounds)
+
+
+@pytest.mark.parametrize("megabytes", [1, 64, 2048])
+def test_the_tensors_are_uneven_and_make_up_the_size(megabytes: int) -> None:
+    specs = uneven(megabytes)
+    sizes = sorted(spec.nbytes for spec in specs)
+    assert len({spec.name for spec in specs}) == 300
+    assert sum(sizes) == megabytes * 1_000_000
+    assert sizes[0] >= 2
+    assert sizes[-1] > 15 * sizes[150], "one is far larger than most"
+    assert sizes[-1] < sum(sizes) / 8, "but not most of it"
+    assert specs == uneven(megabytes)
+
+
+def test_ratios_are_of_rates_round_by_round() -> None:
+    found = Published("raw", [1.0, 2.0, 3.0], [2.0, 2.0, 1.5], 10)
+    assert found.ratios == [0.5, 1.0, 2.0]
+    assert spread(found.ratios) == "1.00 (0.50 – 2.00)"
+    assert rates([0.5, 1.0, 2.0], 2e9) == ("2.00", "1.00 – 4.00")
+
+
+def test_the_tables_say_what_was_found_and_what_was_left_out() -> None:
+    ways = {"raw": [0.1, 0.2], "slow": [0.4, 0.4]}
+    published = {"collective": Published("raw", [0.1, 0.1], [0.125, 0.125], 1_000_000_160)}
+    sized = Sized(1000, ways, {"far": "is not installed"}, published, Passes(25e9, 19e9, 8e9))
+    console = Console(record=True, width=160)
+    tables = bench_publication.render(Transfers(1, [sized]), first="raw")
+    for table in tables:
+        console.print(table)
+    text = console.export_text()
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    assert "raw 7.50 5.00 – 10.00" in lines
+    assert "slow 2.50 2.50 – 2.50 0.38 (0.25 – 0.50)" in lines
+    assert "far – is not installed" in lines
+    assert "collective 8.00 8.00 – 8.00 0.80 (0.80 – 0.80) raw 1,000.0" in lines
+    assert "xxh3 25.0, copy 19.0, gather float32 → bfloat16 8.0 GB/s" in " ".join(text.split())
