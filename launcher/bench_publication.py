@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from launcher.bench_publication_peers import Peer, RolloutPeer, TrainerPeer
+from launcher.bench_publication_peers import Peer, RolloutPeer, TrainerPeer, publisher
 from launcher.bench_publication_report import Passes, Published, Sized, Transfers
 from launcher.bench_publication_report import render as render_transfers
 from launcher.publication_material import read_sizes
@@ -21,12 +21,9 @@ from runtime.config import Config, Publication, Rollout, Run, Services
 from runtime.config_loading import resolve
 from runtime.errors import ServiceFault, UserError
 from runtime.pipeline.publisher import Publisher
-from runtime.pipeline.rollouts import RolloutPool
-from runtime.ports import RolloutPort, TrainerPort
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.publication_trial"
-PREPARE = 60.0  # seconds
 
 
 class Settings(Struct, frozen=True):
@@ -111,9 +108,9 @@ class Stage:
         gather = 0.0
         for transport in TRANSPORTS:
             show(f"{megabytes} MB: opening {transport}")
-            publisher = await self._open(transport)
+            publishing = await self._open(transport)
             gather = gather or await self._trainer.ask("gather")
-            published[transport] = await self._publish(transport, publisher, baselines.get(transport, plain.GLOO), show)
+            published[transport] = await self._publish(transport, publishing, baselines.get(transport, plain.GLOO), show)
             await self.everyone("close")
         rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
         passes = Passes(checksum=rates["checksum"], copy=rates["copy"], gather=nbytes / gather)
@@ -137,14 +134,12 @@ class Stage:
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
         config = resolve(Config(run=Run(name="bench", resume=""), services=replicas))
         await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)
-        ports = cast(list[RolloutPort], self._rollouts)  # of a port, what publishing needs
-        pool = RolloutPool(ports, {port.name: 1 for port in ports})
         await self._trainer.ask("fill")
-        publisher = Publisher(cast(TrainerPort, self._trainer), pool, config.publication, PREPARE)
+        publishing = publisher(self._trainer, self._rollouts, config.publication)
         await asyncio.gather(*(rollout.ask("look") for rollout in self._rollouts))
-        await publisher.publish(PolicyVersion(0, 1))
+        await publishing.publish(PolicyVersion(0, 1))
         await self._compare(transport)
-        return publisher
+        return publishing
 
     async def _compare(self, transport: str) -> None:
         sent = await self._trainer.ask("sent")
@@ -152,13 +147,13 @@ class Stage:
         if any(digest != sent for digest in seen):
             raise ServiceFault("bench", transport, "did not bring what was sent")
 
-    async def _publish(self, transport: str, publisher: Publisher, baseline: str, show: Callable[[str], None]) -> Published:
+    async def _publish(self, transport: str, publishing: Publisher, baseline: str, show: Callable[[str], None]) -> Published:
         found = Published(baseline, [], [], 0)
         for number in range(self._settings.rounds):
             show(f"{self._megabytes} MB: round {number + 1} of {self._settings.rounds}, {transport}")
             found.baseline_seconds.append(await self._together(baseline))
             await self._trainer.ask("alter", share=self._settings.changed, seed=number)
-            figures = await publisher.publish(PolicyVersion(0, 2 + number))
+            figures = await publishing.publish(PolicyVersion(0, 2 + number))
             found.seconds.append(figures.seconds)
             found.bytes = int(figures.bytes)
         return found

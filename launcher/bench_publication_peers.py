@@ -7,10 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -25,11 +25,16 @@ from runtime.commands import (
     WeightsHosted,
     WeightsSent,
 )
+from runtime.config import Publication
 from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.pipeline.publisher import Publisher
+from runtime.pipeline.rollouts import RolloutPool
+from runtime.ports import RolloutPort, TrainerPort
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
 
 DEADLINE = 600.0  # seconds for any answer
+PREPARE = 60.0  # seconds of that phase
 LINE = 16 << 20  # bytes
 
 T = TypeVar("T")
@@ -50,8 +55,9 @@ class Peer:
 
     @classmethod
     @asynccontextmanager
-    async def started(cls: type[P], name: str, module: str, *arguments: str) -> AsyncIterator[P]:
-        """A process of one thread; it ends with the block, and with it all that it started."""
+    async def started(cls: type[P], name: str, module: str, *arguments: str, core: int | None = None) -> AsyncIterator[P]:
+        """A process that computes with one thread, on `core` alone when there is one; it ends with the block, and with it all
+        that it started."""
         # Plain gloo binds to the address that the machine's name has, which need not lead anywhere.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         process = await asyncio.create_subprocess_exec(
@@ -62,6 +68,8 @@ class Peer:
             start_new_session=True,
             limit=LINE,
         )
+        if core is not None:
+            os.sched_setaffinity(process.pid, {core})  # before it has other threads
         peer = cls(name, process)
         try:
             yield peer
@@ -138,3 +146,9 @@ class RolloutPeer(Member):
 
     def give_up(self, reason: str) -> None:
         """Likewise."""
+
+
+def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> Publisher:
+    ports = cast(list[RolloutPort], rollouts)  # of a port, what publishing needs
+    pool = RolloutPool(ports, {port.name: 1 for port in ports})
+    return Publisher(cast(TrainerPort, trainer), pool, settings, PREPARE)

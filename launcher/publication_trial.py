@@ -132,11 +132,7 @@ class Trial:
         """A service that has, or is to have, the tensors."""
         settings = msgspec.convert(config, Config)
         service = Receiver(settings, f"rollout-{self._rank - 1}", 0) if self._rank else Sender(settings, uneven(megabytes))
-        self._service = service
-        await asyncio.to_thread(service.load)
-        await service.start()
-        self._actor = Actor(service.name, service, capacity=64)
-        self._serving = asyncio.create_task(self._actor.run())
+        await self._serve(service)
 
     async def tell(self, command: Any) -> Any:
         message = msgspec.convert(command, Asked)
@@ -185,6 +181,13 @@ class Trial:
             await self._service.close()
             self._serving = None
             del self._service, self._actor
+
+    async def _serve(self, service: process.Service) -> None:
+        self._service = service
+        await asyncio.to_thread(service.load)
+        await service.start()
+        self._actor = Actor(service.name, service, capacity=64)
+        self._serving = asyncio.create_task(self._actor.run())
 
     @property
     def _sender(self) -> Sender:

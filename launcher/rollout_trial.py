@@ -39,11 +39,11 @@ TOKENS = 256  # ids that prompts are made of
 
 
 class Trial:
-    """Keeps an engine busy. Replies end by length alone, between half of and the whole `sampling.max_new_tokens`."""
+    """Keeps an engine busy."""
 
     def __init__(self, config: Config, engine: RolloutEngine):
         self._engine = engine
-        self._requests = self._endless(config)
+        self._requests = requests(config)
         self._under_way: set[int] = set()
         self._weights = shared_weights(Path(config.model.path))
 
@@ -90,16 +90,18 @@ class Trial:
         self._under_way.clear()
         await self._engine.advance(lambda: True)
 
-    def _endless(self, config: Config) -> Iterator[GroupRequest]:
-        rng, longest = np.random.default_rng(config.run.seed), config.sampling.max_new_tokens
-        for number in count():
-            yield GroupRequest(
-                group_id=number,
-                prompt=rng.integers(0, TOKENS, config.data.max_prompt_tokens).astype(np.int32),
-                n=config.sampling.group_size,
-                seed=number,
-                sampling=SamplingParams(max_new_tokens=int(rng.integers(longest // 2, longest + 1))),
-            )
+
+def requests(config: Config) -> Iterator[GroupRequest]:
+    """Without end; replies end by length alone, between half of and the whole `sampling.max_new_tokens`."""
+    rng, longest = np.random.default_rng(config.run.seed), config.sampling.max_new_tokens
+    for number in count():
+        yield GroupRequest(
+            group_id=number,
+            prompt=rng.integers(0, TOKENS, config.data.max_prompt_tokens).astype(np.int32),
+            n=config.sampling.group_size,
+            seed=number,
+            sampling=SamplingParams(max_new_tokens=int(rng.integers(longest // 2, longest + 1))),
+        )
 
 
 def shared_weights(model: Path) -> dict[str, torch.Tensor]:
