@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
+from launcher import bench_publication_changes, bench_publication_pauses, bench_publication_report
 from launcher.bench_publication_peers import Peer, RolloutPeer, TrainerPeer, publisher
 from launcher.bench_publication_report import Passes, Published, Sized, Transfers
-from launcher.bench_publication_report import render as render_transfers
 from launcher.publication_material import read_sizes
 from runtime.config import Config, Publication, Rollout, Run, Services
 from runtime.config_loading import resolve
@@ -30,7 +30,15 @@ class Settings(Struct, frozen=True):
     sizes: tuple[int, ...] = (64, 512, 2048)  # MB
     receivers: int = 1
     rounds: int = 5
-    changed: float = 0.03  # share of the elements that differ between two versions, for `delta`
+    changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
+    generation: bench_publication_pauses.Settings = bench_publication_pauses.Settings()
+    versions: int = 100  # of consecutive steps, for transport `delta`
+
+
+class Report(Struct):
+    transfers: Transfers
+    generation: list[bench_publication_pauses.Held]
+    changes: bench_publication_changes.Changes
 
 
 def settings(sizes: str | None, receivers: int | None) -> Settings:
@@ -44,13 +52,17 @@ def settings(sizes: str | None, receivers: int | None) -> Settings:
     )
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Transfers:
-    """Each process computes with one thread. Files lie in `folder` for as long as they are needed. Raises ServiceFault."""
-    report = Transfers(settings.receivers, [])
+async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+    """Each process computes with one thread. What lies in `folder` beside models goes at the end. Raises ServiceFault."""
+    transfers = Transfers(settings.receivers, [])
     for megabytes in settings.sizes:
         with _scratch(folder) as scratch:
-            report.sizes.append(await _size(Path(scratch), megabytes, settings, show))
-    return report
+            transfers.sizes.append(await _size(Path(scratch), megabytes, settings, show))
+    return Report(
+        transfers,
+        await bench_publication_pauses.measure(folder, settings.generation, show),
+        await bench_publication_changes.measure(folder, settings.versions, show),
+    )
 
 
 def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -159,7 +171,11 @@ class Stage:
         return found
 
 
-def render(report: Transfers, first: str = "") -> list[Table]:
-    from launcher import publication_ways as plain
+def render(report: Report) -> list[Table]:
+    from launcher.publication_ways import GLOO
 
-    return render_transfers(report, first or plain.GLOO)
+    return [
+        *bench_publication_report.render(report.transfers, GLOO),
+        *bench_publication_pauses.render(report.generation),
+        bench_publication_changes.render(report.changes),
+    ]

@@ -38,7 +38,7 @@ class Model(Struct, frozen=True):
 class Settings(Struct, frozen=True):
     models: tuple[Model, ...] = (
         Model("quickstart", Shape(128, 4, 4, 2, 384), "float32"),
-        Model("512 MB", Shape(1024, 18, 16, 8, 3072), "bfloat16"),
+        Model("512 MB", Shape(1024, 20, 16, 8, 3136), "bfloat16"),
     )
     rounds: int = 3
     seconds: float = 8.0  # of a round, once without transfers and once with one after the other

@@ -153,9 +153,13 @@ class Bench:
         return self._repeat(self._train_step, self._train_batches, seconds)
 
     def _train_step(self, batch: Sequence[TrainGroup]) -> None:
-        self._trainer.begin_step(self._trainer.step)
-        self._trainer.accumulate(batch)
-        self._trainer.apply()
+        self.trainer.begin_step(self.trainer.step)
+        self.trainer.accumulate(batch)
+        self.trainer.apply()
+
+    def step(self, number: int) -> None:
+        """One step of training; the batches come round."""
+        self._train_step(self._train_batches[number % BATCHES])
 
     def _repeat(self, work: Callable[[Any], None], batches: Sequence[Any], seconds: float) -> Measured:
         work(batches[0])
@@ -244,7 +248,7 @@ class Bench:
         )
 
     @cached_property
-    def _trainer(self) -> TorchTrainEngine:
+    def trainer(self) -> TorchTrainEngine:
         from runtime.engines.train_torch import TorchTrainEngine
 
         return TorchTrainEngine(self._config)

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ GLOO, COPY, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE, RAY = (
     "ray's object store",
 )
 NAIVE_BUCKET = 64_000_000  # bytes
+DEADLINE = 120.0  # seconds for any collective of theirs
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -38,7 +40,8 @@ class Ways:
     """
 
     def __init__(self, rank: int, world_size: int, folder: Path, specs: Sequence[TensorSpec], seed: int):
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=world_size)
+        store = dist.FileStore(str(folder / "meet"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE))
         self._first = rank == 0
         self._folder = folder
         self._flat = torch.empty(sum(spec.nbytes for spec in specs) // 2, dtype=torch.bfloat16)

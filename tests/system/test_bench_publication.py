@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from launcher import bench_publication_pauses as pauses
 from launcher import publication_ways as plain
+from launcher.bench_packing import Shape
 from launcher.bench_publication import Settings, measure, render
 from runtime.weights.group import TRANSPORTS
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("receivers", [1, 2])
 def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
     shared = set(plain.SHARED_MEMORY.iterdir())
-    report = asyncio.run(measure(tmp_path, Settings(sizes=(1,), receivers=receivers, rounds=1)))
-    (sized,) = report.sizes
-    assert report.receivers == receivers
+    tiny = pauses.Model("tiny", Shape(64, 1, 2, 1, 64), "float32")
+    settings = Settings((1,), receivers, rounds=1, generation=pauses.Settings((tiny,), rounds=1, seconds=0.5), versions=3)
+    report = asyncio.run(measure(tmp_path, settings))
+    (sized,) = report.transfers.sizes
+    assert report.transfers.receivers == receivers
     assert sized.ways.keys() >= {plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE, plain.DISK}
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in sized.ways.values())
     assert sized.published.keys() == set(TRANSPORTS)
@@ -26,6 +31,12 @@ def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
         assert found.baseline_seconds[0] > 0
         assert found.bytes > (0 if transport == "delta" else 1_000_000)
     assert min(sized.passes.checksum, sized.passes.copy, sized.passes.gather) > 0
-    assert len(render(report)) == 2
-    assert not list(tmp_path.iterdir())
+    (held,) = report.generation
+    assert held.pauses.updates >= 1
+    assert held.quiet.tokens > 0
+    assert held.worth > 0
+    assert len(report.changes.bytes) == len(report.changes.changed) == 3
+    assert all(0 < share < 0.1 for share in report.changes.changed)
+    assert len(render(report)) == 5
+    assert not list(tmp_path.glob("publication-*"))
     assert set(plain.SHARED_MEMORY.iterdir()) <= shared

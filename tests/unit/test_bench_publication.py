@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from launcher import bench, bench_publication
+from launcher import bench, bench_publication, bench_publication_changes, bench_publication_pauses, bench_publication_report
+from launcher.bench_publication_changes import Changes
+from launcher.bench_publication_pauses import Held, Window
 from launcher.bench_publication_report import Passes, Published, Sized, Transfers, rates, spread
+from launcher.bench_rollout import Pauses
 from launcher.publication_material import read_sizes, uneven
 from runtime.errors import UserError
 
@@ -77,14 +82,46 @@ def test_the_tables_say_what_was_found_and_what_was_left_out() -> None:
     ways = {"raw": [0.1, 0.2], "slow": [0.4, 0.4]}
     published = {"collective": Published("raw", [0.1, 0.1], [0.125, 0.125], 1_000_000_160)}
     sized = Sized(1000, ways, {"far": "is not installed"}, published, Passes(25e9, 19e9, 8e9))
-    console = Console(record=True, width=160)
-    tables = bench_publication.render(Transfers(1, [sized]), first="raw")
-    for table in tables:
-        console.print(table)
-    text = console.export_text()
-    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    lines, text = printed(bench_publication_report.render(Transfers(1, [sized]), "raw"))
     assert "raw 7.50 5.00 – 10.00" in lines
     assert "slow 2.50 2.50 – 2.50 0.38 (0.25 – 0.50)" in lines
     assert "far – is not installed" in lines
     assert "collective 8.00 8.00 – 8.00 0.80 (0.80 – 0.80) raw 1,000.0" in lines
-    assert "xxh3 25.0, copy 19.0, gather float32 → bfloat16 8.0 GB/s" in " ".join(text.split())
+    assert "xxh3 25.0, copy 19.0, gather float32 → bfloat16 8.0 GB/s" in text
+
+
+def test_tokens_are_lost_by_the_rate_without_transfers() -> None:
+    """100 tokens a second without; 4 s with lose 100. Receiving took 0.5 CPU seconds beyond the quiet ones' and swaps 0.25,
+    in which an engine that makes 125 tokens a CPU second would have made 93.75."""
+    quiet = Window(seconds=2.0, tokens=200.0, engine=1.6, others=0.1)
+    busy = Window(seconds=4.0, tokens=300.0, engine=2.5, others=0.7)
+    held = Held("tiny", 3.0, 0.5, Pauses(0.01, 0.02, 5), quiet, busy, swapping=0.25)
+    assert held.lost == pytest.approx(100.0)
+    assert held.worth == pytest.approx(93.75)
+    lines, _ = printed(bench_publication_pauses.render([held]))
+    assert "tiny 3.0 10.0 20.0 5 500 4.0%" in lines
+    assert "tiny 100 75 20.0 18.8 1.07" in lines
+
+
+def test_windows_add_up() -> None:
+    window = Window(1.0, 10.0, 0.5, 0.1)
+    window.add(
+        {"now": 5.0, "tokens": 7.0, "engine": 1.0, "others": 2.0}, {"now": 7.0, "tokens": 37.0, "engine": 2.0, "others": 2.5}
+    )
+    assert window == Window(3.0, 40.0, 1.5, 0.6)
+
+
+def test_deltas_are_told_as_shares_of_a_whole_version() -> None:
+    found = Changes(1e-6, 1000, [0.01, 0.02, 0.03], [30, 60, 1000])
+    assert found.shares == [0.03, 0.06, 1.0]
+    lines, _ = printed([bench_publication_changes.render(found)])
+    assert "1e-06 3 2.00% 6.00% 100.00% 36.33%" in lines
+
+
+def printed(tables: Sequence[Table]) -> tuple[list[str], str]:
+    """The lines without frames, and all of it in one."""
+    console = Console(record=True, width=160)
+    for table in tables:
+        console.print(table)
+    lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
+    return lines, " ".join(lines)
