@@ -35,7 +35,7 @@ from runtime.weights.plan import GroupAddress, Manifest
 
 DEADLINE = 600.0  # seconds for any answer
 PREPARE = 60.0  # seconds of that phase
-LINE = 16 << 20  # bytes
+LINE = 16 << 20  # bytes: a manifest is one
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Peer")

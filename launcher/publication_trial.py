@@ -34,6 +34,8 @@ from services import process
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 
+LINE = 16 << 20  # bytes: a manifest is one
+
 Asked = (
     commands.HostWeights
     | commands.JoinWeights
@@ -218,7 +220,9 @@ async def serve(trial: Any, say: Callable[[Any], None]) -> None:
         except (SluiceError, RuntimeError, OSError) as error:
             say({"id": number, "error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
-    while line := await asyncio.to_thread(sys.stdin.readline):
+    orders = asyncio.StreamReader(limit=LINE)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    while line := await orders.readline():
         order = json.loads(line)
         task = asyncio.create_task(carry_out(order.pop("id"), order.pop("what"), order))
         under_way.add(task)
