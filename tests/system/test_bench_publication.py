@@ -17,7 +17,6 @@ from runtime.weights.group import TRANSPORTS
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("receivers", [1, 2])
 def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
-    shared = set(plain.SHARED_MEMORY.iterdir())
     tiny = pauses.Model("tiny", Shape(64, 1, 2, 1, 64), "float32")
     settings = Settings((1,), receivers, rounds=1, generation=pauses.Settings((tiny,), rounds=1, seconds=0.5), versions=3)
     report = asyncio.run(measure(tmp_path, settings))
@@ -39,4 +38,4 @@ def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
     assert all(0 < share < 0.1 for share in report.changes.changed)
     assert len(render(report)) == 5
     assert not list(tmp_path.glob("publication-*"))
-    assert set(plain.SHARED_MEMORY.iterdir()) <= shared
+    assert not list(plain.SHARED_MEMORY.glob("publication-*"))
