@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -18,12 +18,12 @@ from launcher.bench_publication_peers import Peer, RolloutPeer, TrainerPeer, pub
 from launcher.bench_publication_report import Passes, Published, Sized, Transfers
 from launcher.publication_material import read_sizes
 from runtime.config import Config, Publication, Rollout, Run, Services
-from runtime.config_loading import resolve
 from runtime.errors import ServiceFault, UserError
 from runtime.pipeline.publisher import Publisher
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.publication_trial"
+TRANSPORTS = [name for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"]
 
 
 class Settings(Struct, frozen=True):
@@ -98,7 +98,6 @@ class Stage:
 
     async def measure(self, folder: Path, show: Callable[[str], None]) -> Sized:
         from launcher import publication_ways as plain
-        from runtime.weights.group import TRANSPORTS
 
         megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
         ways, left_out = [plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE], {}
@@ -142,9 +141,9 @@ class Stage:
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
         return max(ended - (began if way == COPY else sent) for began, ended in others)
 
-    async def _open(self, transport: str) -> Publisher:
+    async def _open(self, transport: Any) -> Publisher:
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
-        config = resolve(Config(run=Run(name="bench", resume=""), services=replicas))
+        config = Config(run=Run(name="bench", resume=""), services=replicas, publication=Publication(transport=transport))
         await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)
         await self._trainer.ask("fill")
         publishing = publisher(self._trainer, self._rollouts, config.publication)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from runtime import os_process
 from runtime.commands import (
     AbortWeights,
     CommitWeights,
@@ -45,6 +46,7 @@ class Peer:
     """A process that answers orders, several at a time."""
 
     incarnation = 0
+    machine = os_process.machine()
 
     def __init__(self, name: str, process: asyncio.subprocess.Process):
         self.name = name
@@ -123,8 +125,8 @@ class Member(Peer):
 
 
 class TrainerPeer(Member):
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.tell(HostWeights(epoch, world_size), WeightsHosted)
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.tell(HostWeights(epoch, world_size, transport), WeightsHosted)
         return hosted.address, hosted.manifest
 
     async def send_weights(self, version: PolicyVersion, epoch: int) -> WeightsSent:

@@ -60,10 +60,10 @@ class Untrained:
 
 
 class Unused:
-    """In the place of a generation engine: to swap is to look at what is staged."""
+    """In the place of a generation engine: to take over a version is to look at it, when told to."""
 
     version = PolicyVersion()
-    has_work = False
+    has_work = torn = adopts = False
 
     def __init__(self) -> None:
         self.look = False
@@ -72,9 +72,11 @@ class Unused:
     def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def swap(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion, recompute: bool = False) -> None:
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.look:
             self.digest = digest(list(tensors.values()))
+
+    async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         self.version = version
 
     async def close(self) -> None:
@@ -99,7 +101,7 @@ class Sender(TrainerService):
 class Receiver(RolloutService):
     def load(self) -> None:
         self.unused = Unused()
-        self._engine = self.unused  # type: ignore[assignment]
+        self.use(self.unused)  # type: ignore[arg-type]
 
 
 class Trial:
@@ -159,7 +161,7 @@ class Trial:
         return digest(self._sender.views())
 
     async def look(self) -> None:
-        """A receiver: take xxh3-64 of what is staged at the next swap."""
+        """A receiver: take xxh3-64 of what is staged next."""
         self._receiver.unused.look = True
 
     async def seen(self) -> int:

@@ -10,8 +10,7 @@ import pytest
 from launcher import bench_publication_pauses as pauses
 from launcher import publication_ways as plain
 from launcher.bench_packing import Shape
-from launcher.bench_publication import Settings, measure, render
-from runtime.weights.group import TRANSPORTS
+from launcher.bench_publication import TRANSPORTS, Settings, measure, render
 
 
 @pytest.mark.timeout(300)
