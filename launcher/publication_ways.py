@@ -49,6 +49,7 @@ class Ways:
             self._flat.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=torch.Generator().manual_seed(seed))
         parts = torch.split(self._flat, [spec.nbytes // 2 for spec in specs])
         self._tensors = dict(zip((spec.name for spec in specs), parts, strict=True))
+        self._staging = torch.zeros(max(NAIVE_BUCKET // 2, *map(len, parts)), dtype=torch.bfloat16)
         self._shared = self._share()
         self._ways: dict[str, Callable[[], None]] = {
             GLOO: lambda: dist.broadcast(self._flat.view(torch.uint8), 0),
@@ -125,7 +126,9 @@ class Ways:
 
     def _bucket(self, tensors: list[torch.Tensor]) -> None:
         """Copied together, broadcast, copied apart: one after the other."""
-        flat = torch.cat(tensors) if self._first else torch.empty(sum(map(len, tensors)), dtype=torch.bfloat16)
+        flat = self._staging[: sum(map(len, tensors))]
+        if self._first:
+            torch.cat(tensors, out=flat)
         dist.broadcast(flat.view(torch.uint8), 0)
         if not self._first:
             for tensor, part in zip(tensors, torch.split(flat, [len(tensor) for tensor in tensors]), strict=True):
