@@ -7,14 +7,14 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct
 from rich.table import Table
 
 from launcher import bench_publication_changes, bench_publication_pauses, bench_publication_report
-from launcher.bench_publication_peers import Peer, RolloutPeer, TrainerPeer, publisher
+from launcher.bench_publication_peers import TRANSPORTS, Peer, RolloutPeer, TrainerPeer, publisher
 from launcher.bench_publication_report import Passes, Published, Sized, Transfers
 from launcher.publication_material import read_sizes
 from runtime.config import Config, Publication, Rollout, Run, Services
@@ -23,7 +23,6 @@ from runtime.pipeline.publisher import Publisher
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.publication_trial"
-TRANSPORTS = [name for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"]
 
 
 class Settings(Struct, frozen=True):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 
@@ -37,6 +37,9 @@ from runtime.weights.plan import GroupAddress, Manifest
 DEADLINE = 600.0  # seconds for any answer
 PREPARE = 60.0  # seconds of that phase
 LINE = 16 << 20  # bytes: a manifest is one
+
+# Those that a run can be told to take.
+TRANSPORTS = [name for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"]
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Peer")

@@ -19,14 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from runtime.weights.plan import TensorSpec
 
-GLOO, COPY, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE, RAY = (
+GLOO, COPY, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE = (
     "raw gloo broadcast",
     "raw copy out of shared memory",
     "naive buckets",
     "tensor by tensor",
     "safetensors on disk",
     "safetensors in /dev/shm",
-    "ray's object store",
 )
 NAIVE_BUCKET = 64_000_000  # bytes
 DEADLINE = 120.0  # seconds for any collective of theirs

@@ -10,7 +10,8 @@ import pytest
 from launcher import bench_publication_pauses as pauses
 from launcher import publication_ways as plain
 from launcher.bench_packing import Shape
-from launcher.bench_publication import TRANSPORTS, Settings, measure, render
+from launcher.bench_publication import Settings, measure, render
+from launcher.bench_publication_peers import TRANSPORTS
 
 
 @pytest.mark.timeout(300)
