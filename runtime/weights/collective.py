@@ -19,7 +19,6 @@ from runtime.weights.gloo_mesh import BACKSTOP, GlooMesh, meet, reason
 from runtime.weights.link import Link, Transfer
 from runtime.weights.plan import GroupAddress
 
-
 SLICE = 0.05  # seconds within which a wait sees that its group was left
 
 

@@ -50,7 +50,7 @@ class WeightGroup(ABC):
         """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
 
     def bound(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
-        """No bucket whose move begins from now on holds a thread for longer than `seconds`, even where `abort` cannot end it."""
+        """No bucket that begins to move from now on holds a thread longer than `seconds`, even where `abort` cannot end it."""
 
     @abstractmethod
     def abort(self) -> None:

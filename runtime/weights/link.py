@@ -27,7 +27,7 @@ class Link(ABC):
         """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
 
     def bound(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
-        """No bucket whose move begins from now on holds a thread for longer than `seconds`, even where `abort` cannot end it."""
+        """No bucket that begins to move from now on holds a thread longer than `seconds`, even where `abort` cannot end it."""
 
     @abstractmethod
     def abort(self) -> None:
