@@ -75,7 +75,7 @@ class Record:
 
     outcomes: list[Outcome] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: dict[str, float] = field(default_factory=dict)
     """The longest, in seconds, by what was waited for."""
     met: list[float] = field(default_factory=list)
     rebuilt: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Record:
     """Groups that were generated meanwhile."""
 
     def waited(self, what: str, seconds: float) -> None:
-        self.waits[what] = max(self.waits[what], seconds)
+        self.waits[what] = max(self.waits.get(what, 0.0), seconds)
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
