@@ -51,7 +51,7 @@ GRPC = ("event_engine", "grpc_global_tim", "lifeguard")  # its threads
 
 def configuration(folder: Path, transport: str) -> settings.Config:
     """That of all processes. `folder`/model is the model."""
-    named = {"transport": transport} if "transport" in settings.Publication.__struct_fields__ else {}
+    shared = str(folder / "weights") if transport == "filesystem" else ""
     return settings.Config(
         run=settings.Run(name="faults", dir=str(folder)),
         model=settings.Model(path=str(folder / "model")),
@@ -59,7 +59,7 @@ def configuration(folder: Path, transport: str) -> settings.Config:
         sampling=settings.Sampling(max_new_tokens=32),
         evaluation=settings.Evaluation(max_new_tokens=32),
         services=settings.Services(rollout=settings.Rollout(replicas=8, slots=SLOTS)),
-        publication=msgspec.convert(PUBLICATION | named, settings.Publication),
+        publication=msgspec.convert(PUBLICATION | {"transport": transport, "folder": shared}, settings.Publication),
     )
 
 
@@ -78,9 +78,9 @@ class Moments:
 class Trainer(TrainerClient):
     fleet: Fleet
 
-    async def host_weights(self, epoch: int, world_size: int) -> tuple[GroupAddress, Manifest]:
+    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
         self.fleet.opening = time.monotonic()
-        hosted = await super().host_weights(epoch, world_size)
+        hosted = await super().host_weights(epoch, world_size, transport)
         self.fleet.moments.reach("rendezvous")
         self.fleet.joining = world_size - 1
         return hosted

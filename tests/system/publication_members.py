@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from runtime import os_process
 from runtime.commands import SendWeights
 from runtime.config import Config
 from runtime.engines import rollout_torch  # noqa: F401 - imported before the forks
-from runtime.engines.decoder import Decoder
+from runtime.engines.decoder_weights import DecoderWeights
 from runtime.engines.hf_weights import WeightFiles, read_config
 from runtime.types import PolicyVersion
 from runtime.weights import store_group  # noqa: F401
@@ -59,16 +59,14 @@ def write_model(folder: Path) -> None:
     """A model of `MODEL`'s shape with random weights, as a Hugging Face folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODEL))
-    weights = Decoder(read_config(folder), torch.device("cpu"), torch.float32)._views
-    fill(list(weights.values()), PolicyVersion())
-    save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors")
+    weights = DecoderWeights.empty(read_config(folder), torch.device("cpu"), torch.float32)._views
+    save_file(weights_of(PolicyVersion(), {name: each.shape for name, each in weights.items()}), folder / "model.safetensors")
 
 
-def fill(tensors: list[torch.Tensor], version: PolicyVersion) -> None:
-    """The weights of `version`: small random numbers that it determines."""
+def weights_of(version: PolicyVersion, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    """Small random numbers that `version` determines."""
     generator = torch.Generator().manual_seed(version.pack())
-    for tensor in tensors:
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    return {name: torch.randn(tuple(shape), generator=generator) * 0.05 for name, shape in shapes.items()}
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -91,17 +89,15 @@ class Versions:
         self.sender = WeightSender(self.manifest)
         self.version = PolicyVersion()
         self.digest = ""
-        self._timeout = config.publication.transfer_timeout
 
     def connect_relay(self) -> None:
         """There is one rank."""
 
     def execute(self, command: Any) -> None:
         assert isinstance(command, SendWeights)
-        tensors = self.sender.views(self._timeout)
-        fill(tensors, command.version)
-        names = (spec.name for spec in self.manifest.tensors)
-        self.version, self.digest = command.version, digest(dict(zip(names, tensors, strict=True)))
+        tensors = weights_of(command.version, {spec.name: spec.shape for spec in self.manifest.tensors})
+        self.version, self.digest = command.version, digest(tensors)
+        self.sender.fill(tensors.values())
 
 
 class Faulty:
@@ -139,7 +135,7 @@ class Faulty:
         held = {"threads": threads, "files": files, "swapped": self._swapped, "version": self._service.version.pack()}
         if isinstance(self._service, TrainerService):
             return held | {"digest": self._service._worker.digest}  # type: ignore[attr-defined]
-        return held | {"digest": digest(self._service._engine._decoder._views)}  # type: ignore[attr-defined]
+        return held | {"digest": digest(self._service._engine._decoder.weights._views)}  # type: ignore[attr-defined]
 
     def _cut(self) -> None:
         """Every connection but those of gRPC."""
