@@ -53,7 +53,7 @@ class Aborts:
             group.abort()
         for reception in receptions:
             with suppress(ServiceFault, Cancelled):
-                reception.result(5)
+                reception.result(30)  # where a name server is silent, torch takes its time to say that a connection ended
 
 
 def report(count: int, transport: str) -> str:

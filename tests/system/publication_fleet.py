@@ -208,7 +208,7 @@ class Fleet:
         registration = await asyncio.wait_for(registered, START)
         del self._expected[key]
         trains = name == TRAINER
-        process.session = Session(registration.address, name, "Trainer" if trains else "Rollout")
+        process.session = Session(registration.address, name, "Trainer" if trains else "Rollout", registration.machine)
         await process.session.open(START)
         deadlines, publication = self.config.deadlines, self.config.publication
         if trains:
