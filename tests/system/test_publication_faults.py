@@ -12,7 +12,7 @@ from tests.system.publication_faults import FAULTS, table, trial
 PUBLICATIONS = 40
 
 
-@pytest.mark.parametrize("transport", ["collective"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_every_publication_is_a_transaction(transport: str, tmp_path: Path) -> None:
     record = asyncio.run(trial(PUBLICATIONS, 0, transport, tmp_path))
     assert not record.violations, table(record)
