@@ -118,7 +118,7 @@ class Stage:
         gather = 0.0
         for transport in TRANSPORTS:
             show(f"{megabytes} MB: opening {transport}")
-            publishing = await self._open(transport)
+            publishing = await self._open(transport, folder)
             gather = gather or await self._trainer.ask("gather")
             published[transport] = await self._publish(transport, publishing, baselines.get(transport, plain.GLOO), show)
             await self.everyone("close")
@@ -140,9 +140,10 @@ class Stage:
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
         return max(ended - (began if way == COPY else sent) for began, ended in others)
 
-    async def _open(self, transport: Any) -> Publisher:
+    async def _open(self, transport: Any, folder: Path) -> Publisher:
+        publication = Publication(transport=transport, folder=str(folder / transport))
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
-        config = Config(run=Run(name="bench", resume=""), services=replicas, publication=Publication(transport=transport))
+        config = Config(run=Run(name="bench", resume=""), services=replicas, publication=publication)
         await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)
         await self._trainer.ask("fill")
         publishing = publisher(self._trainer, self._rollouts, config.publication)

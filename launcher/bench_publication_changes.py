@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from launcher.bench_material import bench_config
-from launcher.bench_publication_peers import TRANSPORTS, RolloutPeer, TrainerPeer, publisher
+from launcher.bench_publication_peers import RolloutPeer, TrainerPeer, publisher
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
@@ -65,8 +65,7 @@ async def measure(folder: Path, versions: int, show: Callable[[str], None] = lam
 def training_config(folder: Path) -> Config:
     """The benches' own, whose learning rate is 1e-6; masters in float32, published in bfloat16."""
     config = bench_config(folder / "material")
-    transport = "delta" if "delta" in TRANSPORTS else "auto"
-    publication = replace(config.publication, transport=transport, dtype="bfloat16")
+    publication = replace(config.publication, transport="delta", dtype="bfloat16")
     return replace(config, run=replace(config.run, resume=""), publication=publication)
 
 
