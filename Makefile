@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 # Several pools of threads on the same cores slow each other down severely.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run test test-all check format proto install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
 	contract-wheels

@@ -11,8 +11,8 @@ from runtime.topology import processes
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-# torch's TCPStore looks up the name of every address that it connects to. Where no name server answers that takes 5 s, and with it
-# each rendezvous of the publication group, although no process needs a name.
+# torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
+# rendezvous of the publication group, although nobody needs a name.
 _SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 

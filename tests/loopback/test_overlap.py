@@ -15,7 +15,7 @@ from runtime.commands import Apply, SendWeights
 from runtime.config import Publication
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.receiver import WeightReceiver
+from runtime.weights.reception import Reception
 from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
 
 WITHOUT = msgspec.structs.replace(PUBLICATION, overlap=False)
@@ -31,14 +31,14 @@ def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[tor
 @BOTH
 def test_the_first_bucket_arrives_before_the_last_is_gathered(settings: Publication, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = threading.Semaphore(0)
-    fault = WeightReceiver._fault
+    faults = Reception._faults
 
-    def seen(receiver: WeightReceiver, index: int, version: PolicyVersion) -> str:
-        found = fault(receiver, index, version)
+    def seen(reception: Reception, index: int, buffer: torch.Tensor) -> list[str]:
+        found = faults(reception, index, buffer)
         verified.release()
         return found
 
-    monkeypatch.setattr(WeightReceiver, "_fault", seen)
+    monkeypatch.setattr(Reception, "_faults", seen)
 
     def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         *most, last = tensors

@@ -91,10 +91,10 @@ def test_two_versions_are_kept_and_nothing_after_the_end(pair: list[WeightGroup]
     sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
     for step in range(4):
         publish(pair[0], sender, step)
-        for buffer in receiver._buffers:
-            buffer.fill_(step + 1)  # what an engine left there
         staged = receiver.receive(pair[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
         assert same(staged.tensors(), step)
+        for buffer in staged._set.buffers:
+            buffer.fill_(step + 1)  # what an engine leaves there
         staged.release()
     assert versions(tmp_path) == ["000003-version-0.2", "000004-version-0.3"]
     pair[0].abort()

@@ -103,12 +103,15 @@ class Endless:
         return False
 
 
+@pytest.mark.parametrize("pair", ["collective"], indirect=True)
 def test_abort_frees_sender_and_caller_from_a_broadcast_that_gloo_has_forgotten(pair: list[WeightGroup]) -> None:
     mesh = pair[0]._link._mesh  # type: ignore[attr-defined]
     begun, freed = threading.Event(), threading.Event()
     whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
     try:
-        sending = WeightSender(MANIFEST).send(pair[0], PolicyVersion(0, 1), 60.0)
+        sender = WeightSender(MANIFEST)
+        gather(sender, 1)
+        sending = sender.send(pair[0], PolicyVersion(0, 1), 60.0)
         assert begun.wait(5)
         before = time.monotonic()
         pair[0].abort()

@@ -33,6 +33,10 @@ class Memory(WeightGroup):
         self.may_take.set()
         self.sent: list[torch.Tensor] = []
 
+    @property
+    def sent_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.sent)
+
     def announce(self, version: PolicyVersion) -> None:
         """Nobody waits for it."""
 
@@ -211,8 +215,7 @@ def test_only_whole_buffers_can_be_sent_twice() -> None:
 
 def test_shared_buffers_take_less_memory() -> None:
     def memory(sender: WeightSender) -> int:
-        storages = {buffer.data_ptr(): buffer.untyped_storage().nbytes() for buffer in sender._buffers}
-        return sum(storages.values())
+        return sum({buffer.data_ptr(): buffer.nbytes for buffer in sender._buffers}.values())
 
     whole, shared = memory(WeightSender(MANIFEST)), memory(WeightSender(MANIFEST, whole=False))
     assert shared == whole * (sender_module.DEPTH + 1) // (COUNT // 2)
