@@ -17,6 +17,8 @@ from runtime.weights.sockets import SocketAddress, listeners, shut_down
 
 # Upper bound of a wait that nobody aborts, when coordinator and sender are both lost without closing a socket.
 BACKSTOP = 4 * 3600.0
+# gloo waits so many times its timeout for the first word of a peer, also of one that has died since the rendezvous.
+PATIENCE = 5
 
 _device_lock = threading.Lock()
 
@@ -114,7 +116,7 @@ class GlooMesh:
         options = gloo._Options()
         options._devices = list(devices)
         options._threads = 2 * connections
-        options._timeout = timedelta(seconds=max(give_up - time.monotonic(), 0.1))
+        options._timeout = timedelta(seconds=max(give_up - time.monotonic(), 0.1) / PATIENCE)
         try:
             self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
         except RuntimeError as error:
