@@ -33,7 +33,7 @@ from runtime.weights.gloo_mesh import BACKSTOP
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Transfer
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, plan_buckets
-from runtime.weights.sender import in_thread, tensors_in
+from runtime.weights.sender import clear, in_thread, tensors_in
 
 POLL = 0.05  # seconds between two looks for a member or a version
 SHARD_POLL = 0.01  # ... for the next file of a version that is being written
@@ -155,13 +155,10 @@ class FilesystemGroup(WeightGroup):
         wanted = {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
         if stored != wanted or not _TRAILER.fullmatch(trailer):
             raise RuntimeError(f"{reader.path} does not hold bucket {index} of the manifest")
-        end = 0
-        for entry, (name, tensor) in zip(bucket.entries, tensors.items(), strict=True):
+        for name, tensor in tensors.items():
             self.check()
-            buffer[end : entry.offset] = 0  # the checksum covers what lies between the tensors
             reader.read_into(name, tensor)
-            end = entry.offset + entry.nbytes
-        buffer[end:] = 0
+        clear(bucket, buffer)
         buffer[bucket.data_bytes :] = torch.frombuffer(bytearray.fromhex(trailer), dtype=torch.uint8)
 
     def _write(self, folder: Path, index: int, buffer: torch.Tensor, before: futures.Future[None] | None) -> None:

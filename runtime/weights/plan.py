@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -87,6 +88,15 @@ class Bucket(Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.data_bytes + TRAILER.size
+
+    @property
+    def padding(self) -> Iterator[slice]:
+        """What lies between the tensors, which the checksum covers too."""
+        end = 0
+        for entry in self.entries:
+            yield slice(end, entry.offset)
+            end = entry.offset + entry.nbytes
+        yield slice(end, self.data_bytes)
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:

@@ -131,6 +131,8 @@ class WeightSender:
                 if self._missing[index]:  # its buffer may be that of one under way
                     self._take(pending, 0, give_up)
                     self._await_whole(index, group, give_up)
+                if self._before[index] is not None:
+                    clear(bucket, buffer)
                 stamp(bucket, buffer, version)
                 pending.append(group.send(index, buffer))
                 self._take(pending, DEPTH - 1, give_up)
@@ -202,6 +204,12 @@ def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict
         flat = buffer[entry.offset : entry.offset + entry.nbytes]
         out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
     return out
+
+
+def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
+    """Zero the padding, which another bucket may have used."""
+    for gap in bucket.padding:
+        buffer[gap] = 0
 
 
 def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:

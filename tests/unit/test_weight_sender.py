@@ -219,3 +219,17 @@ def test_shared_buffers_take_less_memory() -> None:
 
     whole, shared = memory(WeightSender(MANIFEST)), memory(WeightSender(MANIFEST, whole=False))
     assert shared == whole * (sender_module.DEPTH + 1) // (COUNT // 2)
+
+
+def test_what_lies_between_the_tensors_is_zero_in_every_bucket() -> None:
+    sender = WeightSender(MANIFEST, whole=False)
+    group = Memory(sender.buckets)
+    sending = sender.send(group, VERSION, DEADLINE)
+    for buffer in sender._buffers:
+        buffer.fill_(255)
+    sender.fill(tensors())
+    sending.result(DEADLINE)
+    followers = [index for index, before in enumerate(sender._before) if before is not None]
+    assert followers
+    for index in followers:
+        assert all(not group.sent[index][gap].any() for gap in sender.buckets[index].padding)
