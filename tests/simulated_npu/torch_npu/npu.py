@@ -78,6 +78,12 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0):
         pass
 
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
 
 class Event:
     def record(self, stream: Stream | None = None) -> None:
@@ -90,6 +96,10 @@ class Event:
 @contextmanager
 def stream(stream: Stream) -> Iterator[None]:
     yield
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream()
 
 
 def get_device_name(device_name: Any = None) -> str:
