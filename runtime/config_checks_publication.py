@@ -17,8 +17,15 @@ def publication_faults(config: Config) -> Iterator[str]:
         yield from _folder(settings.folder)
         if settings.backend != _DEFAULT.backend:
             yield f"publication.backend: {settings.backend} is for a collective; transport filesystem has none, so must be auto"
-    elif settings.folder:
+    elif settings.transport == "shared_memory" and settings.backend != _DEFAULT.backend:
+        yield f"publication.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
+    if settings.folder and settings.transport != "filesystem":
         yield f"publication.folder: '{settings.folder}' is for transport filesystem alone, and it is {settings.transport}"
+    if not settings.overlap and config.services.trainer.processes > 1 and settings.transfer_timeout >= config.deadlines.train:
+        yield (
+            f"publication.transfer_timeout: {settings.transfer_timeout:g} must be below deadlines.train "
+            f"({config.deadlines.train:g}): without overlap the trainer's ranks wait for each other while buckets are taken"
+        )
     if settings.transport != "delta" and settings.full_every != _DEFAULT.full_every:
         yield f"publication.full_every: {settings.full_every} is for transport delta alone, and it is {settings.transport}"
 

@@ -20,9 +20,11 @@ _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be 
 
 
 def machine() -> str:
-    """Equal for processes that can share memory and connect by abstract unix sockets; "" where Linux does not say."""
+    """Equal for one user's processes that can share memory and connect by abstract sockets; "" where Linux does not say."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"  # noqa: PTH115
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = (os.readlink(f"/proc/self/ns/{space}") for space in ("net", "user"))  # noqa: PTH115
+        return " ".join((boot, *spaces, str(os.geteuid())))
     except OSError:
         return ""
 

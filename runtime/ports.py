@@ -104,7 +104,7 @@ class TrainerPort(WeightMember, UpdatePort, Protocol):
         """Open the rendezvous of a new epoch, as its rank 0. `transport`: one of `runtime.weights.group.TRANSPORTS`."""
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
-        """Snapshot the weights after the commands before, and broadcast them while later commands run."""
+        """Gather the weights after the commands before, and send them: with `publication.overlap` while later commands run."""
 
     def export(self, folder: str) -> Answer[None]:
         """Write the policy as a Hugging Face folder."""

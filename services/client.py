@@ -43,6 +43,12 @@ class Peer:
         await self.session.unary("Process", "Stop", Stop(drain_seconds=drain_seconds))
 
 
+def _longest_publication(deadlines: Deadlines, publication: Publication) -> float:
+    """Seconds, for calls that are posted before the step that makes the weights has ended, and may wait behind another: longer
+    than the phases of a publication, whose deadlines tell who was late."""
+    return 2 * (deadlines.train + publication.transfer_timeout)
+
+
 class WeightPeer(Peer):
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
         await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.abort_timeout)
@@ -69,8 +75,7 @@ class RolloutClient(ReplicaPeer, WeightPeer):
         await self.session.call("JoinWeights", commands.JoinWeights(address, manifest), self._publication.join_timeout)
 
     async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        # It is posted before the step that makes the weights has ended.
-        timeout = self._deadlines.train + self._publication.transfer_timeout
+        timeout = _longest_publication(self._deadlines, self._publication)
         await self.session.call("ReceiveWeights", commands.ReceiveWeights(version, epoch), timeout)
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
@@ -151,7 +156,7 @@ class TrainerClient(UpdateClient, WeightPeer):
         return hosted.address, hosted.manifest
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, commands.WeightsSent]:
-        timeout = self._deadlines.train + self._publication.transfer_timeout
+        timeout = _longest_publication(self._deadlines, self._publication)
         return self.session.post("SendWeights", commands.SendWeights(version, epoch), timeout)
 
     def export(self, folder: str) -> Coroutine[Any, Any, None]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
 
     return train_rank.make(config, rank, world_size)
 
+
+log = logging.getLogger("sluice")
 
 ROLE = SpmdRole("trainer", "Trainer", make_rank)
 
@@ -106,6 +109,7 @@ class TrainerService(Leader):
             await self._execute(command)
         except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
             self._snapshot = None
+            log.warning("%s: version %s was not gathered: %r", self.name, command.version, error)  # the letter may be answered
             letter.fail(error)  # AbortWeights follows. To end the transfer here would make it seem the receivers' failure
 
     async def _send(self, letter: Letter) -> bool:

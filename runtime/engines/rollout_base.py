@@ -28,7 +28,7 @@ class EngineStats(Struct, kw_only=True):
 
 
 class RolloutEngine(ABC):
-    """Token in, token out. Only the rollout actor calls it, one call at a time but for `stage`; `advance` may run long.
+    """Token in, token out. Called on one event loop, one call at a time but for `stage`; `advance` may run long.
 
     New weights come in one of two ways. Either they are staged beside generation, and `swap` takes them over between two steps;
     or they are loaded part by part over those that the engine has, and `swap` says that they are whole.

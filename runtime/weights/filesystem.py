@@ -103,7 +103,8 @@ class FilesystemGroup(WeightGroup):
             raise self._failure(error, str(folder)) from error
         self._versions.append(folder)
         for old in self._versions[:-KEPT]:
-            shared_folder.remove(old)
+            with suppress(OSError):  # it goes with the epoch's folder
+                shared_folder.remove(old)
         del self._versions[:-KEPT]
 
     def await_announcement(self, version: PolicyVersion) -> None:
@@ -314,13 +315,16 @@ def _missing(present: Sequence[str], world_size: int) -> list[int]:
 
 def leave(folder: Path, rank: int) -> None:
     """Take back what `rank` put into the epoch's folder: rank 0 all of it."""
-    if rank:
-        with suppress(OSError):  # a folder that rank 0 removed, or that no one can reach
+
+    def remove() -> None:
+        if rank:
             (folder / f"member-{rank}").unlink()
-        return
-    # A file server that does not answer must not hold whoever leaves.
+        else:
+            shared_folder.remove(folder)
+
+    # A file server that does not answer must not hold whoever leaves. Rank 0 may have removed the folder, or nobody reach it.
     with suppress(futures.TimeoutError, OSError):
-        in_thread("remove-weights", lambda: shared_folder.remove(folder)).result(LAST_REMOVAL)
+        in_thread("remove-weights", remove).result(LAST_REMOVAL)
 
 
 def host(epoch: int, world_size: int, timeout: float, name: str, folder: str) -> PendingGroup:

@@ -19,6 +19,7 @@ from runtime.weights.sockets import SocketAddress, listeners, shut_down
 BACKSTOP = 4 * 3600.0
 # gloo waits so many times its timeout for the first word of a peer, also of one that has died since the rendezvous.
 PATIENCE = 5
+LEAST = 1.0  # second of that, as a machine may be busy
 
 _device_lock = threading.Lock()
 
@@ -116,7 +117,7 @@ class GlooMesh:
         options = gloo._Options()
         options._devices = list(devices)
         options._threads = 2 * connections
-        options._timeout = timedelta(seconds=max(give_up - time.monotonic(), 0.1) / PATIENCE)
+        options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / PATIENCE, LEAST))
         try:
             self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
         except RuntimeError as error:

@@ -123,8 +123,8 @@ class WeightReceiver(_Receiver):
 
     def _receive(self, reception: Reception) -> Staged:
         if not self._free:
-            self._made += 1
             self._free.append(self._new_set())
+            self._made += 1
         reception.await_sender()
         buckets = self._free[-1]
         reception.take(buckets.buffers.__getitem__)

@@ -51,6 +51,7 @@ class WeightSender:
         """`pin` page-locks the buffers, for copies from an accelerator. Raises InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
+        self._whole = whole
         slots = tuple(range(len(self.buckets)))
         if not whole:
             slots = plan_slots(self.buckets, manifest.bucket_bytes, DEPTH + 1)
@@ -72,6 +73,7 @@ class WeightSender:
             self._await_idle("snapshot", timeout)
             self._missing = [len(bucket.entries) for bucket in self.buckets]
 
+    @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take every one of the manifest's tensors, in its order and on any device; they are cast to its dtypes.
 
@@ -101,8 +103,10 @@ class WeightSender:
     def abort(self) -> None:
         """End the transfer under way, if there is one, by leaving its group for good. Idempotent, from any thread."""
         with self._changed:
-            if self._group is not None:
-                self._group.abort()
+            group = self._group
+        if group is not None:
+            group.abort()
+            with self._changed:
                 self._changed.notify_all()
 
     def _await_idle(self, phase: str, timeout: float) -> None:
@@ -115,8 +119,13 @@ class WeightSender:
         if before is None:
             return True
         with self._changed:
-            self._changed.wait_for(lambda: self._taken > before or self._group is None)
-            return self._group is not None
+            self._changed.wait_for(lambda: self._taken > before or self._ended)
+            return not self._ended
+
+    @property
+    def _ended(self) -> bool:
+        """Whether no transfer takes buckets any more."""
+        return self._group is None or self._group.aborted
 
     def _send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> SendResult:
         before, give_up = group.sent_bytes, time.monotonic() + deadline
@@ -131,7 +140,7 @@ class WeightSender:
                 if self._missing[index]:  # its buffer may be that of one under way
                     self._take(pending, 0, give_up)
                     self._await_whole(index, group, give_up)
-                if self._before[index] is not None:
+                if not self._whole:
                     clear(bucket, buffer)
                 stamp(bucket, buffer, version)
                 pending.append(group.send(index, buffer))

@@ -223,13 +223,19 @@ def test_shared_buffers_take_less_memory() -> None:
 
 def test_what_lies_between_the_tensors_is_zero_in_every_bucket() -> None:
     sender = WeightSender(MANIFEST, whole=False)
-    group = Memory(sender.buckets)
-    sending = sender.send(group, VERSION, DEADLINE)
-    for buffer in sender._buffers:
-        buffer.fill_(255)
-    sender.fill(tensors())
-    sending.result(DEADLINE)
-    followers = [index for index, before in enumerate(sender._before) if before is not None]
-    assert followers
-    for index in followers:
-        assert all(not group.sent[index][gap].any() for gap in sender.buckets[index].padding)
+    for version in range(2):  # buffers have had other buckets by the second
+        for buffer in sender._buffers:
+            buffer.fill_(255)
+        group = Memory(sender.buckets)
+        sender.begin(DEADLINE)
+        sending = sender.send(group, PolicyVersion(0, version), DEADLINE)
+        sender.fill(tensors(version))
+        sending.result(DEADLINE)
+        for bucket, buffer in zip(sender.buckets, group.sent, strict=True):
+            assert all(not buffer[gap].any() for gap in bucket.padding)
+
+
+def test_what_is_gathered_is_taken_without_its_graph() -> None:
+    sender = WeightSender(MANIFEST)
+    sender.fill(tensor.requires_grad_() for tensor in tensors())
+    assert not any(view.requires_grad for view in sender._views)
