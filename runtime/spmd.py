@@ -140,9 +140,8 @@ class Relay(Generic[Command]):
                 self._hear_all()
                 continue
             if command is None:
-                self._send(_block(_END))
-                with suppress(ServiceFault):  # as soon as they have answered they may leave
-                    self._hear_all()  # gloo fails what has arrived but was not yet taken when its connection closes
+                with suppress(ServiceFault, RuntimeError):  # as soon as they have answered they may leave
+                    self._end_all()  # gloo fails what has arrived but was not yet taken when its connection closes
                 return
             self._send(_block(len(command), command))
             if len(command) > _INLINE:
@@ -170,6 +169,12 @@ class Relay(Generic[Command]):
 
     def _send(self, tensor: torch.Tensor) -> None:
         self._with_followers(lambda pg, rank: pg.send([tensor], rank, _COMMAND_TAG))
+
+    def _end_all(self) -> None:
+        """Nobody waits for these sends: gloo may forget one whose receiver leaves, and the answer says that it came."""
+        ends = [self._pg().send([_block(_END)], rank, _COMMAND_TAG) for rank in self._followers]
+        self._hear_all()
+        del ends
 
     def _hear_all(self) -> None:
         answers = {rank: torch.empty(1, dtype=torch.uint8) for rank in self._followers}
