@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import threading
 import time
@@ -21,7 +22,10 @@ BACKSTOP = 4 * 3600.0
 PATIENCE = 5
 LEAST = 1.0  # second of that, as a machine may be busy
 
+LAST_LEAVE = 5.0  # seconds that the interpreter's end waits for a group's
+
 _device_lock = threading.Lock()
+_leaving: set[threading.Thread] = set()  # those that let go of a group
 
 
 def reason(error: BaseException) -> str:
@@ -38,6 +42,25 @@ def drop_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
+
+
+def _let_go(ending: list[Any]) -> None:
+    """Drop what is in `ending`, in a thread."""
+
+    def clear() -> None:
+        ending.clear()
+        _leaving.discard(thread)
+
+    thread = threading.Thread(target=clear, name="leave-gloo", daemon=True)
+    _leaving.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _await_leaving() -> None:
+    """A thread that the interpreter's end overtakes within torch takes the process down with it."""
+    for thread in tuple(_leaving):
+        thread.join(LAST_LEAVE)
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
@@ -137,7 +160,7 @@ class GlooMesh:
                 shut_down(local, self._remote)
             ending = [pg]
             del pg
-            threading.Thread(target=ending.clear, name="leave-gloo", daemon=True).start()
+            _let_go(ending)
 
     def bound(self, seconds: float) -> None:
         """No collective that is begun from now on holds a thread for longer than `seconds`."""

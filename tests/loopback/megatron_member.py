@@ -143,11 +143,10 @@ def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, c
 
 
 def publish(engine: Any, rank: int, export: Path) -> dict[str, torch.Tensor]:
-    specs = engine.tensor_specs() if rank == 0 else []
-    out = [tensor.clone() for tensor in engine.gather()]
+    gathered = [tensor.clone() for tensor in engine.gather()]
     export.mkdir(exist_ok=True)
     engine.export(str(export))
-    return {spec.name: tensor for spec, tensor in zip(specs, out, strict=True)}
+    return {} if rank else {spec.name: tensor for spec, tensor in zip(engine.tensor_specs(), gathered, strict=True)}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from runtime.errors import ServiceFault, UserError
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sender import in_thread
+from tests.loopback.weight_members import ROOT
 from tests.loopback.weight_cases import IN_A_STORE
 
 
@@ -48,3 +51,15 @@ def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) ->
     with pytest.raises(UserError, match=fault) as caught:
         host(1, 2, interface, backend, 1.0)
     assert "\n" not in str(caught.value)
+
+
+LEAVE_AND_END = """
+from tests.loopback.weight_aborts import connected
+for group in connected("collective", 3):
+    group.abort()
+"""
+
+
+def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVE_AND_END], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
