@@ -13,8 +13,8 @@ from runtime.errors import ServiceFault, UserError
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sender import in_thread
-from tests.loopback.weight_members import ROOT
 from tests.loopback.weight_cases import IN_A_STORE
+from tests.loopback.weight_members import ROOT
 
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
