@@ -89,8 +89,8 @@ class Staged:
 class _Set:
     """Buffers for a whole version."""
 
-    def __init__(self, receiver: WeightReceiver, pin: bool, shared: bool):
-        self.buffers = allocate(receiver.buckets, pin, shared)
+    def __init__(self, receiver: WeightReceiver, shared: bool):
+        self.buffers = allocate(receiver.buckets, pin=False, shared=shared)
         names = (spec.name for spec in receiver.manifest.tensors)
         self.tensors = dict(zip(names, views(receiver.manifest, receiver.buckets, self.buffers), strict=True))
 
@@ -98,14 +98,14 @@ class _Set:
 class WeightReceiver(_Receiver):
     """Owns the staging buckets of one manifest: `sets` times, for an engine that adopts what was staged takes two."""
 
-    def __init__(self, manifest: Manifest, *, sets: int = 1, pin: bool = False, shared: bool = False):
-        """`pin` page-locks the buckets, for copies to an accelerator; `shared` ones can be mapped by other processes.
+    def __init__(self, manifest: Manifest, *, sets: int = 1, shared: bool = False):
+        """Buckets that are `shared` can be mapped by other processes.
 
         A set takes its memory with the first version that it receives: by then the weights with which the engine began are
         gone, so that no more than two copies are ever there. Raises InvalidMessage for a manifest without a plan.
         """
         super().__init__(manifest)
-        self._new_set = lambda: _Set(self, pin, shared)
+        self._new_set = lambda: _Set(self, shared)
         self._most = sets
         self._free: list[_Set] = []
         self._made = 0
