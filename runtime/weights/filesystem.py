@@ -142,11 +142,12 @@ class FilesystemGroup(WeightGroup):
         self._await(path.parent, lambda name: name == path.name, give_up, SHARD_POLL, str(path))
         try:
             self._fill(TensorReader(path), index, buffer)
-        except OSError as error:
-            raise RuntimeError(f"{path} cannot be read: {error.strerror}") from error
-        except UserError as error:
+        except (OSError, UserError) as error:
             self.check()
-            raise RuntimeError(str(error)) from error
+            if not self._epoch_folder.exists():  # removed after the file was seen
+                raise RuntimeError("rank 0 left the group") from error
+            reason = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            raise RuntimeError(reason) from error
 
     def _fill(self, reader: TensorReader, index: int, buffer: torch.Tensor) -> None:
         # Read, not mapped: a mapped page whose file its server has given up would be the end of this process.

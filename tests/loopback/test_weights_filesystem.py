@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from runtime.engines.tensor_files import TensorWriter
+from runtime.engines.tensor_files import TensorReader, TensorWriter
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import filesystem
@@ -131,7 +132,7 @@ def test_a_file_that_is_no_bucket_of_the_manifest_is_refused(pair: list[WeightGr
 
 KILLED = """
 import sys, time
-from runtime.engines.tensor_files import TensorWriter
+from runtime.engines.tensor_files import TensorReader, TensorWriter
 from runtime.types import PolicyVersion
 from runtime.weights.group import host
 from runtime.weights.sender import WeightSender
@@ -292,6 +293,24 @@ def test_a_write_that_fails_names_folder_and_bucket(
     with pytest.raises(ServiceFault, match=r"rollout-0: \w+: .* rank 0 left the group"):  # at once, not at its deadline
         reception.result(PATIENCE)
     sender.begin(1.0)
+
+
+def test_an_epoch_removed_after_its_file_was_seen_is_a_sender_that_left(
+    pair: list[WeightGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = WeightSender(MANIFEST)
+    gather(sender, 3)
+
+    def late(path: Path) -> TensorReader:
+        pair[0].abort()
+        return TensorReader(path)
+
+    monkeypatch.setattr(filesystem, "TensorReader", late)
+    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 3), 60.0)
+    with suppress(ServiceFault):  # all may be written before the first file is read
+        sender.send(pair[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
+    with pytest.raises(ServiceFault, match=r"rollout-0: transfer: .* rank 0 left the group"):
+        reception.result(PATIENCE)
 
 
 def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
