@@ -340,17 +340,29 @@ class Process(Section, frozen=True):
     jemalloc: bool | str = "auto"  # preloaded: auto = on NPU machines that have it, for what computes; or a library's path
 
 
-class Computing(Process, frozen=True):
-    """A role that computes on accelerators. `devices` are shared out evenly among its processes. Without them each process sees
-    all, and takes the first; a rank of several takes its own.
+class Placed(Process, frozen=True):
+    """A role with processes to place. `placement`: on as few nodes as hold them (`pack`), evenly over all (`spread`), or evenly
+    over the nodes named.
     """
 
-    devices: list[NonNegative] = []
+    placement: Literal["pack", "spread"] | list[str] = "pack"
+
+
+class Computing(Placed, frozen=True):
+    """A role that computes on accelerators: each process has its own, those of one node that are free, or its share of
+    `devices`. With `colocate: ROLE` they are those that the other role has.
+    """
+
+    devices: list[NonNegative] = []  # of one node
+    colocate: str = ""
 
 
 class Coordinator(Process, frozen=True):
-    """The one process whose port may be configured; 0 = any free port."""
+    """The one process whose address is configured: on several nodes `host` is the one that all reach it by, and the node that
+    has this address starts it. Port 0 = any free port, on one node.
+    """
 
+    host: str = ""  # network.interface when empty
     port: Port = 0
 
 
@@ -376,7 +388,7 @@ class Rollout(Computing, frozen=True):
     engine_args: dict[str, Any] = {}  # of vLLM's AsyncEngineArgs
 
 
-class Reward(Process, frozen=True):
+class Reward(Placed, frozen=True):
     replicas: Positive = 1
     restarts: Restarts = Restarts()
 
@@ -503,12 +515,35 @@ class Ledger(Section, frozen=True):
     retain_bytes: Positive = 1 << 30  # retired payloads kept for `sluice samples`
 
 
+class Node(Section, frozen=True):
+    """A machine, by the name that its agent gives. `supernode`: nodes of one are near each other, and an SPMD group is put into
+    one that holds it.
+    """
+
+    name: str
+    devices: NonNegative | None = None  # its accelerators; null = as many as its agent finds
+    supernode: str = ""
+
+
+class Cluster(Section, frozen=True):
+    """The machines of a run, each with an agent (`python -m launcher.node CONFIG`): whoever comes, or those that are named.
+
+    The run starts once `min_nodes` are there. Rollouts, rewards and references for which these have no room start with the
+    nodes that come later.
+    """
+
+    nodes: Literal["auto"] | list[Node] = "auto"
+    min_nodes: NonNegative = 0  # 0 = all that are named; with auto, one
+
+
 class Network(Section, frozen=True):
-    """`interface` is the address that services bind to and are reached at. The HCCL ports, first and last, are shared out among
-    the processes of a machine on which some NPU has several.
+    """`interface`: the address that services bind to and are reached at; a network (`10.1.0.0/16`) or an interface (`eth0`) that
+    tells each node's; or auto, the one by which it reaches the coordinator. Ports are any free ones, or of `port_range`, first
+    and last. The HCCL ports are shared out among the processes of a machine on which some NPU has several.
     """
 
     interface: str = "127.0.0.1"
+    port_range: tuple[Port, Port] | None = None
     hccl_host_ports: tuple[Port, Port] = (60000, 60999)
     hccl_npu_ports: tuple[Port, Port] = (61000, 61999)
 
@@ -546,6 +581,7 @@ class Config(Section, frozen=True):
     lora: Lora | None = None
     stop: Stop = Stop()
     services: Services = Services()
+    cluster: Cluster = Cluster()
     publication: Publication = Publication()
     checkpoint: Checkpoint = Checkpoint()
     ledger: Ledger = Ledger()
