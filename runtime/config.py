@@ -537,9 +537,9 @@ class Cluster(Section, frozen=True):
 
 
 class Network(Section, frozen=True):
-    """`interface`: the address that services bind to and are reached at; a network (`10.1.0.0/16`) or an interface (`eth0`) that
-    tells each node's; or auto, the one by which it reaches the coordinator. Ports are any free ones, or of `port_range`, first
-    and last. The HCCL ports are shared out among the processes of a machine on which some NPU has several.
+    """`interface`: the address that services bind to and are reached at; a network (`10.1.0.0/16`) or an interface (`eth0`),
+    in which each node has its own; or auto, the one by which it reaches the coordinator. Ports are any free ones, or of
+    `port_range`, first and last. The HCCL ports are shared out among the processes of a machine on which some NPU has several.
     """
 
     interface: str = "127.0.0.1"
