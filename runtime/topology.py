@@ -97,3 +97,27 @@ def data_leaders(settings: Spread) -> range:
     """
     parallel = settings.parallel
     return range(0, settings.processes // parallel.pipeline, parallel.tensor * parallel.context)
+
+
+def path_of(config: Config, member: Member) -> str:
+    """The YAML path of a member's settings: of a rollout, its fleet's."""
+    if member.role == "rollout":
+        mine = replicas(config)[member.name]
+        return next(path for path, fleet in fleets(config).items() if fleet is mine)
+    return f"services.{member.role}"
+
+
+def settings_of(config: Config, member: Member) -> Process:
+    """What stands at `path_of`."""
+    settings: Process = replicas(config).get(member.name) or getattr(config.services, member.role)
+    return settings
+
+
+def is_group(config: Config, role: str) -> bool:
+    """Whether a role's members are the ranks of one SPMD group, which live and die together."""
+    return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
+
+
+def local_ranks(settings: Spread) -> int:
+    """The ranks of a group that have to be on one machine, as they share every layer."""
+    return settings.parallel.tensor * settings.parallel.context

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from services import stream, wire
 from services.rpc import common_pb2
 
 Handler = Callable[[Any, float | None], Awaitable[Any]]
-StreamHandler = Callable[[], AsyncIterator[Any]]
+StreamHandler = Callable[[Any], AsyncGenerator[Any, None]]
 
 REMEMBERED = 256  # calls per service that a repeated id is answered from
 OPTIONS = (
@@ -100,21 +101,30 @@ def _unary(method: wire.Method, handler: Handler) -> Any:
             reply = await handler(method.request.parse(data), context.time_remaining())
             return method.reply.pack(reply).SerializeToString()
         except errors.SluiceError as error:
-            code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
-            details = wire.error_to_wire(error)
-            details.message = details.message[:SHOWN]
-            await context.abort(code, wire.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
-            raise AssertionError from error  # abort has raised
+            await _refuse(error, context)
+            raise AssertionError from error  # it has raised
 
     return call
 
 
 def _streaming(method: wire.Method, source: StreamHandler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async for item in source():
-            yield method.reply.pack(item).SerializeToString()
+        try:
+            async with aclosing(source(method.request.parse(data))) as items:
+                async for item in items:
+                    yield method.reply.pack(item).SerializeToString()
+        except errors.SluiceError as error:
+            await _refuse(error, context)
 
     return call
+
+
+async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) -> None:
+    """End a call with `error`: its code and its words for whoever speaks gRPC, and itself for `session`."""
+    code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
+    details = wire.error_to_wire(error)
+    details.message = details.message[:SHOWN]
+    await context.abort(code, wire.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
 
 
 def _forget(answering: dict[int, asyncio.Task[None]], id_: int, _: asyncio.Task[None]) -> None:
