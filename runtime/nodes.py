@@ -90,52 +90,57 @@ class Scaled(Struct, kw_only=True, frozen=True):
 
 
 class Roster:
-    """The nodes that are there, in the order in which they are filled: as the configuration names them, or as they came.
-
-    `reference` is the node of the coordinator, which the others have to agree with.
-    """
+    """The nodes that are there. Whoever comes first is the one that the others have to agree with. A node counts once it has
+    said what it has at the configuration's paths."""
 
     def __init__(self, config: Config):
         self._cluster = config.cluster
         self._there: dict[str, NodeRegistration] = {}
-        self._reference: NodeRegistration | None = None
+        self._ready: dict[str, NodeRegistration] = {}
+        self._first: NodeRegistration | None = None
 
     @property
     def missing(self) -> list[str]:
         """Who has to come before the run can start: names, or how many."""
         nodes, least = self._cluster.nodes, self._cluster.min_nodes
         if nodes == "auto":
-            short = max(1, least) - len(self._there)
-            return [f"{short} more of {max(1, least)} nodes"] if short > 0 else []
-        absent = [node.name for node in nodes if node.name not in self._there]
-        return absent if len(self._there) < (least or len(nodes)) else []
+            short = max(1, least) - len(self._ready)
+            return [f"{short} of {max(1, least)} nodes"] if short > 0 else []
+        absent = [node.name for node in nodes if node.name not in self._ready]
+        return absent if len(self._ready) < (least or len(nodes)) else []
 
     @property
-    def registrations(self) -> Mapping[str, NodeRegistration]:
-        return self._there
+    def nodes(self) -> Mapping[str, NodeRegistration]:
+        """Those that count."""
+        return self._ready
 
     @property
     def offers(self) -> list[NodeOffer]:
+        """Those that count, in the order in which they are filled: as the configuration names them, or as they came."""
         if self._cluster.nodes == "auto":
-            return [NodeOffer(each.name, each.devices) for each in self._there.values()]
+            return [NodeOffer(each.name, each.devices) for each in self._ready.values()]
         return [
-            NodeOffer(node.name, self._there[node.name].devices if node.devices is None else node.devices, node.supernode)
+            NodeOffer(node.name, self._ready[node.name].devices if node.devices is None else node.devices, node.supernode)
             for node in self._cluster.nodes
-            if node.name in self._there
+            if node.name in self._ready
         ]
 
     def admit(self, node: NodeRegistration) -> None:
         """Raises UserError with one line for each thing in which the node does not fit the others."""
         if faults := list(self._faults(node)):
             raise UserError("\n".join(faults))
-        self._reference = self._reference or node
+        self._first = self._first or node
         self._there[node.name] = node
+
+    def ready(self, name: str) -> None:
+        self._ready[name] = self._there[name]
 
     def leave(self, name: str) -> None:
         self._there.pop(name, None)
+        self._ready.pop(name, None)
 
     def _faults(self, node: NodeRegistration) -> Iterator[str]:
-        nodes, one = self._cluster.nodes, self._reference
+        nodes, one = self._cluster.nodes, self._first
         if node.name in self._there:
             yield f"node {node.name}: {self._there[node.name].address} has this name already; one of them needs another --name"
         if nodes != "auto":
@@ -170,11 +175,15 @@ def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]
 def launches(
     config: Config, placement: Placement, roster: Mapping[str, NodeRegistration], incarnations: Mapping[str, int]
 ) -> dict[str, list[Launch]]:
-    """By node, what it is to run. `incarnations`: the lowest allowed, by the name of a replica or the role of a group."""
+    """By node, what it is to run; a group only while all its nodes are there. `incarnations`: the lowest allowed, by the name of
+    a replica or the role of a group."""
     out: dict[str, list[Launch]] = {name: [] for name in roster}
+    absent = {seat.member.role for seat in placement.seats if seat.node not in roster}
     groups: dict[str, dict[str, list[Seat]]] = {}
     for seat in placement.seats:
         member = seat.member
+        if seat.node not in roster or (member.role in absent and is_group(config, member.role)):
+            continue
         if is_group(config, member.role):
             groups.setdefault(member.role, {}).setdefault(seat.node, []).append(seat)
         else:
@@ -191,8 +200,7 @@ def launches(
 def _group(
     role: str, parts: Mapping[str, Sequence[Seat]], roster: Mapping[str, NodeRegistration], place: int, incarnation: int
 ) -> Iterator[tuple[str, Launch]]:
-    """The launches of one group, whose nodes are in the order of its ranks. They meet at the first: number `place` of its ports.
-    """
+    """The launches of one group, whose nodes are in the order of its ranks. They meet at the first, at port number `place`."""
     first = roster[next(iter(parts))]
     for node_rank, (node, seats) in enumerate(parts.items()):
         meeting = Rendezvous(host=first.address, port=first.ports[place], nodes=len(parts), node_rank=node_rank)

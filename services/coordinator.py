@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -27,12 +27,14 @@ from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.ledger import Ledger
+from runtime.nodes import Death, NodePaths, Scale, Scaled
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.ports import Replaceable
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.trackers import Trackers
 from services.fleet import Fleet
+from services.nodes import Nodes
 from services.server import Handler, Server
 
 log = logging.getLogger("sluice")
@@ -53,7 +55,9 @@ class Coordinator:
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", self._started))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
-        self._fleet = Fleet(config, trains, lambda: self._report(self._progress))
+        self._fleet = Fleet(config, lambda: self._report(self._progress))
+        self._nodes = Nodes(config, trains, self._fleet)
+        self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
         self._run: Run | None = None
         self._evaluation: EvaluationRun | None = None
@@ -61,11 +65,13 @@ class Coordinator:
 
     async def serve(self, ready_fd: int) -> None:
         """Everything. Raises UserError, ServiceFault."""
+        self._failed = asyncio.get_running_loop().create_future()
         server = Server(
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
-            {("Coordinator", "Watch"): self._watch},
+            {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
+            silence=self._config.deadlines.silence,
         )
-        host = self._config.network.interface
+        host = self._config.services.coordinator.host or self._config.network.interface
         port = self._config.services.coordinator.port
         try:
             self._address = f"{host}:{server.bind(host, port)}"
@@ -80,7 +86,7 @@ class Coordinator:
         os.close(ready_fd)
         end = "failed"
         try:
-            await (self._train() if self._trains else self._evaluate())
+            await self._unless_failed(self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
             (self._folder / layout.ADDRESS).unlink(missing_ok=True)
@@ -88,7 +94,18 @@ class Coordinator:
             self._report(msgspec.structs.replace(self._progress, phase=end))
             await server.stop(grace=0.2)
 
+    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`. Raises what a node tells of a process without which the run cannot go on, once everything is closed."""
+        task = asyncio.create_task(work)
+        await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            task.cancel()
+            await asyncio.wait({task})
+            self._failed.result()
+        task.result()
+
     async def _train(self) -> None:
+        self._fleet.expect(await self._nodes.placed(self._started))
         material = await self._material()
         try:
             seconds = time.monotonic()
@@ -108,6 +125,7 @@ class Coordinator:
 
     async def _evaluate(self) -> None:
         config = self._config
+        self._fleet.expect(await self._nodes.placed(self._started))
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
         trackers = Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
@@ -183,7 +201,26 @@ class Coordinator:
         async def processes(_: None, timeout: float | None) -> Topology:
             return Topology(processes=self._fleet.processes)
 
-        return {"Register": register, "Processes": processes}
+        async def paths(found: NodePaths, timeout: float | None) -> None:
+            self._nodes.report_paths(found)
+
+        async def died(death: Death, timeout: float | None) -> None:
+            self._died(death)
+
+        async def scale(wanted: Scale, timeout: float | None) -> Scaled:
+            return self._nodes.scale(wanted)
+
+        return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
+
+    def _died(self, death: Death) -> None:
+        """A process is not started again: the run goes on without it, where it can."""
+        log.warning("%s (incarnation %d, node %s) ended: %s", death.name, death.incarnation, death.node, death.reason)
+        if self._failed.done():
+            return
+        if death.mistake:
+            self._failed.set_exception(UserError(death.reason))
+        elif self._progress.phase == "starting" or not self._fleet.others(death.name):
+            self._failed.set_exception(SluiceError(death.reason))
 
     def status(self) -> Status:
         progress = self._progress
@@ -217,7 +254,7 @@ class Coordinator:
         for watcher in self._watchers:
             watcher.set()
 
-    async def _watch(self) -> AsyncIterator[Progress]:
+    async def _watch(self, _: None) -> AsyncGenerator[Progress, None]:
         """Every change, or the newest of several that came together."""
         changed = asyncio.Event()
         self._watchers.add(changed)

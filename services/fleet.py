@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles
 from runtime.ports import ReferencePort, Replaceable, RewardPort
 from runtime.status import Loss, Registration
-from runtime.topology import Member, data_leaders, members, replaceable
+from runtime.topology import Member, data_leaders, replaceable
 from services.client import (
     CLIENTS,
     CriticClient,
@@ -32,10 +32,10 @@ log = logging.getLogger("sluice")
 class Fleet:
     """`lost` holds the newest loss of each name, until another process has come in its place."""
 
-    def __init__(self, config: Config, trains: bool, changed: Callable[[], None]):
-        """`trains`: False for an evaluation alone. `changed` is called when `lost` has changed."""
+    def __init__(self, config: Config, changed: Callable[[], None]):
+        """`changed` is called when `lost` has changed."""
         self._config = config
-        self._members = members(config, trains)
+        self._members: list[Member] = []
         self._changed = changed
         self.lost: dict[str, Loss] = {}
         self._registered: dict[Member, Registration] = {}
@@ -73,13 +73,41 @@ class Fleet:
             task.add_done_callback(self._joining.discard)
         self._arrived.set()
 
+    def newest(self, member: Member) -> int | None:
+        """The incarnation of the newest process that registered as `member`."""
+        registration = self._registered.get(member)
+        return None if registration is None else registration.incarnation
+
+    def expect(self, members: Sequence[Member]) -> None:
+        """These have been given a place: they will register."""
+        self._members += [member for member in members if member not in self._members]
+
+    def give_up(self, members: Sequence[Member], reason: str) -> None:
+        """These are gone, which may take long to be seen on their connections."""
+        for member in members:
+            if member in self._sessions:
+                self._sessions[member].lose(reason)
+
+    def dismiss(self, members: Sequence[Member], reason: str) -> None:
+        """These are not wanted any more, nor missed."""
+        self._members = [member for member in self._members if member not in members]
+        self.give_up(members, reason)
+        for member in members:
+            self.lost.pop(member.name, None)
+        self._changed()
+
+    def others(self, name: str) -> bool:
+        """Whether another of its role is there, or comes."""
+        role = next((member.role for member in self._members if member.name == name), "")
+        return any(one.role == role and one.name != name and one.name not in self.lost for one in self._members)
+
     def lose(self, loss: Loss) -> None:
         """The run does without this process from now on."""
         self.lost[loss.name] = loss
         self._changed()
 
     async def connect(self, began: float, arrive: Callable[[str, Replaceable], None]) -> None:
-        """Wait until every process of the topology has registered, and open a session to each. Raises DeadlineExceeded when
+        """Wait until everybody who is expected has registered, and open a session to each. Raises DeadlineExceeded when
         that is not done `deadlines.start` after `began`.
 
         `arrive(role, client)`: a process has come later in the place of one that was lost.
@@ -124,11 +152,13 @@ class Fleet:
             await session.close()
             self.lose(Loss(name=member.name, incarnation=registration.incarnation, reason=str(error)))
             return
-        former, self._sessions[member] = self._sessions[member], session
+        former = self._sessions.get(member)
+        self._sessions[member] = session
         self._arrive(member.role, CLIENTS[member.role](session, *self._settings, registration.incarnation))
         self.lost.pop(member.name, None)
         self._changed()
-        await former.close()
+        if former is not None:
+            await former.close()
 
     # ------------------------------------------------------------------------------------------ the roles they play
 

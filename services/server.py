@@ -32,6 +32,7 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
 )
+PING = 0.3  # of the seconds of silence that a connection is allowed, after which the peer is asked for a sign
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
@@ -45,11 +46,35 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
 }
 
 
-class Server:
-    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method."""
+def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
+    """Of a channel or a server. A connection on which nothing arrives for `silence` seconds is given up; 0 = never."""
+    if not silence:
+        return OPTIONS
+    ping = int(silence * 1000 * PING)
+    return (
+        *OPTIONS,
+        ("grpc.keepalive_time_ms", ping),
+        ("grpc.keepalive_timeout_ms", int(silence * 1000) - ping),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
 
-    def __init__(self, services: Mapping[str, Mapping[str, Handler]], streams: Mapping[tuple[str, str], StreamHandler]):
-        self._server = grpc.aio.server(options=OPTIONS)
+
+class Server:
+    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
+
+    `silence`: as of `options`.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Mapping[str, Handler]],
+        streams: Mapping[tuple[str, str], StreamHandler],
+        silence: float = 0.0,
+    ):
+        self._server = grpc.aio.server(options=options(silence))
         self._health = health.aio.HealthServicer()
         self._names = [f"{wire.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
