@@ -13,7 +13,7 @@ from launcher import topology
 from launcher.fingerprint import fingerprint
 from launcher.machine import Machine
 from launcher.supervisor import Child, Supervisor
-from runtime import config_loading, layout, network
+from runtime import config_loading, layout
 from runtime.config import Config
 from runtime.errors import ServiceFault, SluiceError, Unreachable, UserError
 from runtime.nodes import Assignment, Death, NodePaths, NodeRegistration
@@ -44,7 +44,6 @@ class Agent:
         self._coordinator = coordinator
         self._supervisor = supervisor
         self._machine, self._python, self._cores = machine, python, cores
-        self._interface = "" if network.is_loopback(node.address) else network.interface_of(node.address)
         self._path = Path(config.run.dir) / layout.NODES / f"{node.name}.yaml"
         self._assignment = Assignment(config="")
         self._began = False
@@ -129,7 +128,6 @@ class Agent:
             self._coordinator,
             self._cores,
             self._machine,
-            self._interface,
         )
         running = self._supervisor.incarnations
         former = [launch.name for launch in self._assignment.launches]

@@ -10,18 +10,13 @@ from runtime.config import Computing, Config, Network, Process, Spread
 from runtime.topology import processes
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
-# By which gloo, NCCL, HCCL and TensorPipe choose the address that others reach them at.
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
 # rendezvous of the publication group, although nobody needs a name.
 _SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
-def environment(
-    role: Process, threads: int, machine: Machine, devices: Sequence[int] = (), interface: str = ""
-) -> dict[str, str]:
+def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str]:
     """The role's own variables over Sluice's. `devices`: those of the machine's that are this process's; empty = what it inherits.
-    `interface`: what its collectives use; empty = what they choose.
 
     Several pools of threads on the same cores slow each other down severely.
     """
@@ -37,7 +32,6 @@ def environment(
         "MKL_NUM_THREADS": count,
         "PYTHONUNBUFFERED": "1",
         **(_SHORT_LOOKUPS if isinstance(role, Computing) else {}),
-        **(dict.fromkeys(_INTERFACES, interface) if interface and isinstance(role, Computing) else {}),
         **own,
         **role.env,
     }

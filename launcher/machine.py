@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime.config import Config
+from runtime.network import own_address
 
 Kind = Literal["npu", "cuda", "cpu"]
 
@@ -48,6 +52,12 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
         return tuple(filter(None, (name.strip() for name in visible.split(","))))
     count = sum(_FILES[kind].fullmatch(name) is not None for name in names)
     return tuple(map(str, range(count)))
+
+
+def on_this_machine(config: Config) -> Config:
+    """With this machine's own address as `network.interface`. Raises UserError when it has none that fits."""
+    address = own_address(config.network.interface, config.services.coordinator.host)
+    return replace(config, network=replace(config.network, interface=address))
 
 
 def jemalloc_paths(architecture: str) -> tuple[str, ...]:

@@ -51,10 +51,9 @@ def service_specs(
     coordinator: str,
     cores: int,
     machine: Machine = Machine(),  # noqa: B008
-    interface: str = "",
 ) -> dict[str, ProcessSpec]:
     """By name, how each launch of a node is started. `cores` are shared out among the processes that compute, unless `threads`
-    is set; `interface` is that of the node's address, where others are to reach it."""
+    is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
     computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role != "reward")
     threads = max(1, cores // max(1, computing))
@@ -63,7 +62,7 @@ def service_specs(
     specs = {}
     for launch in launches:
         role = settings_of(config, Member(launch.role, launch.name))
-        env = environment(role, 1 if launch.role == "reward" else threads, machine, launch.devices, interface)
+        env = environment(role, 1 if launch.role == "reward" else threads, machine, launch.devices)
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,

@@ -71,12 +71,11 @@ class Coordinator:
             {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
             silence=self._config.deadlines.silence,
         )
-        host = self._config.services.coordinator.host or self._config.network.interface
-        port = self._config.services.coordinator.port
+        settings, network = self._config.services.coordinator, self._config.network
         try:
-            self._address = f"{host}:{server.bind(host, port)}"
+            self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:
-            raise UserError(f"services.coordinator.port: {error}") from None
+            raise UserError(f"services.coordinator.port: {error}" if settings.port else str(error)) from None
         await server.start()
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
