@@ -6,8 +6,8 @@ import asyncio
 import os
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
 from msgspec.structs import replace
 
 from launcher import topology
@@ -21,6 +21,9 @@ from runtime.nodes import Assignment, Death, NodePaths, NodeRegistration
 from runtime.status import Progress
 from runtime.topology import named_paths
 from services import session, wire
+
+if TYPE_CHECKING:
+    import grpc
 
 JOIN = wire.METHODS["Coordinator", "Join"]
 AGAIN = 0.5  # seconds between two attempts to reach a coordinator
