@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
-from runtime.topology import Member, is_group, local_ranks, members, path_of, settings_of
+from runtime.topology import Member, is_group, local_ranks, members, path_of, place_in_fleet, settings_of
 
 
 class NodeOffer(Struct, frozen=True):
@@ -70,13 +70,13 @@ def place(
     for member in members(config, trains):
         if member not in seated:
             roles.setdefault(path_of(config, member), []).append(member)
-    table, faults, pending = _Table(config, nodes, kept), [], []
+    table, faults, pending = _Table(config, nodes, kept, waits), [], []
     for path, wanted in sorted(roles.items(), key=lambda item: _turn(config, item[1][0])):
         try:
             if is_group(config, wanted[0].role):
                 table.seat_group(path, wanted)
             else:
-                pending += table.seat_replicas(path, wanted, waits)
+                pending += table.seat_replicas(path, wanted)
         except _NoRoom as reason:
             faults.append(f"{path}{reason}")
     if faults:
@@ -103,9 +103,9 @@ def _devices_each(config: Config, member: Member) -> int:
 class _Table:
     """Who has what so far."""
 
-    def __init__(self, config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat]):
+    def __init__(self, config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat], waits: bool):
         self.seats = list(kept)
-        self._config = config
+        self._config, self._waits = config, waits
         self._nodes = {node.name: node for node in nodes}
         self._accelerated = any(node.devices for node in nodes)
         self._seats_of: dict[str, list[Seat]] = defaultdict(list)  # by the role's path
@@ -116,13 +116,14 @@ class _Table:
 
     # ------------------------------------------------------------------------------------------ whole roles
 
-    def seat_replicas(self, path: str, replicas: Sequence[Member], waits: bool) -> list[Member]:
+    def seat_replicas(self, path: str, replicas: Sequence[Member]) -> list[Member]:
         """Each where `placement` puts it; returns those for which there is no room."""
+        wanted = len(self._seats_of[path]) + len(replicas)
         for index, member in enumerate(replicas):
             try:
-                self._seat(path, member, *self._room_for(path, member, index))
+                self._seat(path, member, *self._room_for(path, member, place_in_fleet(self._config, member), wanted))
             except _NoRoom:
-                if not waits or not self._seats_of[path]:
+                if not self._waits or not self._seats_of[path]:
                     raise
                 return list(replicas[index:])
         return []
@@ -176,8 +177,8 @@ class _Table:
             yield [node for node in allowed if self._nodes[node].supernode == supernode]
         yield sorted(allowed, key=lambda node: list(supernodes).index(self._nodes[node].supernode))
 
-    def _room_for(self, path: str, member: Member, index: int) -> tuple[str, tuple[int, ...]]:
-        """Node and devices of one replica, which is number `index` of those that are placed. Raises _NoRoom."""
+    def _room_for(self, path: str, member: Member, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
+        """Node and devices of one replica, number `index` of all the `wanted`. Raises _NoRoom."""
         settings, each = settings_of(self._config, member), _devices_each(self._config, member)
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
@@ -190,11 +191,12 @@ class _Table:
             node = self._node_of_named(path, settings, allowed)
             return node, tuple(settings.devices[index * each : (index + 1) * each])
         needed = each if self._accelerated else 0
-        fitting = [node for node in allowed if len(self._free(node)) >= needed]
+        mine, share = Counter(seat.node for seat in self._seats_of[path]), self._share(settings, wanted)
+        fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share]
         if not fitting:
             raise _NoRoom(f": no node has {each} free devices for {member.name}; {self._told(allowed)}")
         if settings.placement != "pack":
-            fitting.sort(key=Counter(seat.node for seat in self._seats_of[path]).__getitem__)
+            fitting.sort(key=mine.__getitem__)
         return fitting[0], tuple(self._free(fitting[0])[:needed])
 
     # ------------------------------------------------------------------------------------------ devices
@@ -218,10 +220,20 @@ class _Table:
         """The nodes that a role may be on. Raises _NoRoom for one that is unknown."""
         if isinstance(settings.placement, str):
             return list(self._nodes)
-        for name in settings.placement:
-            if name not in self._nodes:
-                raise _NoRoom(f".placement: there is no node '{name}'; nodes are {', '.join(self._nodes)}")
-        return settings.placement
+        named = self._config.cluster.nodes
+        known = self._nodes if named == "auto" else [node.name for node in named]
+        if unknown := [name for name in settings.placement if name not in known and not self._waits]:
+            raise _NoRoom(f".placement: there is no node '{unknown[0]}'; nodes are {', '.join(known)}")
+        if there := [name for name in settings.placement if name in self._nodes]:
+            return there
+        raise _NoRoom(f".placement: none of {', '.join(settings.placement)} has come; nodes are {', '.join(self._nodes)}")
+
+    def _share(self, settings: Placed, wanted: int) -> int:
+        """How many of `wanted` replicas one node takes at most, where they are to be even also with those that come later."""
+        if isinstance(settings.placement, list):
+            return -(-wanted // len(settings.placement))
+        named = self._config.cluster.nodes
+        return wanted if settings.placement == "pack" or named == "auto" else -(-wanted // len(named))
 
     def _named(self, settings: Computing, node: str) -> list[int]:
         return list(settings.devices) if self._accelerated else []

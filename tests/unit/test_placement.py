@@ -150,6 +150,20 @@ def test_a_cluster_may_begin_small_and_its_replicas_wait() -> None:
     assert refused(config, nodes(1), waits=True)  # nobody of the role has room
 
 
+def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
+    cluster = {"nodes": [{"name": name} for name in ("n0", "n1", "n2")], "min_nodes": 2}
+    for placement in ("spread", ["n1", "n2"]):
+        services = {"rollout": {"replicas": 2, "placement": placement}, "trainer": {"placement": ["n0"]}}
+        config = make(cluster=cluster, services=services)
+        first = place(config, nodes(0, 0), waits=True)
+        both = place(config, nodes(0, 0, 0), first.seats, waits=True)
+        assert len({node for node, _ in seats(both, "rollout")}) == 2
+        assert not both.pending
+    assert [member.name for member in first.pending] == ["rollout-1"]
+    nowhere = make(cluster=cluster, services={"rollout": {"placement": ["n2"]}})
+    assert refused(nowhere, nodes(0, 0), waits=True) == ["services.rollout.placement: none of n2 has come; nodes are n0, n1"]
+
+
 def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
     here = NodeOffer("here", 8)
     assert offers(make(), here) == [here]
