@@ -15,7 +15,7 @@ from typing import IO, Generic, TypeVar
 
 from launcher import environment, jobs, run_folder, topology
 from launcher.known import known_names
-from launcher.machine import this_machine
+from launcher.machine import on_this_machine, this_machine
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import config_checks, config_loading, layout, os_process
@@ -74,7 +74,7 @@ class Job(ABC, Generic[Result]):
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
-            config = await self.prepared()
+            config = on_this_machine(await self.prepared())
             (self.folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()

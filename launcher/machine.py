@@ -8,6 +8,10 @@ import re
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime.config import Config
+from runtime.network import own_address
 
 _NPU = re.compile(r"davinci\d+")
 
@@ -32,6 +36,12 @@ def this_machine(root: Path = Path("/")) -> Machine:
         jemalloc=found[0] if found else "",
         preload=os.environ.get("LD_PRELOAD", ""),
     )
+
+
+def on_this_machine(config: Config) -> Config:
+    """With this machine's own address as `network.interface`. Raises UserError when it has none that fits."""
+    address = own_address(config.network.interface, config.services.coordinator.host)
+    return replace(config, network=replace(config.network, interface=address))
 
 
 def jemalloc_paths(architecture: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
 from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
+from runtime.config_checks_network import network_faults
 from runtime.config_checks_publication import publication_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.config_checks_rollout import rollout_faults
@@ -65,6 +66,7 @@ def semantic_faults(
         *_experts(config, policy, trains),
         *_processes(config),
         *device_faults(config, trains),
+        *network_faults(config, trains),
         *rollout_faults(config, policy),
     ]
     if not trains:

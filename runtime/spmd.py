@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from runtime import codec
 from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.network import own_address
 from runtime.weights.gloo_mesh import GlooMesh, reason
-from runtime.weights.sockets import local_address
 
 Command = TypeVar("Command")
 
@@ -79,7 +79,7 @@ class Relay(Generic[Command]):
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._store = dist.PrefixStore("relay", store)
         labels = [f"{name} rank {other}" for other in range(world_size)]
-        self._mesh = GlooMesh(self._store, rank, labels, local_address(interface), join_timeout, name=labels[rank])
+        self._mesh = GlooMesh(self._store, rank, labels, own_address(interface), join_timeout, name=labels[rank])
         self._thread = threading.Thread(target=self._run, name=f"{name}-relay", daemon=True)
         self._thread.start()
 

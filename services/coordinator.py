@@ -86,12 +86,11 @@ class Coordinator:
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
             {("Coordinator", "Watch"): self._watch},
         )
-        host = self._config.network.interface
-        port = self._config.services.coordinator.port
+        settings, network = self._config.services.coordinator, self._config.network
         try:
-            self._address = f"{host}:{server.bind(host, port)}"
+            self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:
-            raise UserError(f"services.coordinator.port: {error}") from None
+            raise UserError(f"services.coordinator.port: {error}" if settings.port else str(error)) from None
         await server.start()
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -24,6 +24,7 @@ from runtime import config_loading, os_process
 from runtime.actor import Actor, Letter
 from runtime.config import Config
 from runtime.errors import SluiceError, UserError
+from runtime.network import transport_variables
 from runtime.status import Registration, State, Status, Stop
 from runtime.types import PolicyVersion
 from services import session, wire
@@ -95,6 +96,8 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         config = config_loading.load(arguments.config, ())
+        for name, value in transport_variables(config.network.interface).items():
+            os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
         uvloop.install()
         asyncio.run(Process(service, arguments.coordinator).run())
@@ -125,8 +128,8 @@ class Process:
         service = self._service
         self._actor = Actor(service.name, service, capacity=service.capacity, batch=service.batch)
         server = Server({"Process": self._process_handlers(), service.service: self._role_handlers()}, {})
-        host = service.config.network.interface
-        self._address = f"{host}:{server.bind(host, 0)}"
+        settings = service.config.network
+        self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()
         await server.set_serving(False)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from runtime import errors
+from runtime import errors, network
 from runtime.types import SCHEMA_VERSION
 from services import stream, wire
 from services.rpc import common_pb2
@@ -56,12 +57,18 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
-    def bind(self, host: str, port: int) -> int:
-        """Listen on `host:port`, 0 for any; returns the port. Raises UserError when it is taken."""
-        try:
-            return self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise errors.UserError(f"cannot listen on {host}:{port}: the port is in use or the address is not ours") from error
+    def bind(self, host: str, port: int, port_range: network.PortRange | None = None) -> str:
+        """Listen on `host` and `port`, 0 for one of `port_range`, or for any. Returns the address, HOST:PORT.
+
+        Raises UserError when the port is taken, or all of the range are.
+        """
+        for candidate in (port,) if port else network.candidates(host, port_range):
+            with suppress(RuntimeError):  # taken, since it was looked at
+                return network.host_port(host, self._server.add_insecure_port(network.host_port(host, candidate)))
+        if port_range is not None and not port:
+            raise network.none_free(host, port_range)
+        address = network.host_port(host, port)
+        raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not ours")
 
     async def start(self) -> None:
         await self._server.start()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.errors import UserError
+from runtime.network import PortRange
 from runtime.types import PolicyVersion
 from runtime.weights.link import Transfer
 from runtime.weights.plan import GroupAddress, Manifest
@@ -97,12 +98,13 @@ def host(
     transport: str = "collective",
     folder: str = "",
     full_every: int = 50,
+    port_range: PortRange | None = None,
 ) -> PendingGroup:
-    """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`; does not block.
+    """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
 
     `timeout` is in seconds. `filesystem` meets in `folder` instead, and has neither interface nor backend; `delta` sends one
-    of `full_every` versions whole. Raises UserError for an unknown interface, backend or transport, or a folder that cannot
-    be written.
+    of `full_every` versions whole. Raises UserError for an unknown interface, backend or transport, a range without a free
+    port, or a folder that cannot be written.
     """
     from runtime.weights import filesystem, store_group
 
@@ -112,7 +114,7 @@ def host(
         raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
     if transport == "filesystem":
         return filesystem.host(epoch, world_size, timeout, name, folder)
-    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport, full_every)
+    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range)
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:

@@ -1,42 +1,15 @@
-"""What of its own sockets a process can find and shut down, and which address others reach it at."""
+"""What of its own sockets a process can find and shut down."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from runtime.errors import UserError
-
 _FDS = Path("/proc/self/fd")
 SocketAddress = tuple[str, int]
-
-
-def local_address(interface: str) -> str:
-    """The IPv4 address of a device ("eth0"), or `interface` itself when it is an address. Raises UserError."""
-    try:
-        return str(ipaddress.ip_address(interface))
-    except ValueError:
-        devices = psutil.net_if_addrs()
-    for entry in devices.get(interface, ()):
-        if entry.family == socket.AF_INET:
-            return str(entry.address)
-    raise UserError(
-        f"network.interface: {interface!r} is neither an address nor one of the devices {', '.join(sorted(devices))}"
-    )
-
-
-def route_to(host: str, port: int) -> str:
-    """The local address from which `host` is reached; nothing is sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 def _plain(address: tuple[Any, ...]) -> SocketAddress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,13 +12,16 @@ import torch.distributed as dist
 from msgspec import structs
 
 from runtime.errors import ServiceFault
+from runtime.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, delta, shared_memory
 from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, reason
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Link, Transfer
 from runtime.weights.plan import GroupAddress
-from runtime.weights.sockets import SocketAddress, local_address, route_to, shut_down
+from runtime.weights.sockets import SocketAddress, shut_down
+
+BACKLOG = 1024  # members that knock at once
 
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
     "collective": collective.connect,
@@ -97,11 +99,19 @@ class PendingStoreGroup(PendingGroup):
 
 
 def host(
-    epoch: int, world_size: int, interface: str, backend: str, timeout: float, name: str, transport: str, full_every: int
+    epoch: int,
+    world_size: int,
+    interface: str,
+    backend: str,
+    timeout: float,
+    name: str,
+    transport: str,
+    full_every: int,
+    port_range: PortRange | None,
 ) -> PendingGroup:
     """As `group.host`."""
-    ip = local_address(interface)
-    with socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=1024) as listener:
+    ip = own_address(interface)
+    with listen(ip, port_range, BACKLOG) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             ip,
@@ -135,6 +145,6 @@ def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
     except RuntimeError as error:
         message = f"rank 0 at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
-    ip = local_address(interface) if interface else route_to(address.host, address.port)
+    ip = own_address(interface or AUTO, address.host)
     left = structs.replace(address, timeout=max(address.timeout - (time.monotonic() - began), 0.1))
     return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()

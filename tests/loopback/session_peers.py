@@ -60,7 +60,7 @@ class Peer:
 async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIterator[str]:
     """A server of the reference role with one handler; yields its address."""
     server = Server({"Reference": {"Logprobs": handler}, **others}, {})
-    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    address = server.bind("127.0.0.1", 0)
     await server.start()
     try:
         yield address

@@ -54,7 +54,7 @@ class Coordinator:
 
     async def __aenter__(self) -> Coordinator:
         self._server = Server({"Coordinator": {"Register": self.register}}, {})
-        self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0)}"
+        self.address = self._server.bind("127.0.0.1", 0)
         await self._server.start()
         return self
 

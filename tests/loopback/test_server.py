@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
 
     async def test() -> None:
         server = Server({"Coordinator": {}}, {("Coordinator", "Watch"): source})
-        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        address = server.bind("127.0.0.1", 0)
         await server.start()
         try:
             assert [(one.step, one.detail) async for one in watch(address)] == [(step, f"{step / 2}") for step in range(3)]
@@ -99,7 +100,7 @@ def test_control_commands_arrive_as_their_structs() -> None:
 def test_health_is_told_for_the_process_and_each_service() -> None:
     async def test() -> None:
         server = Server({"Reference": {"Logprobs": echo}}, {})
-        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        address = server.bind("127.0.0.1", 0)
         await server.start()
         try:
             async with open_channel(address) as channel:
@@ -157,5 +158,35 @@ def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
             with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use") as taken:
                 Server({"Reference": {"Logprobs": echo}}, {}).bind("127.0.0.1", port)
             assert "\n" not in str(taken.value)
+
+    run(test())
+
+
+def test_a_range_of_ports_is_taken_port_by_port_until_none_is_left() -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # below the ports that the system gives away by itself
+            first = min(listener.getsockname()[1], 32000) - 2000
+        ports = (first, first + 2)
+        servers = [Server({"Reference": {"Logprobs": echo}}, {}) for _ in range(4)]
+        try:
+            addresses = {server.bind("127.0.0.1", 0, ports) for server in servers[:3]}
+            assert addresses == {f"127.0.0.1:{port}" for port in range(first, first + 3)}
+            said = f"^network.port_range: all ports from {first} to {first + 2} are in use on 127.0.0.1$"
+            with pytest.raises(errors.UserError, match=said):
+                servers[3].bind("127.0.0.1", 0, ports)
+        finally:
+            for server in servers:
+                await server.stop(0)
+
+    run(test())
+
+
+def test_an_address_of_ipv6_has_brackets() -> None:
+    async def test() -> None:
+        server = Server({"Reference": {"Logprobs": echo}}, {})
+        try:
+            assert server.bind("::1", 0).startswith("[::1]:")
+        finally:
+            await server.stop(0)
 
     run(test())

@@ -150,7 +150,7 @@ def test_a_dead_peer_fails_the_calls_under_way_and_every_later_one() -> None:
     async def test() -> None:
         peer = Peer()
         server = Server({"Reference": {"Logprobs": peer.logprobs}}, {})
-        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        address = server.bind("127.0.0.1", 0)
         await server.start()
         async with connected(address) as session:
             waiting = [asyncio.ensure_future(session.post("Logprobs", request(), 60.0)) for _ in range(3)]

@@ -98,7 +98,7 @@ class Group:
             actor = Actor(service.name, service, capacity=64)
             actors.append(asyncio.create_task(actor.run()))
             server = Server({"Critic": {name: _handler(actor) for owner, name in wire.METHODS if owner == "Critic"}}, {})
-            address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+            address = server.bind("127.0.0.1", 0)
             await server.start()
             servers.append(server)
             self.sessions.append(Session(address, service.name, "Critic"))

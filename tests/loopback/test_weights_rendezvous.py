@@ -44,6 +44,16 @@ def test_the_rendezvous_listens_on_the_given_interface_alone() -> None:
         pass
 
 
+def test_the_rendezvous_takes_a_port_of_the_range() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UserError, match=f"^network.port_range: all ports from {port} to {port} are in use on 127.0.0.1$"):
+            host(1, 2, "lo", "gloo", 1.0, port_range=(port, port))
+    pending = host(1, 2, "lo", "gloo", 1.0, port_range=(port, port))
+    assert pending.address.port == port
+    pending.abort()
+
+
 @pytest.mark.parametrize(
     ("interface", "backend", "fault"), [("nowhere0", "gloo", "network.interface"), ("lo", "mpi", "backend")]
 )

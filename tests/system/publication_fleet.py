@@ -165,7 +165,7 @@ class Fleet:
 
     async def start(self, size: int) -> None:
         self._server = Server({"Coordinator": {"Register": self._register}}, {})
-        self._address = f"{HOST}:{self._server.bind(HOST, 0)}"
+        self._address = self._server.bind(HOST, 0)
         await self._server.start()
         self._control = self._folder / "control"
         self._listener = await asyncio.start_unix_server(self._connected, self._control)

@@ -1,0 +1,62 @@
+"""Checks of addresses and ports: whether the nodes of a cluster can reach each other by them. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runtime.config import Cluster, Config
+from runtime.config_checks_devices import RESERVED
+from runtime.network import is_loopback
+from runtime.topology import members
+
+RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
+
+
+def network_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line per fault."""
+    several = has_several_nodes(config.cluster)
+    if several:
+        yield from _reachable(config)
+    if config.network.port_range is not None:
+        yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+
+
+def has_several_nodes(cluster: Cluster) -> bool:
+    """Whether the run cannot be on one machine."""
+    return cluster.min_nodes > 1 or (cluster.nodes != "auto" and len(cluster.nodes) > 1)
+
+
+def _reachable(config: Config) -> Iterator[str]:
+    interface, coordinator = config.network.interface, config.services.coordinator
+    if is_loopback(interface):
+        yield (
+            f"network.interface: '{interface}' is loopback, by which no other node is reached; on several nodes it must be a "
+            "network (10.1.0.0/16), an interface (eth0), or auto"
+        )
+    if not coordinator.host:
+        yield "services.coordinator.host: missing; on several nodes it must be the address that all reach the coordinator by"
+    elif is_loopback(coordinator.host):
+        yield (
+            f"services.coordinator.host: '{coordinator.host}' is loopback; on several nodes it must be the address that all "
+            "reach the coordinator by"
+        )
+    if not coordinator.port:
+        yield "services.coordinator.port: 0 is any free port, on one node; on several it must be named"
+
+
+def _listeners(config: Config, trains: bool) -> int:
+    """How many sockets of the run's own listen at once, where all are on one machine."""
+    return len(members(config, trains)) + (not config.services.coordinator.port) + trains * RENDEZVOUS
+
+
+def _port_range(config: Config, ports: tuple[int, int], needed: int) -> Iterator[str]:
+    """`needed`: the ports that the run takes of it; 0 where that is known only when its processes have been placed."""
+    (first, last), network = ports, config.network
+    if not RESERVED <= first <= last:
+        yield f"network.port_range: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+        return
+    if last - first + 1 < needed:
+        yield f"network.port_range: [{first}, {last}] has fewer ports than the run listens on, {needed}"
+    for name, (start, end) in (("hccl_host_ports", network.hccl_host_ports), ("hccl_npu_ports", network.hccl_npu_ports)):
+        if first <= end and start <= last:
+            yield f"network.port_range: [{first}, {last}] overlaps {name} [{start}, {end}]"

@@ -1,0 +1,177 @@
+"""Which of this machine's addresses a process has, the interface that an address is of, and the ports to listen on."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import random
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import psutil
+
+from runtime.errors import UserError
+
+PortRange = tuple[int, int]  # first and last
+
+AUTO = "auto"
+LOOPBACK = "127.0.0.1"
+
+_NOWHERE = 9  # a port to ask for a route to: a datagram socket that is connected sends nothing
+
+
+def own_address(interface: str, towards: str = "") -> str:
+    """The address that this machine has for `network.interface`.
+
+    `interface` is one of its addresses, a network (`10.1.0.0/16`) that it is in, the name of a device (`eth0`), or `auto`: the
+    address from which it reaches `towards`, a name or an address; without one, loopback. Raises UserError when there is none.
+    """
+    if interface == AUTO:
+        return _route_to(towards) if towards else LOOPBACK
+    with suppress(ValueError):
+        if ipaddress.ip_address(interface).is_unspecified:
+            raise UserError(f"network.interface: '{interface}' is no address that others reach; must be one of {_known()}")
+        if is_own(interface):
+            return interface
+        raise UserError(f"network.interface: '{interface}' is not an address of this machine, which has {_known()}")
+    with suppress(ValueError):
+        network = ipaddress.ip_network(interface, strict=False)
+        for _, address in _addresses():
+            if ipaddress.ip_address(address) in network:
+                return address
+        raise UserError(f"network.interface: this machine has no address in {interface}; it has {_known()}")
+    for device, address in _addresses():
+        if device == interface:
+            return address
+    raise UserError(
+        f"network.interface: '{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices; "
+        f"it has {_known()}"
+    )
+
+
+def interface_of(address: str) -> str:
+    """The name of the device that has `address`, one of this machine's. Raises UserError."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        raise UserError(f"network.interface: '{address}' is not an address") from None
+    for device, each in _addresses():
+        listed = ipaddress.ip_address(each)
+        if listed == wanted or (listed.is_loopback and wanted.is_loopback):  # of 127.0.0.0/8 one alone is listed
+            return device
+    raise UserError(f"network.interface: '{address}' is not an address of this machine, which has {_known()}")
+
+
+def transport_variables(address: str) -> dict[str, str]:
+    """The environment variables that hold torch's own connections to the device that has `address`.
+
+    Gloo's alone on loopback: NCCL and HCCL know the devices of one machine by themselves. Raises UserError.
+    """
+    device = interface_of(address)
+    gloo = {"GLOO_SOCKET_IFNAME": device}
+    if is_loopback(address):
+        return gloo
+    # NCCL reads a name as the beginning of one, unless it follows "=".
+    return gloo | {"NCCL_SOCKET_IFNAME": f"={device}", "HCCL_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device}
+
+
+def is_loopback(value: str) -> bool:
+    """Whether an address, a network, a device or a name can only be this machine itself, by how it is written."""
+    try:
+        return ipaddress.ip_network(value, strict=False).is_loopback
+    except ValueError:
+        return value in ("lo", "localhost") or value.endswith(".localhost")
+
+
+def is_own(host: str) -> bool:
+    """Whether an address, or one that a name stands for, can be bound here. False for a name that nobody knows."""
+    return any(_can_bind(family, address) for family, address in _resolved(host))
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def candidates(host: str, ports: PortRange | None) -> Iterator[int]:
+    """The ports to try to listen on, one after the other: those of the range on which nobody listens now, or 0 for any.
+
+    From a port of chance on, so that a process which comes after another is hardly ever taken for it by who still calls it.
+    """
+    if ports is None:
+        yield 0
+        return
+    first, last = ports
+    begin = random.randint(first, last)
+    for port in (*range(begin, last + 1), *range(first, begin)):
+        if _is_free(host, port):
+            yield port
+
+
+def none_free(host: str, ports: PortRange) -> UserError:
+    first, last = ports
+    return UserError(f"network.port_range: all ports from {first} to {last} are in use on {host}")
+
+
+def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
+    """A listening socket on an address of this machine. Raises UserError when no port of the range is free."""
+    for port in candidates(host, ports):
+        try:
+            return _listener(host, port, backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or ports is None:
+                raise UserError(f"network.interface: cannot listen on {host_port(host, port)}: {error.strerror}") from error
+    assert ports is not None
+    raise none_free(host, ports)
+
+
+def _listener(host: str, port: int, backlog: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog)
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        _listener(host, port, 1).close()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE  # any other reason is told by who listens
+    return True
+
+
+def _route_to(host: str) -> str:
+    found = _resolved(host)
+    if not found:
+        raise UserError(f"services.coordinator.host: nobody knows the name '{host}' on this machine")
+    for family, address in found:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _NOWHERE))
+            return str(probe.getsockname()[0])
+    raise UserError(f"services.coordinator.host: there is no way to '{host}' from this machine, which has {_known()}")
+
+
+def _resolved(host: str) -> Sequence[tuple[int, str]]:
+    """Its addresses with their families; none for a name that nobody knows."""
+    try:
+        return [(family, str(place[0])) for family, *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)]
+    except OSError:
+        return []
+
+
+def _can_bind(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return not ipaddress.ip_address(address).is_unspecified
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """(device, address) of all that can be bound without naming a device: IPv4 first, no link-local ones of IPv6."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for device, entries in psutil.net_if_addrs().items():
+            yield from ((device, entry.address) for entry in entries if entry.family == family and "%" not in entry.address)
+
+
+def _known() -> str:
+    return ", ".join(f"{address} ({device})" for device, address in _addresses())

@@ -1,0 +1,67 @@
+"""Addresses and ports by which nodes cannot reach each other are refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.config import Config
+from runtime.config_checks_network import network_faults
+
+TWO_NODES = {"nodes": [{"name": "a"}, {"name": "b"}]}
+REACHED: dict[str, Any] = {"services": {"coordinator": {"host": "10.1.0.1", "port": 7000}}, "network": {"interface": "eth0"}}
+
+
+def faults(trains: bool = True, **sections: Any) -> list[str]:
+    config = msgspec.convert({"run": {"name": "test"}, **sections}, Config)
+    return list(network_faults(config, trains))
+
+
+@pytest.mark.parametrize("cluster", [{}, {"min_nodes": 1}, {"nodes": [{"name": "a"}]}])
+def test_one_node_may_be_on_loopback(cluster: dict[str, Any]) -> None:
+    assert faults(cluster=cluster) == []
+
+
+@pytest.mark.parametrize("cluster", [{"min_nodes": 2}, TWO_NODES, TWO_NODES | {"min_nodes": 1}])
+def test_several_nodes_need_addresses_that_others_reach(cluster: dict[str, Any]) -> None:
+    assert faults(cluster=cluster, **REACHED) == []
+    interface, host, port = faults(cluster=cluster)
+    assert interface.startswith(
+        "network.interface: '127.0.0.1' is loopback, by which no other node is reached; on several nodes"
+    )
+    assert host.startswith("services.coordinator.host: missing; on several nodes it must be the address that all reach")
+    assert port == "services.coordinator.port: 0 is any free port, on one node; on several it must be named"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.0.1", "localhost", "::1"])
+def test_a_coordinator_on_loopback_is_reached_by_its_own_node_alone(host: str) -> None:
+    (fault,) = faults(cluster=TWO_NODES, **REACHED | {"services": {"coordinator": {"host": host, "port": 7000}}})
+    assert fault.startswith(f"services.coordinator.host: '{host}' is loopback; on several nodes it must be the address")
+
+
+@pytest.mark.parametrize(
+    ("port_range", "fault"),
+    [
+        ([80, 90], "network.port_range: [80, 90] is not a range of ports from 1024 to 65535, first and last"),
+        ([7000, 6999], "network.port_range: [7000, 6999] is not a range of ports from 1024 to 65535, first and last"),
+        ([7000, 7004], "network.port_range: [7000, 7004] has fewer ports than the run listens on, 6"),
+        ([59000, 60000], "network.port_range: [59000, 60000] overlaps hccl_host_ports [60000, 60999]"),
+        ([61500, 61600], "network.port_range: [61500, 61600] overlaps hccl_npu_ports [61000, 61999]"),
+    ],
+)
+def test_a_range_of_ports_that_is_none_too_small_or_hccls(port_range: list[int], fault: str) -> None:
+    rewards = {"rules": [{"name": "gsm8k"}]}
+    assert faults(network={"port_range": port_range}, rewards=rewards) == [fault]
+
+
+def test_a_range_holds_what_listens_at_once() -> None:
+    """A rollout, a reward, a trainer, the coordinator, and two rendezvous of the weights: six."""
+    rewards = {"rules": [{"name": "gsm8k"}]}
+    assert faults(network={"port_range": [7000, 7005]}, rewards=rewards) == []
+    own = {"coordinator": {"port": 6000}}
+    assert faults(network={"port_range": [7000, 7004]}, rewards=rewards, services=own) == []
+    assert faults(trains=False, network={"port_range": [7000, 7002]}, rewards=rewards) == []
+    # Which nodes take how many of it is known when they are there.
+    assert faults(cluster=TWO_NODES, **REACHED | {"network": {"interface": "eth0", "port_range": [7000, 7001]}}) == []
