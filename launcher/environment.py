@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher.machine import Machine
+from launcher.machine import VISIBLE, Machine
 from runtime.config import Computing, Config, Network, Process, Spread
 from runtime.topology import processes
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
-_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 # torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
 # rendezvous of the publication group, although nobody needs a name.
 _SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
-def environment(role: Process, threads: int, machine: Machine, part: Sequence[int] = ()) -> dict[str, str]:
-    """The role's own variables over Sluice's. `part`: the devices of this process alone; empty = what it inherits.
+def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str]:
+    """The role's own variables over Sluice's. `devices`: those of the machine's that are this process's; empty = what it inherits.
 
     Several pools of threads on the same cores slow each other down severely.
     """
@@ -25,8 +24,8 @@ def environment(role: Process, threads: int, machine: Machine, part: Sequence[in
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
-    if part:
-        own[_VISIBLE if machine.npus else "CUDA_VISIBLE_DEVICES"] = ",".join(map(str, part))
+    if devices:
+        own[VISIBLE[machine.kind]] = ",".join(machine.devices[device] for device in devices)
     made = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": count,
@@ -44,15 +43,8 @@ def environment(role: Process, threads: int, machine: Machine, part: Sequence[in
 
 def _jemalloc(role: Process, machine: Machine) -> str:
     if role.jemalloc == "auto":
-        return machine.jemalloc if machine.npus and isinstance(role, Computing) else ""
+        return machine.jemalloc if machine.kind == "npu" and isinstance(role, Computing) else ""
     return machine.jemalloc if role.jemalloc is True else role.jemalloc or ""
-
-
-def part(role: Process, index: int, replicas: int) -> list[int]:
-    """The devices of replica `index` of `replicas`: an equal share of the role's, in order. [] when it names none."""
-    devices = role.devices if isinstance(role, Computing) else []
-    size = len(devices) // replicas
-    return devices[index * size : (index + 1) * size]
 
 
 def hccl_ports(network: Network, used: Mapping[str, Sequence[int]]) -> dict[str, dict[str, str]]:
@@ -84,24 +76,10 @@ def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
     return [f"{start}-{start + size - 1}" for start in range(first, first + count * size, size)]
 
 
-def used_npus(role: Process, machine: Machine, own: Sequence[int], processes: int) -> Sequence[int]:
-    """The NPUs on which a process computes: those of its own part, or the first of what it can see, one for each rank."""
-    if own or not isinstance(role, Computing):
-        return own
-    told = role.env.get(_VISIBLE)
-    if told is not None:
-        seen: Sequence[int] = [int(index) for index in told.split(",") if index.strip().isdecimal()]
-    else:
-        seen = range(machine.npus) if machine.visible is None else machine.visible
-    return seen[:processes]
-
-
 def faults(config: Config, machine: Machine) -> Iterator[str]:
     """What the configuration asks of this machine that it has not, one line each."""
     for path, role in processes(config).items():
         yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
-        if machine.npus and isinstance(role, Computing) and max(role.devices, default=0) >= machine.npus:
-            yield f"{path}.devices: {max(role.devices)} is not one of this machine's NPUs, 0 to {machine.npus - 1}"
 
 
 def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What of this machine the environment of its processes depends on. Loads no torch."""
+"""What of this machine the processes' environment and placement depend on. Loads no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,29 +14,44 @@ from msgspec.structs import replace
 from runtime.config import Config
 from runtime.network import own_address
 
-_NPU = re.compile(r"davinci\d+")
+Kind = Literal["npu", "cuda", "cpu"]
+
+# By kind: the variable that says which devices a process sees, and the device files that there are one each of.
+VISIBLE: dict[Kind, str] = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
+_FILES: dict[Kind, re.Pattern[str]] = {"npu": re.compile(r"davinci\d+"), "cuda": re.compile(r"nvidia\d+")}
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """`visible`: the NPUs that the launcher's own environment leaves, by index; `jemalloc`: the library's path, or ""."""
+    """`devices`: its accelerators of one kind, by the names that the kind's variable knows them by (indices as a rule): those
+    which the launcher's own environment leaves. `jemalloc`: the library's path, or ""."""
 
-    npus: int = 0
-    visible: tuple[int, ...] | None = None
+    kind: Kind = "cpu"
+    devices: tuple[str, ...] = ()
     jemalloc: str = ""
     preload: str = ""  # LD_PRELOAD of the launcher
 
 
 def this_machine(root: Path = Path("/")) -> Machine:
-    """Looks at device files and libraries below `root`."""
-    devices = root / "dev"
+    """Looks at device files and libraries below `root`, and at the launcher's environment."""
+    folder = root / "dev"
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     found = [path for path in jemalloc_paths(platform.machine()) if (root / path.lstrip("/")).is_file()]
-    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    kind: Kind = next((kind for kind, pattern in _FILES.items() if any(map(pattern.fullmatch, names))), "cpu")
     return Machine(
-        npus=sum(_NPU.fullmatch(entry.name) is not None for entry in devices.iterdir()) if devices.is_dir() else 0,
-        visible=tuple(int(index) for index in visible.split(",") if index.strip().isdecimal()) or None,
+        kind=kind,
+        devices=_devices(kind, names) if kind != "cpu" else (),
         jemalloc=found[0] if found else "",
         preload=os.environ.get("LD_PRELOAD", ""),
     )
+
+
+def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
+    """Those that the environment names, else all, in the order of their indices."""
+    visible = os.environ.get(VISIBLE[kind])
+    if visible is not None:
+        return tuple(filter(None, (name.strip() for name in visible.split(","))))
+    count = sum(_FILES[kind].fullmatch(name) is not None for name in names)
+    return tuple(map(str, range(count)))
 
 
 def on_this_machine(config: Config) -> Config:

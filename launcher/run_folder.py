@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import uuid
 from pathlib import Path
 from typing import IO
 
@@ -28,11 +29,14 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
     try:
         logs = folder / layout.LOGS
         logs.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("wb")
+        lock = (folder / LOCK).open("ab")  # what a run under way wrote stays
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"run.dir: a run is under way in {folder}") from None
+        lock.truncate(0)
+        lock.write(uuid.uuid4().bytes)  # by which other nodes see that they share the folder
+        lock.flush()
         probe = folder / ".probe"
         probe.write_bytes(bytes(PROBE_BYTES))
         probe.unlink()

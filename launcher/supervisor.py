@@ -76,11 +76,15 @@ class Supervisor:
         """`say` shows a line to the user."""
         self._logs = logs
         self._say = say
+        self.forsaken: Callable[[Child], None] = lambda child: None
+        """Told of each that died, and has been started again as often as it may be."""
         self.children: list[Child] = []
+        self.incarnations: dict[str, int] = {}
+        """The newest of each name that is not ended; it may have died, or be about to be started."""
         self._restarts: Mapping[str, Restarts] = {}
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
-        self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and the role
+        self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
 
     def replace_from_now_on(self, restarts: Mapping[str, Restarts]) -> None:
         """One of these processes that dies is started again as its settings allow, while the others go on. When it may
@@ -122,6 +126,7 @@ class Supervisor:
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
         child = Child(spec, process, log, incarnation)
+        self.incarnations[spec.name] = incarnation
         self.children.append(child)
         return child
 
@@ -156,20 +161,18 @@ class Supervisor:
 
     def _replace(self, child: Child) -> bool:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
-        role, name = child.spec.role, child.spec.name
+        name = child.spec.name
         # What its user has to mend would only happen again.
         if name not in self._restarts or child.process.returncode == 2:
             return False
         delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
-        others = [one for one in self.children if one is not child and one.spec.role == role and one.running]
-        if delay is None and not others and role not in self._starting.values():
-            return False
         self._let_go(child)
         if delay is None:
-            self._say(f"{child.fault()}; it was started again often enough: the run goes on without it")
+            self._say(f"{child.fault()}; it was started again often enough")
+            self.forsaken(child)
         else:
             self._say(f"{child.fault()}; started again in {delay:g} s")
-            self._starting[asyncio.create_task(self._start_again(child, delay))] = role
+            self._starting[asyncio.create_task(self._start_again(child, delay))] = name
         return True
 
     async def _start_again(self, child: Child, delay: float) -> Child:
@@ -181,6 +184,21 @@ class Supervisor:
         heeds no SIGTERM."""
         child.signal_group(signal.SIGTERM)
         self.children.remove(child)
+
+    async def end(self, name: str, grace: float) -> None:
+        """End the process of this name, if it runs, and whatever was to come in its place: SIGKILL after `grace` seconds."""
+        self.incarnations.pop(name, None)
+        self._restarts = {known: settings for known, settings in self._restarts.items() if known != name}
+        for task in [task for task, starting in self._starting.items() if starting == name]:
+            task.cancel()
+            del self._starting[task]
+        for child in [child for child in self.children if child.spec.name == name]:
+            self.children.remove(child)  # its end is nobody's failure
+            child.signal_group(signal.SIGTERM)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(child.process.wait(), grace)
+            child.signal_group(signal.SIGKILL)
+            await child.process.wait()
 
     async def wait_all(self, timeout: float) -> None:
         """Wait for every child to end. Raises DeadlineExceeded naming one that did not.

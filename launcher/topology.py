@@ -1,15 +1,17 @@
-"""Which processes a run has, and how each is started. Pure: from the configuration to command lines."""
+"""How each process of a run is started. Pure: from the configuration and what a node is to run to command lines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
-from launcher.environment import environment, hccl_ports, part, used_npus
+from launcher.environment import environment, hccl_ports
 from launcher.machine import Machine
-from runtime.config import Config, Process, Restarts, Spread
-from runtime.topology import Member, members, place_in_fleet, replaceable, replicas
+from runtime.config import Config, Restarts
+from runtime.nodes import Launch
+from runtime.topology import Member, replaceable, settings_of
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -43,62 +45,48 @@ def coordinator_spec(
 
 def service_specs(
     config: Config,
+    launches: Sequence[Launch],
     config_path: Path,
     python: str,
     coordinator: str,
     cores: int,
-    trains: bool = True,
     machine: Machine = Machine(),  # noqa: B008
-) -> list[ProcessSpec]:
-    """Every process but the coordinator. `cores` are shared out among those that compute, unless `threads` is set."""
+) -> dict[str, ProcessSpec]:
+    """By name, how each launch of a node is started. `cores` are shared out among the processes that compute, unless `threads`
+    is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
-    needed = members(config, trains)
-    computing = sum(member.role != "reward" for member in needed)
-    threads = max(1, cores // computing)
-    started = [member for member in needed if not member.rank]
-    parts = {member.name: _part(config, member) for member in started}
-    used = {
-        member.name: used_npus(_role(config, member), machine, parts[member.name], _ranks(config, member)) for member in started
-    }
-    ports = hccl_ports(config.network, {name: npus for name, npus in used.items() if npus})
-    return [
-        ProcessSpec(
-            name=member.name,
-            role=member.role,
-            command=_command(config, member, python, arguments),
-            env={
-                **ports.get(member.name, {}),
-                **environment(_role(config, member), 1 if member.role == "reward" else threads, machine, parts[member.name]),
-            },
+    computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role != "reward")
+    threads = max(1, cores // max(1, computing))
+    npus = {launch.name: launch.devices for launch in launches if machine.kind == "npu" and launch.devices}
+    ports = hccl_ports(config.network, npus)
+    specs = {}
+    for launch in launches:
+        role = settings_of(config, Member(launch.role, launch.name))
+        env = environment(role, 1 if launch.role == "reward" else threads, machine, launch.devices)
+        specs[launch.name] = ProcessSpec(
+            name=launch.name,
+            role=launch.role,
+            command=(role.python or python, "-m", *_torchrun(config, launch), f"services.{launch.role}", "--name", launch.name)
+            + arguments,
+            env={**ports.get(launch.name, {}), **env},
         )
-        for member in started
-    ]
+    return specs
 
 
-def restarts(config: Config) -> dict[str, Restarts]:
+def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
     """By name, for the processes that can be replaced while a run goes on: they hold nothing that another cannot get."""
     roles = replaceable(config)
-    alone = [member for member in members(config) if member.role in roles]
-    return {member.name: _role(config, member).restarts for member in alone}  # type: ignore[attr-defined]  # such roles' own
+    alone = [Member(launch.role, launch.name) for launch in launches if launch.role in roles]
+    return {member.name: settings_of(config, member).restarts for member in alone}  # type: ignore[attr-defined]  # their own
 
 
-def _command(config: Config, member: Member, python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    start: tuple[str, ...] = (_role(config, member).python or python, "-m")
-    if (ranks := _ranks(config, member)) > 1:
-        start += ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0", "-m")
-    return (*start, f"services.{member.role}", "--name", member.name, *arguments)
-
-
-def _role(config: Config, member: Member) -> Process:
-    role: Process = replicas(config).get(member.name) or getattr(config.services, member.role)
-    return role
-
-
-def _ranks(config: Config, member: Member) -> int:
-    role = _role(config, member)
-    return role.processes if isinstance(role, Spread) else 1
-
-
-def _part(config: Config, member: Member) -> list[int]:
-    role = _role(config, member)
-    return part(role, place_in_fleet(config, member), getattr(role, "replicas", 1))
+def _torchrun(config: Config, launch: Launch) -> tuple[str, ...]:
+    """What starts the ranks of a group that are on this node; nothing for a process alone."""
+    meeting = launch.rendezvous
+    if len(launch.ranks) < 2 and meeting is None:
+        return ()
+    where: tuple[str, ...] = ("--standalone",)
+    if meeting is not None:
+        where = ("--nnodes", str(meeting.nodes), "--node-rank", str(meeting.node_rank))
+        where += ("--master-addr", meeting.host, "--master-port", str(meeting.port))
+    return ("torch.distributed.run", *where, "--nproc-per-node", str(len(launch.ranks)), "--max-restarts", "0", "-m")

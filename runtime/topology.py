@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from runtime.config import Config, Parallel, Process, ReferenceScorer, Rollout, Spread
 
@@ -97,3 +98,45 @@ def data_leaders(settings: Spread) -> range:
     """
     parallel = settings.parallel
     return range(0, settings.processes // parallel.pipeline, parallel.tensor * parallel.context)
+
+
+def path_of(config: Config, member: Member) -> str:
+    """The YAML path of a member's settings: of a rollout, its fleet's."""
+    if member.role == "rollout":
+        mine = replicas(config)[member.name]
+        return next(path for path, fleet in fleets(config).items() if fleet is mine)
+    return f"services.{member.role}"
+
+
+def settings_of(config: Config, member: Member) -> Process:
+    """What stands at `path_of`."""
+    settings: Process = replicas(config).get(member.name) or getattr(config.services, member.role)
+    return settings
+
+
+def is_group(config: Config, role: str) -> bool:
+    """Whether a role's members are the ranks of one SPMD group, which live and die together."""
+    return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
+
+
+def local_ranks(settings: Spread) -> int:
+    """The ranks of a group that have to be on one machine, as they share every layer."""
+    return settings.parallel.tensor * settings.parallel.context
+
+
+def with_rollouts(config: Config, replicas: int) -> Config:
+    """The configuration with another number of rollouts, of which there is one fleet."""
+    assert isinstance(config.services.rollout, Rollout)
+    return replace(config, services=replace(config.services, rollout=replace(config.services.rollout, replicas=replicas)))
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """By key, the folders that every node has to have alike."""
+    named = {
+        "run.dir": config.run.dir,
+        "model.path": config.model.path,
+        "model.reference": config.model.reference,
+        "critic.path": config.critic.path if config.critic is not None else "",
+        "rewards.model.path": config.rewards.model.path if config.rewards.model is not None else "",
+    }
+    return {key: path for key, path in named.items() if path}

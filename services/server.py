@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from services import stream, wire
 from services.rpc import common_pb2
 
 Handler = Callable[[Any, float | None], Awaitable[Any]]
-StreamHandler = Callable[[], AsyncIterator[Any]]
+StreamHandler = Callable[[Any], AsyncGenerator[Any, None]]
 
 REMEMBERED = 256  # calls per service that a repeated id is answered from
 OPTIONS = (
@@ -32,6 +32,7 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
 )
+PING = 0.3  # of the seconds of silence that a connection is allowed, after which the peer is asked for a sign
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
@@ -45,11 +46,35 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
 }
 
 
-class Server:
-    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method."""
+def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
+    """Of a channel or a server. A connection on which nothing arrives for `silence` seconds is given up; 0 = never."""
+    if not silence:
+        return OPTIONS
+    ping = int(silence * 1000 * PING)
+    return (
+        *OPTIONS,
+        ("grpc.keepalive_time_ms", ping),
+        ("grpc.keepalive_timeout_ms", int(silence * 1000) - ping),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
 
-    def __init__(self, services: Mapping[str, Mapping[str, Handler]], streams: Mapping[tuple[str, str], StreamHandler]):
-        self._server = grpc.aio.server(options=OPTIONS)
+
+class Server:
+    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
+
+    `silence`: as of `options`.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Mapping[str, Handler]],
+        streams: Mapping[tuple[str, str], StreamHandler],
+        silence: float = 0.0,
+    ):
+        self._server = grpc.aio.server(options=options(silence))
         self._health = health.aio.HealthServicer()
         self._names = [f"{wire.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
@@ -107,21 +132,30 @@ def _unary(method: wire.Method, handler: Handler) -> Any:
             reply = await handler(method.request.parse(data), context.time_remaining())
             return method.reply.pack(reply).SerializeToString()
         except errors.SluiceError as error:
-            code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
-            details = wire.error_to_wire(error)
-            details.message = details.message[:SHOWN]
-            await context.abort(code, wire.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
-            raise AssertionError from error  # abort has raised
+            await _refuse(error, context)
+            raise AssertionError from error  # it has raised
 
     return call
 
 
 def _streaming(method: wire.Method, source: StreamHandler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        async for item in source():
-            yield method.reply.pack(item).SerializeToString()
+        try:
+            async with aclosing(source(method.request.parse(data))) as items:
+                async for item in items:
+                    yield method.reply.pack(item).SerializeToString()
+        except errors.SluiceError as error:
+            await _refuse(error, context)
 
     return call
+
+
+async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) -> None:
+    """End a call with `error`: its code and its words for whoever speaks gRPC, and itself for `session`."""
+    code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
+    details = wire.error_to_wire(error)
+    details.message = details.message[:SHOWN]
+    await context.abort(code, wire.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
 
 
 def _forget(answering: dict[int, asyncio.Task[None]], id_: int, _: asyncio.Task[None]) -> None:

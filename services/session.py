@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -16,14 +17,16 @@ from runtime.status import Progress
 from runtime.types import SCHEMA_VERSION
 from services import stream, wire
 from services.rpc import common_pb2
-from services.server import ERROR_KEY, OPTIONS
+from services.server import ERROR_KEY, options
 
+WATCH = wire.METHODS["Coordinator", "Watch"]
 CONTROL_TIMEOUT = 5.0  # seconds, of Status and the like
 LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=OPTIONS)
+def open_channel(address: str, silence: float = 0.0) -> grpc.aio.Channel:
+    """`silence`: as of `server.options`."""
+    return grpc.aio.insecure_channel(address, options=options(silence))
 
 
 async def call(
@@ -34,24 +37,39 @@ async def call(
     try:
         return await stub(method.request.pack(request), timeout=timeout, wait_for_ready=True)
     except grpc.aio.AioRpcError as error:
-        for key, value in error.trailing_metadata() or ():
-            if key == ERROR_KEY:
-                raise wire.error_from_wire(common_pb2.Error.FromString(value), name, method.name) from None
+        if (told := _told(error, name, method.name)) is not None:
+            raise told from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise errors.Unanswered(name, method.name, "did not answer", timeout) from None
         raise errors.ServiceFault(name, method.name, f"{error.code().name}: {error.details()}") from None
 
 
-async def watch(address: str) -> AsyncIterator[Progress]:
+async def items(channel: grpc.aio.Channel, name: str, method: wire.Method, request: Any = None) -> AsyncGenerator[Any, None]:
+    """What the process called `name` streams in answer to one request, until it ends. Raises what the other end raised, or
+    Unreachable."""
+    stub = channel.unary_stream(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+    try:
+        async for item in stub(method.request.pack(request)):
+            yield item
+    except grpc.aio.AioRpcError as error:
+        raise _told(error, name, method.name) or errors.Unreachable(
+            name, method.name, f"{error.code().name}: {error.details()}"
+        ) from None
+
+
+async def watch(address: str) -> AsyncGenerator[Progress, None]:
     """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached."""
-    method = wire.METHODS["Coordinator", "Watch"]
-    async with open_channel(address) as channel:
-        try:
-            rpc = channel.unary_stream(method.path, lambda message: message.SerializeToString(), method.reply.parse)
-            async for progress in rpc(method.request.pack(None)):
-                yield progress
-        except grpc.aio.AioRpcError as error:
-            raise errors.ServiceFault("coordinator", "watch", f"{error.code().name}: {error.details()}") from None
+    async with open_channel(address) as channel, aclosing(items(channel, "coordinator", WATCH)) as progress:
+        async for one in progress:
+            yield one
+
+
+def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | None:
+    """What the other end raised, if it came to say so."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            return wire.error_from_wire(common_pb2.Error.FromString(value), name, phase)
+    return None
 
 
 class Session:
@@ -102,9 +120,7 @@ class Session:
     def give_up(self, reason: str) -> None:
         """Break the stream: calls under way, and later ones, raise Unreachable. Unary calls still work. Idempotent."""
         self.ends()
-        self._break(reason)
-        for task in self._tasks:
-            task.cancel()
+        self.lose(reason)
 
     def post(self, method_name: str, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
@@ -161,6 +177,12 @@ class Session:
         if asking.cancelled():  # by the channel's end, which must not look like the end of the caller's task
             raise errors.Unreachable(self.name, method_name, self._broken)
         return asking.result()
+
+    def lose(self, reason: str) -> None:
+        """The peer is known to be gone: as if the stream had broken."""
+        self._break(reason)
+        for task in self._tasks:
+            task.cancel()
 
     async def close(self) -> None:
         self.give_up("was closed")

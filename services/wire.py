@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from google.protobuf.message import DecodeError, Message
 
-from runtime import codec, commands, errors, status
+from runtime import codec, commands, errors, nodes, status
 from runtime.actor import Priority
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores, StepResult
@@ -98,6 +98,7 @@ def _value(message: Message, name: str, type_: Any) -> Any:
 
 def _read(item: Any, type_: Any) -> Any:
     if isinstance(item, Message):
+        type_ = next((one for one in typing.get_args(type_) if one is not type(None)), type_)
         return type_(**{name: _read(_value(item, name, kind), kind) for name, kind in _fields(type_)})
     if isinstance(item, bytes) and type_ is not bytes:
         return codec.decode(type_, item)
@@ -150,6 +151,20 @@ METHODS: dict[tuple[str, str], Method] = {
         Method("Coordinator", "Register", _struct(coordinator_pb2.Registration, status.Registration), _empty),
         Method("Coordinator", "Processes", _empty, _struct(coordinator_pb2.Topology, status.Topology)),
         Method("Coordinator", "Watch", _empty, _struct(coordinator_pb2.Progress, status.Progress)),
+        Method(
+            "Coordinator",
+            "Join",
+            _struct(coordinator_pb2.NodeRegistration, nodes.NodeRegistration),
+            _struct(coordinator_pb2.Assignment, nodes.Assignment),
+        ),
+        Method("Coordinator", "ReportPaths", _struct(coordinator_pb2.NodePaths, nodes.NodePaths), _empty),
+        Method("Coordinator", "ReportDeath", _struct(coordinator_pb2.Death, nodes.Death), _empty),
+        Method(
+            "Coordinator",
+            "Scale",
+            _struct(coordinator_pb2.ScaleRequest, nodes.Scale),
+            _struct(coordinator_pb2.ScaleReply, nodes.Scaled),
+        ),
         Method(
             "Rollout",
             "Generate",

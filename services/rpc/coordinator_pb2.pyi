@@ -69,3 +69,106 @@ class Topology(_message.Message):
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     processes: _containers.RepeatedCompositeFieldContainer[Registration]
     def __init__(self, processes: _Optional[_Iterable[_Union[Registration, _Mapping]]] = ...) -> None: ...
+
+class NodeRegistration(_message.Message):
+    __slots__ = ("name", "address", "devices", "machine", "config", "version", "ports", "pid")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PORTS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    devices: int
+    machine: str
+    config: str
+    version: str
+    ports: _containers.RepeatedScalarFieldContainer[int]
+    pid: int
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., devices: _Optional[int] = ..., machine: _Optional[str] = ..., config: _Optional[str] = ..., version: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class NodePaths(_message.Message):
+    __slots__ = ("node", "found")
+    class FoundEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    found: _containers.ScalarMap[str, str]
+    def __init__(self, node: _Optional[str] = ..., found: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Rendezvous(_message.Message):
+    __slots__ = ("host", "port", "nodes", "node_rank")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    nodes: int
+    node_rank: int
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nodes: _Optional[int] = ..., node_rank: _Optional[int] = ...) -> None: ...
+
+class Launch(_message.Message):
+    __slots__ = ("role", "name", "ranks", "devices", "incarnation", "rendezvous")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    name: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    devices: _containers.RepeatedScalarFieldContainer[int]
+    incarnation: int
+    rendezvous: Rendezvous
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
+
+class Assignment(_message.Message):
+    __slots__ = ("config", "launches")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    config: str
+    launches: _containers.RepeatedCompositeFieldContainer[Launch]
+    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ...) -> None: ...
+
+class Death(_message.Message):
+    __slots__ = ("node", "name", "incarnation", "reason", "mistake")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MISTAKE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    name: str
+    incarnation: int
+    reason: str
+    mistake: bool
+    def __init__(self, node: _Optional[str] = ..., name: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ..., mistake: bool = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("role", "replicas")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    replicas: int
+    def __init__(self, role: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("started", "stopped", "pending")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    started: _containers.RepeatedScalarFieldContainer[str]
+    stopped: _containers.RepeatedScalarFieldContainer[str]
+    pending: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, started: _Optional[_Iterable[str]] = ..., stopped: _Optional[_Iterable[str]] = ..., pending: _Optional[_Iterable[str]] = ...) -> None: ...

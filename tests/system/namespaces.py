@@ -1,6 +1,6 @@
 """Several machines on one: network namespaces joined by a bridge, whose links can be cut and whose processes can be killed.
 
-Each node has a loopback device and `eth0`, with an address of one network of its own. The bridge lives in a namespace too, so that
+Each node has a loopback device and `eth0`, with an address of one network. The bridge lives in a namespace too, so that
 nothing of this machine's own network changes. Names carry the pid of who made them; what a maker that was killed left behind is
 removed by the next one.
 """
@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil

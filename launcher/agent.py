@@ -1,0 +1,141 @@
+"""A node's end of the coordinator's word: what is to run here is started, and what is not any more is ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import grpc
+from msgspec.structs import replace
+
+from launcher import topology
+from launcher.fingerprint import fingerprint
+from launcher.machine import Machine
+from launcher.supervisor import Child, Supervisor
+from runtime import config_loading, layout
+from runtime.config import Config
+from runtime.errors import ServiceFault, Unreachable, UserError
+from runtime.nodes import Assignment, Death, NodePaths, NodeRegistration
+from runtime.topology import named_paths
+from services import session, wire
+
+JOIN = wire.METHODS["Coordinator", "Join"]
+AGAIN = 0.5  # seconds between two attempts to reach a coordinator
+END_GRACE = 3.0  # seconds that a process has which is not wanted any more
+
+
+class Agent:
+    """Of one node. `follow` is its life; the processes are the supervisor's."""
+
+    def __init__(
+        self,
+        node: NodeRegistration,
+        config: Config,
+        coordinator: str,
+        supervisor: Supervisor,
+        machine: Machine,
+        python: str,
+        cores: int,
+    ):
+        """`config`: what this node was started with, before the coordinator says it in full."""
+        self._node = node
+        self._config = config
+        self._coordinator = coordinator
+        self._supervisor = supervisor
+        self._machine, self._python, self._cores = machine, python, cores
+        self._path = Path(config.run.dir) / layout.NODES / f"{node.name}.yaml"
+        self._assignment = Assignment(config="")
+        self._began = False
+        self._heard = 0.0  # when the coordinator was last reached, on the loop's clock
+        self._reports: set[asyncio.Task[None]] = set()
+        supervisor.forsaken = self.report
+
+    async def follow(self) -> None:
+        """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached for
+        `deadlines.start` seconds."""
+        timeout, loop = self._config.deadlines.start, asyncio.get_running_loop()
+        self._heard = loop.time()
+        while True:
+            try:
+                async with session.open_channel(self._coordinator, self._config.deadlines.silence) as channel:
+                    await asyncio.wait_for(channel.channel_ready(), max(0.0, self._heard + timeout - loop.time()))
+                    await self._obey(channel)
+            except (Unreachable, asyncio.TimeoutError) as error:
+                if loop.time() >= self._heard + timeout:
+                    message = f"not to be reached at {self._coordinator} from node {self._node.name}"
+                    raise ServiceFault("coordinator", "join", message, timeout) from error
+            await asyncio.sleep(AGAIN)
+
+    def begin(self) -> None:
+        """The run is under way: processes that die are replaced from now on."""
+        self._began = True
+        self._supervisor.replace_from_now_on(topology.restarts(self._config, self._assignment.launches))
+
+    def report(self, child: Child) -> None:
+        """Tell the coordinator that a process died, and comes not again by itself."""
+        fault = child.fault()
+        death = Death(
+            node=self._node.name,
+            name=child.spec.name,
+            incarnation=child.incarnation,
+            reason=str(fault),
+            mistake=isinstance(fault, UserError),
+        )
+        task = asyncio.create_task(self._report(death))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _report(self, death: Death) -> None:
+        async with session.open_channel(self._coordinator) as channel:
+            method = wire.METHODS["Coordinator", "ReportDeath"]
+            await session.call(channel, "coordinator", method, death, self._config.deadlines.start)
+
+    async def _obey(self, channel: grpc.aio.Channel) -> None:
+        """Until the stream ends."""
+        told_paths = False
+        async with aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments:
+            async for assignment in assignments:
+                self._heard = asyncio.get_running_loop().time()
+                self._read(assignment)
+                if told_paths:
+                    await self._apply(assignment)
+                else:
+                    told_paths = True
+                    await self._tell_paths(channel)
+
+    def _read(self, assignment: Assignment) -> None:
+        """Write the configuration as this node's processes are to read it: the address is the node's own."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(assignment.config, encoding="utf-8")
+        config = config_loading.load(self._path, ())
+        self._config = replace(config, network=replace(config.network, interface=self._node.address))
+        self._path.write_text(config_loading.to_yaml(self._config), encoding="utf-8")
+
+    async def _tell_paths(self, channel: grpc.aio.Channel) -> None:
+        paths = named_paths(self._config)
+        found = await asyncio.to_thread(lambda: {key: fingerprint(Path(path)) for key, path in paths.items()})
+        method = wire.METHODS["Coordinator", "ReportPaths"]
+        await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found))
+
+    async def _apply(self, assignment: Assignment) -> None:
+        wanted = {launch.name: launch for launch in assignment.launches}
+        specs = topology.service_specs(
+            self._config,
+            assignment.launches,
+            self._path,
+            self._python,
+            self._coordinator,
+            self._cores,
+            self._machine,
+        )
+        running = self._supervisor.incarnations
+        former = [launch.name for launch in self._assignment.launches]
+        ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
+        await asyncio.gather(*(self._supervisor.end(name, END_GRACE) for name in ends))
+        self._assignment = assignment
+        for name, launch in wanted.items():
+            if name not in running:
+                await self._supervisor.start(specs[name], incarnation=launch.incarnation)
+        if self._began:
+            self.begin()

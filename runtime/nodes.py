@@ -1,0 +1,217 @@
+"""What agents of nodes and the coordinator tell each other, and whom the coordinator admits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+
+from runtime.config import Config
+from runtime.errors import UserError
+from runtime.placement import NodeOffer, Placement, Seat
+from runtime.topology import is_group
+
+
+class NodeRegistration(Struct, kw_only=True, frozen=True):
+    """A node's agent announces itself. `address` is the node's, for the others; `machine` as in `status.Registration`.
+
+    `config` is a hash of the configuration that it was started with, `version` that of Sluice. `ports` are free ones, at which
+    SPMD groups that span nodes may meet.
+    """
+
+    name: str
+    address: str
+    devices: int = 0
+    machine: str = ""
+    config: str = ""
+    version: str = ""
+    ports: list[int] = []
+    pid: int = 0
+
+
+class NodePaths(Struct, kw_only=True, frozen=True):
+    """What `node` has at the paths that the configuration names: by its key, a hash, or "" where there is nothing."""
+
+    node: str
+    found: dict[str, str] = {}
+
+
+class Rendezvous(Struct, kw_only=True, frozen=True):
+    """Where the agents of an SPMD group that spans nodes meet, and which of them this is."""
+
+    host: str
+    port: int
+    nodes: int
+    node_rank: int
+
+
+class Launch(Struct, kw_only=True, frozen=True):
+    """One process, or the ranks of a group that are on this node. `devices` count from 0 among the node's.
+
+    `incarnation`: what runs with a lower one is to be ended first. Without `rendezvous` the whole group is on this node.
+    """
+
+    role: str
+    name: str
+    ranks: list[int] = []
+    devices: list[int] = []
+    incarnation: int = 0
+    rendezvous: Rendezvous | None = None
+
+
+class Assignment(Struct, kw_only=True, frozen=True):
+    """All that is to run on a node: what is not named there any more is to end. `config` is YAML."""
+
+    config: str
+    launches: list[Launch] = []
+
+
+class Death(Struct, kw_only=True, frozen=True):
+    """A process ended, and its node does not start it again. `mistake`: the user's."""
+
+    node: str
+    name: str
+    incarnation: int = 0
+    reason: str = ""
+    mistake: bool = False
+
+
+class Scale(Struct, kw_only=True, frozen=True):
+    role: str
+    replicas: int
+
+
+class Scaled(Struct, kw_only=True, frozen=True):
+    """`pending`: no node has room for them."""
+
+    started: list[str] = []
+    stopped: list[str] = []
+    pending: list[str] = []
+
+
+class Roster:
+    """The nodes that are there. Whoever comes first is the one that the others have to agree with. A node counts once it has
+    said what it has at the configuration's paths."""
+
+    def __init__(self, config: Config):
+        self._cluster = config.cluster
+        self._there: dict[str, NodeRegistration] = {}
+        self._ready: dict[str, NodeRegistration] = {}
+        self._first: NodeRegistration | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """Who has to come before the run can start: names, or how many."""
+        nodes, least = self._cluster.nodes, self._cluster.min_nodes
+        if nodes == "auto":
+            short = max(1, least) - len(self._ready)
+            return [f"{short} of {max(1, least)} nodes"] if short > 0 else []
+        absent = [node.name for node in nodes if node.name not in self._ready]
+        return absent if len(self._ready) < (least or len(nodes)) else []
+
+    @property
+    def nodes(self) -> Mapping[str, NodeRegistration]:
+        """Those that count."""
+        return self._ready
+
+    @property
+    def offers(self) -> list[NodeOffer]:
+        """Those that count, in the order in which they are filled: as the configuration names them, or as they came."""
+        if self._cluster.nodes == "auto":
+            return [NodeOffer(each.name, each.devices) for each in self._ready.values()]
+        return [
+            NodeOffer(node.name, self._ready[node.name].devices if node.devices is None else node.devices, node.supernode)
+            for node in self._cluster.nodes
+            if node.name in self._ready
+        ]
+
+    def admit(self, node: NodeRegistration) -> None:
+        """Raises UserError with one line for each thing in which the node does not fit the others."""
+        if faults := list(self._faults(node)):
+            raise UserError("\n".join(faults))
+        self._first = self._first or node
+        self._there[node.name] = node
+
+    def ready(self, name: str) -> None:
+        self._ready[name] = self._there[name]
+
+    def leave(self, name: str) -> None:
+        self._there.pop(name, None)
+        self._ready.pop(name, None)
+
+    def _faults(self, node: NodeRegistration) -> Iterator[str]:
+        nodes, one = self._cluster.nodes, self._first
+        if node.name in self._there:
+            yield f"node {node.name}: {self._there[node.name].address} has this name already; one of them needs another --name"
+        if nodes != "auto":
+            named = {each.name: each for each in nodes}
+            if node.name not in named:
+                yield f"node {node.name}: not in cluster.nodes, {', '.join(named)}; must be one of these (--name)"
+            elif (needed := named[node.name].devices) is not None and needed > node.devices:
+                yield f"cluster.nodes: {node.name} is to have {needed} devices, but its agent finds {node.devices}"
+        if one is not None:
+            if node.version != one.version:
+                yield f"node {node.name} has Sluice {node.version}, and {one.name} {one.version}; must be the same"
+            if node.config != one.config:
+                yield (
+                    f"node {node.name} was started with another configuration (hash {node.config}) than {one.name} "
+                    f"({one.config}); must be the same file and the same overrides"
+                )
+
+
+def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]) -> Iterator[str]:
+    """What two nodes do not have alike. `paths`: by key, what the configuration names."""
+    for key, path in paths.items():
+        ours, theirs = reference.found.get(key, ""), other.found.get(key, "")
+        if ours == theirs:
+            continue
+        if not ours or not theirs:
+            without, having = (reference.node, other.node) if not ours else (other.node, reference.node)
+            yield f"{key}: {path} is missing on node {without}, and is there on {having}"
+        else:
+            yield f"{key}: {path} is not the same on node {other.node} (hash {theirs}) as on {reference.node} ({ours})"
+
+
+def launches(
+    config: Config, placement: Placement, roster: Mapping[str, NodeRegistration], incarnations: Mapping[str, int]
+) -> dict[str, list[Launch]]:
+    """By node, what it is to run; a group only while all its nodes are there. `incarnations`: the lowest allowed, by the name of
+    a replica or the role of a group."""
+    out: dict[str, list[Launch]] = {name: [] for name in roster}
+    absent = {seat.member.role for seat in placement.seats if seat.node not in roster}
+    groups: dict[str, dict[str, list[Seat]]] = {}
+    for seat in placement.seats:
+        member = seat.member
+        if seat.node not in roster or (member.role in absent and is_group(config, member.role)):
+            continue
+        if is_group(config, member.role):
+            groups.setdefault(member.role, {}).setdefault(seat.node, []).append(seat)
+        else:
+            incarnation = incarnations.get(member.name, 0)
+            out[seat.node].append(
+                Launch(role=member.role, name=member.name, devices=list(seat.devices), incarnation=incarnation)
+            )
+    for place, (role, parts) in enumerate(groups.items()):
+        for node, launch in _group(role, parts, roster, place, incarnations.get(role, 0)):
+            out[node].append(launch)
+    return out
+
+
+def _group(
+    role: str, parts: Mapping[str, Sequence[Seat]], roster: Mapping[str, NodeRegistration], place: int, incarnation: int
+) -> Iterator[tuple[str, Launch]]:
+    """The launches of one group, whose nodes are in the order of its ranks. They meet at the first, at port number `place`."""
+    first = roster[next(iter(parts))]
+    for node_rank, (node, seats) in enumerate(parts.items()):
+        meeting = Rendezvous(host=first.address, port=first.ports[place], nodes=len(parts), node_rank=node_rank)
+        yield (
+            node,
+            Launch(
+                role=role,
+                name=seats[0].member.name,
+                ranks=[seat.member.rank for seat in seats],
+                devices=[device for seat in seats for device in seat.devices],
+                incarnation=incarnation,
+                rendezvous=meeting if len(parts) > 1 else None,
+            ),
+        )

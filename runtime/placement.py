@@ -1,0 +1,289 @@
+"""Which process runs on which node, and on which of its devices. Pure.
+
+A role's processes come in units that have to be on one node: a replica with all its devices, or the ranks of an SPMD group
+that share every layer. SPMD groups are placed first, then replicas, those with the most devices first, so that what has the
+least choice chooses first; whoever is colocated comes after its host. Where no node has accelerators no process gets a device,
+and `placement` alone says where it runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from runtime.config import Computing, Config, Placed, Rollout
+from runtime.errors import ConfigError
+from runtime.topology import Member, is_group, local_ranks, members, path_of, settings_of
+
+
+class NodeOffer(Struct, frozen=True):
+    """A node that is there, and how many accelerators it has."""
+
+    name: str
+    devices: int = 0
+    supernode: str = ""
+
+
+class Seat(Struct, frozen=True):
+    """Where a process runs. `devices` count from 0 among those of its node."""
+
+    member: Member
+    node: str
+    devices: tuple[int, ...] = ()
+
+
+class Placement(Struct, frozen=True):
+    """`pending`: replicas for which no node has room."""
+
+    seats: tuple[Seat, ...]
+    pending: tuple[Member, ...] = ()
+
+    def on(self, node: str) -> list[Seat]:
+        return [seat for seat in self.seats if seat.node == node]
+
+
+class _NoRoom(Exception):
+    """Why something cannot be placed. The message goes on after the role's path."""
+
+
+def offers(config: Config, here: NodeOffer) -> list[NodeOffer]:
+    """The nodes that the configuration speaks of, before any has come. What it does not say of them is as `here`."""
+    nodes = config.cluster.nodes
+    if nodes == "auto":
+        count = max(1, config.cluster.min_nodes)
+        return [here] if count == 1 else [NodeOffer(f"node-{index}", here.devices) for index in range(count)]
+    return [NodeOffer(node.name, here.devices if node.devices is None else node.devices, node.supernode) for node in nodes]
+
+
+def place(
+    config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat] = (), *, trains: bool = True, waits: bool = False
+) -> Placement:
+    """A seat for every process that registers. `kept` stay where they are; `nodes` in the order in which they are filled.
+
+    `waits`: a replica without room is pending, as long as another of its role, or fleet, is placed. Raises ConfigError with a
+    line for each role that cannot be placed.
+    """
+    seated = {seat.member for seat in kept}
+    roles: dict[str, list[Member]] = {}
+    for member in members(config, trains):
+        if member not in seated:
+            roles.setdefault(path_of(config, member), []).append(member)
+    table, faults, pending = _Table(config, nodes, kept), [], []
+    for path, wanted in sorted(roles.items(), key=lambda item: _turn(config, item[1][0])):
+        try:
+            if is_group(config, wanted[0].role):
+                table.seat_group(path, wanted)
+            else:
+                pending += table.seat_replicas(path, wanted, waits)
+        except _NoRoom as reason:
+            faults.append(f"{path}{reason}")
+    if faults:
+        raise ConfigError(faults)
+    return Placement(tuple(table.seats), tuple(pending))
+
+
+def _turn(config: Config, member: Member) -> tuple[bool, bool, bool, int]:
+    """When a role is placed: who names its devices first, then groups, then the largest replicas; a guest after its host."""
+    settings = settings_of(config, member)
+    guest = isinstance(settings, Computing) and bool(settings.colocate)
+    named = isinstance(settings, Computing) and bool(settings.devices)
+    return guest, not named, not is_group(config, member.role), -_devices_each(config, member)
+
+
+def _devices_each(config: Config, member: Member) -> int:
+    """The accelerators of one process."""
+    settings = settings_of(config, member)
+    if isinstance(settings, Rollout):
+        return settings.tensor_parallel
+    return 1 if isinstance(settings, Computing) else 0
+
+
+class _Table:
+    """Who has what so far."""
+
+    def __init__(self, config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat]):
+        self.seats = list(kept)
+        self._config = config
+        self._nodes = {node.name: node for node in nodes}
+        self._accelerated = any(node.devices for node in nodes)
+        self._seats_of: dict[str, list[Seat]] = defaultdict(list)  # by the role's path
+        self._owner: dict[tuple[str, int], str] = {}
+        for seat in kept:
+            self._seats_of[path_of(config, seat.member)].append(seat)
+            self._take(seat)
+
+    # ------------------------------------------------------------------------------------------ whole roles
+
+    def seat_replicas(self, path: str, replicas: Sequence[Member], waits: bool) -> list[Member]:
+        """Each where `placement` puts it; returns those for which there is no room."""
+        for index, member in enumerate(replicas):
+            try:
+                self._seat(path, member, *self._room_for(path, member, index))
+            except _NoRoom:
+                if not waits or not self._seats_of[path]:
+                    raise
+                return list(replicas[index:])
+        return []
+
+    def seat_group(self, path: str, ranks: Sequence[Member]) -> None:
+        """Ranks in order over the nodes, so that those that share every layer are on one."""
+        settings = settings_of(self._config, ranks[0])
+        assert isinstance(settings, Computing)
+        if settings.colocate:
+            for member, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
+                self._seat(path, member, node, () if device is None else (device,))
+            return
+        block = local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
+        ahead = list(ranks)
+        for node, count in self._shares(path, settings, len(ranks), block):
+            devices = self._named(settings, node) or self._free(node)
+            for member in ahead[:count]:
+                self._seat(path, member, node, (devices.pop(0),) if self._accelerated else ())
+            del ahead[:count]
+
+    def _shares(self, path: str, settings: Computing, ranks: int, block: int) -> Iterator[tuple[str, int]]:
+        """(node, ranks) for a group. Raises _NoRoom."""
+        allowed = self._allowed(settings)
+        if settings.devices:
+            yield self._node_of_named(path, settings, allowed), ranks
+            return
+        room = {node: len(self._free(node)) // block * block if self._accelerated else ranks for node in allowed}
+        if settings.placement == "pack":
+            near = next((nodes for nodes in self._neighbourhoods(allowed) if sum(room[node] for node in nodes) >= ranks), None)
+            if near is None:
+                raise _NoRoom(f": {ranks} processes do not fit{_of_blocks(block)}; {self._told(allowed)}")
+            for node in near:
+                count = min(room[node], ranks)
+                if count:
+                    yield node, count
+                ranks -= count
+            return
+        each = ranks // len(allowed)
+        if ranks % (len(allowed) * block):
+            raise _NoRoom(f".placement: {ranks} processes cannot be spread evenly over {', '.join(allowed)}{_of_blocks(block)}")
+        if short := [node for node in allowed if room[node] < each]:
+            raise _NoRoom(f".placement: {each} of {ranks} processes do not fit on {short[0]}; {self._told(short)}")
+        for node in allowed:
+            yield node, each
+
+    def _neighbourhoods(self, allowed: Sequence[str]) -> Iterator[list[str]]:
+        """Where to look for room for a group: each node, each supernode, all nodes."""
+        yield from ([node] for node in allowed)
+        supernodes = dict.fromkeys(self._nodes[node].supernode for node in allowed)
+        for supernode in filter(None, supernodes):
+            yield [node for node in allowed if self._nodes[node].supernode == supernode]
+        yield sorted(allowed, key=lambda node: list(supernodes).index(self._nodes[node].supernode))
+
+    def _room_for(self, path: str, member: Member, index: int) -> tuple[str, tuple[int, ...]]:
+        """Node and devices of one replica, which is number `index` of those that are placed. Raises _NoRoom."""
+        settings, each = settings_of(self._config, member), _devices_each(self._config, member)
+        assert isinstance(settings, Placed)
+        allowed = self._allowed(settings)
+        if isinstance(settings, Computing) and settings.colocate:
+            place = self._host_devices(settings.colocate, (index + 1) * each)[index * each :]
+            if len({node for node, _ in place}) > 1:
+                raise _NoRoom(f".colocate: {member.name} would have devices of two nodes of {settings.colocate}'s")
+            return place[0][0], tuple(device for _, device in place if device is not None)
+        if isinstance(settings, Computing) and settings.devices and self._accelerated:
+            node = self._node_of_named(path, settings, allowed)
+            return node, tuple(settings.devices[index * each : (index + 1) * each])
+        needed = each if self._accelerated else 0
+        fitting = [node for node in allowed if len(self._free(node)) >= needed]
+        if not fitting:
+            raise _NoRoom(f": no node has {each} free devices for {member.name}; {self._told(allowed)}")
+        if settings.placement != "pack":
+            fitting.sort(key=Counter(seat.node for seat in self._seats_of[path]).__getitem__)
+        return fitting[0], tuple(self._free(fitting[0])[:needed])
+
+    # ------------------------------------------------------------------------------------------ devices
+
+    def _seat(self, path: str, member: Member, node: str, devices: Sequence[int]) -> None:
+        seat = Seat(member, node, tuple(devices))
+        settings = settings_of(self._config, member)
+        if not (isinstance(settings, Computing) and settings.colocate):
+            self._take(seat)
+        self.seats.append(seat)
+        self._seats_of[path].append(seat)
+
+    def _take(self, seat: Seat) -> None:
+        for device in seat.devices:
+            self._owner.setdefault((seat.node, device), seat.member.name)
+
+    def _free(self, node: str) -> list[int]:
+        return [device for device in range(self._nodes[node].devices) if (node, device) not in self._owner]
+
+    def _allowed(self, settings: Placed) -> list[str]:
+        """The nodes that a role may be on. Raises _NoRoom for one that is unknown."""
+        if isinstance(settings.placement, str):
+            return list(self._nodes)
+        for name in settings.placement:
+            if name not in self._nodes:
+                raise _NoRoom(f".placement: there is no node '{name}'; nodes are {', '.join(self._nodes)}")
+        return settings.placement
+
+    def _named(self, settings: Computing, node: str) -> list[int]:
+        return list(settings.devices) if self._accelerated else []
+
+    def _node_of_named(self, path: str, settings: Computing, allowed: Sequence[str]) -> str:
+        """The first node that has the devices which the role names. Raises _NoRoom when that is none, or they are taken."""
+        if not self._accelerated:
+            return allowed[0]
+        highest = max(settings.devices)
+        having = [node for node in allowed if highest < self._nodes[node].devices]
+        if not having:
+            raise _NoRoom(f".devices: there is no device {highest}; {self._told(allowed)}")
+        mine = {seat.member.name for seat in self._seats_of[path]}
+        taken = {}
+        for node in having:
+            owners = {device: self._owner.get((node, device), "") for device in settings.devices}
+            taken = {device: owner for device, owner in owners.items() if owner and owner not in mine}
+            if not taken:
+                return node
+        device, owner = next(iter(taken.items()))
+        host = owner.rpartition("-")[0]
+        raise _NoRoom(
+            f".devices: {device} of node {having[-1]} is that of {owner}; must be another, or {path}.colocate has to be {host}"
+        )
+
+    def _host_devices(self, host: str, count: int) -> list[tuple[str, int | None]]:
+        """The first `count` devices of the role `host`, as (node, device); device None without accelerators."""
+        seats = [seat for seat in self.seats if seat.member.role == host]
+        if not seats:
+            raise _NoRoom(f".colocate: no process of {host} is placed; must be a role of this run that is not colocated itself")
+        if not self._accelerated:
+            return [(seats[index % len(seats)].node, None) for index in range(count)]
+        found = [(seat.node, device) for seat in seats for device in seat.devices]
+        if len(found) < count:
+            raise _NoRoom(f".colocate: needs {count} devices, but {host} has {len(found)}")
+        return found[:count]  # type: ignore[return-value]
+
+    def _told(self, nodes: Sequence[str]) -> str:
+        """What of the nodes is free, and who has the rest."""
+        if not self._accelerated:
+            return f"nodes are {', '.join(nodes)}"
+        return "; ".join(self._line(node) for node in nodes)
+
+    def _line(self, node: str) -> str:
+        owners = dict.fromkeys(owner for (where, _), owner in self._owner.items() if where == node)
+        whose = f" (others are those of {', '.join(owners)})" if owners else ""
+        return f"node {node} has {len(self._free(node))} of {self._nodes[node].devices} devices free{whose}"
+
+
+def _of_blocks(block: int) -> str:
+    return f" by {block} that have to be on one node" if block > 1 else ""
+
+
+def table(placement: Placement, nodes: Sequence[NodeOffer]) -> list[tuple[str, str, str]]:
+    """Rows (node, device, processes) for people: each device of each node, then what runs on none."""
+    rows: list[tuple[str, str, str]] = []
+    for node in nodes:
+        here = placement.on(node.name)
+        rows += (
+            (node.name, str(device), ", ".join(seat.member.name for seat in here if device in seat.devices))
+            for device in range(node.devices)
+        )
+        if without := ", ".join(seat.member.name for seat in here if not seat.devices):
+            rows.append((node.name, "-", without))
+    return rows

@@ -1,0 +1,194 @@
+"""The nodes of a run, as the coordinator sees them: who is admitted, what each is to run, what becomes of one that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from runtime import config_loading, os_process
+from runtime.config import Config, Rollout
+from runtime.errors import DeadlineExceeded, UserError
+from runtime.nodes import Assignment, Launch, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
+from runtime.placement import Placement, Seat, place
+from runtime.topology import Member, is_group, named_paths, with_rollouts
+from services.fleet import Fleet
+
+log = logging.getLogger("sluice")
+
+
+class Nodes:
+    """`join` is the handler of a node's stream; `placed` waits for those that the run needs. The fleet gives up the processes of
+    a node that leaves, and expects those of one that comes.
+    """
+
+    def __init__(self, config: Config, trains: bool, fleet: Fleet):
+        """`trains`: False for an evaluation alone."""
+        self._config = config
+        self._yaml = config_loading.to_yaml(config)
+        self._trains = trains
+        self._fleet = fleet
+        self._roster = Roster(config)
+        self._placement: Placement | None = None
+        self._paths: dict[str, NodePaths] = {}
+        self._incarnations: dict[str, int] = {}  # the lowest that may run, where that is not 0
+        self._streams: dict[str, asyncio.Event] = {}  # set when there is something to tell a node
+        self._own = asyncio.Event()  # the node of this process has said what it has
+        self._own_name = ""
+        self._came = asyncio.Event()
+        self._refused = ""
+
+    # ------------------------------------------------------------------------------------------ who is there
+
+    async def join(self, node: NodeRegistration) -> AsyncGenerator[Assignment, None]:
+        """What `node` is to run, again whenever that changes; the node leaves when its stream ends. Raises UserError."""
+        try:
+            if self._is_own(node):
+                self._own_name = node.name
+            else:
+                await self._own_first(node)
+            self._roster.admit(node)
+        except UserError as error:
+            self._refuse(str(error))
+            raise
+        log.info("node %s came: %s, %d devices, agent %d", node.name, node.address, node.devices, node.pid)
+        changed = self._streams[node.name] = asyncio.Event()
+        try:
+            yield Assignment(config=self._yaml)  # whose paths it is to look at
+            while True:
+                await changed.wait()
+                changed.clear()
+                yield Assignment(config=self._yaml, launches=self._launches(node.name))
+        finally:
+            self._leave(node.name)
+
+    def report_paths(self, found: NodePaths) -> None:
+        """A node has looked at what the configuration names: from now on it counts. Raises UserError."""
+        self._paths[found.node] = found
+        if found.node == self._own_name:
+            self._own.set()
+        else:
+            faults = list(path_faults(self._paths[self._own_name], found, named_paths(self._config)))
+            if faults:
+                self._refuse("\n".join(faults))
+                raise UserError("\n".join(faults))
+        self._roster.ready(found.node)
+        if self._placement is not None:
+            self._take_in(found.node)
+        self._came.set()
+
+    async def placed(self, began: float) -> list[Member]:
+        """Wait for the nodes, place the processes, and have the nodes start them; returns who will register.
+
+        Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
+        """
+        timeout = self._config.deadlines.start
+        while missing := self._roster.missing:
+            self._came.clear()
+            try:
+                await asyncio.wait_for(self._came.wait(), max(0.0, began + timeout - time.monotonic()))
+            except asyncio.TimeoutError:
+                why = f"; refused: {self._refused}" if self._refused else ""
+                raise DeadlineExceeded(f"node {', '.join(missing)}", "start", f"did not come{why}", timeout) from None
+        waits = bool(self._config.cluster.min_nodes)
+        self._placement = place(self._config, self._roster.offers, trains=self._trains, waits=waits)
+        if self._placement.pending:
+            log.info("no room yet for %s", _names(self._placement.pending))
+        self._tell()
+        return [seat.member for seat in self._placement.seats]
+
+    # ------------------------------------------------------------------------------------------ changes
+
+    def scale(self, wanted: Scale) -> Scaled:
+        """As many rollouts as are wanted, from now on; those with the highest numbers are the ones to go. Raises UserError."""
+        if self._placement is None:
+            raise UserError("scale: the run has not started yet")
+        if wanted.role != "rollout" or not isinstance(self._config.services.rollout, Rollout):
+            raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, where it is one fleet")
+        if wanted.replicas < 1:
+            raise UserError(f"scale: rollout={wanted.replicas}: must be at least 1")
+        before = {seat.member for seat in self._placement.seats}
+        self._config = with_rollouts(self._config, wanted.replicas)
+        self._yaml = config_loading.to_yaml(self._config)
+        stays = [seat for seat in self._placement.seats if not _beyond(seat.member, wanted.replicas)]
+        after = self._place_beside(stays)
+        started = [seat.member for seat in after.seats if seat.member not in before]
+        stopped = sorted(before - {seat.member for seat in after.seats}, key=lambda member: member.name)
+        self._fleet.dismiss(stopped, "the run was scaled down")
+        self._start(started)
+        return Scaled(
+            started=[member.name for member in started],
+            stopped=[member.name for member in stopped],
+            pending=[member.name for member in after.pending],
+        )
+
+    def again(self, role: str, incarnation: int) -> None:
+        """The group of `role` is to be ended where it runs still, and started as `incarnation` on all its nodes."""
+        self._incarnations[role] = incarnation
+        self._tell()
+
+    def _take_in(self, name: str) -> None:
+        """A node that has come while the run goes on gets back what it had; a new one what has no room, or whose node left."""
+        assert self._placement is not None
+        seats, there = self._placement.seats, self._roster.nodes
+        mine = [seat.member for seat in seats if seat.node == name]
+        if not mine:
+            seats = tuple(seat for seat in seats if seat.node in there or is_group(self._config, seat.member.role))
+        before = set(seats)
+        after = self._place_beside(seats)
+        self._start([*mine, *(seat.member for seat in after.seats if seat not in before)])
+
+    def _place_beside(self, kept: Sequence[Seat]) -> Placement:
+        self._placement = place(self._config, self._roster.offers, kept, trains=self._trains, waits=True)
+        return self._placement
+
+    def _start(self, coming: Sequence[Member]) -> None:
+        for member in coming:
+            if (newest := self._fleet.newest(member)) is not None:
+                key = member.role if is_group(self._config, member.role) else member.name
+                self._incarnations[key] = max(self._incarnations.get(key, 0), newest + 1)
+        self._fleet.expect(coming)
+        self._tell()
+
+    def _leave(self, name: str) -> None:
+        self._roster.leave(name)
+        self._streams.pop(name, None)
+        log.warning("node %s left", name)
+        if self._placement is not None:
+            self._fleet.give_up([seat.member for seat in self._placement.on(name)], f"its node {name} left")
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _is_own(self, node: NodeRegistration) -> bool:
+        """Whether it is the node whose agent started this process."""
+        return node.pid == os.getppid() and node.machine == os_process.machine()
+
+    async def _own_first(self, node: NodeRegistration) -> None:
+        """The others are compared with this node. Raises UserError when its agent does not come."""
+        try:
+            await asyncio.wait_for(self._own.wait(), self._config.deadlines.start)
+        except asyncio.TimeoutError:
+            raise UserError(f"node {node.name}: the coordinator's own node has not come") from None
+
+    def _refuse(self, why: str) -> None:
+        self._refused = why
+        log.warning("a node was refused: %s", why)
+
+    def _launches(self, name: str) -> list[Launch]:
+        assert self._placement is not None
+        return launches(self._config, self._placement, self._roster.nodes, self._incarnations)[name]
+
+    def _tell(self) -> None:
+        for name, changed in self._streams.items():
+            if name in self._roster.nodes:
+                changed.set()
+
+
+def _beyond(member: Member, replicas: int) -> bool:
+    return member.role == "rollout" and int(member.name.rpartition("-")[2]) >= replicas
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(member.name for member in members)
