@@ -15,7 +15,7 @@ from launcher.machine import Machine
 from launcher.supervisor import Child, Supervisor
 from runtime import config_loading, layout
 from runtime.config import Config
-from runtime.errors import ServiceFault, Unreachable, UserError
+from runtime.errors import ServiceFault, SluiceError, Unreachable, UserError
 from runtime.nodes import Assignment, Death, NodePaths, NodeRegistration
 from runtime.topology import named_paths
 from services import session, wire
