@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-import pytest
 
 DEVICE = "eth0"
 NETWORK = "10.203.0.0/24"  # of every maker: their bridges are not connected
@@ -104,13 +103,6 @@ def sweep() -> None:
     for line in _ip("netns", "list").splitlines():
         if (made := _MADE.match(line)) and not psutil.pid_exists(int(made[1])):
             _remove(made[0])
-
-
-@pytest.fixture(scope="session")
-def namespaces() -> None:
-    """Skips what needs nodes where there can be none."""
-    if reason := why_not():
-        pytest.skip(reason)
 
 
 def _connect(hub: str, port: str, node: Node) -> None:
