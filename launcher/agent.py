@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import aclosing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
 from msgspec.structs import replace
 
 from launcher import topology
@@ -15,10 +16,14 @@ from launcher.machine import Machine
 from launcher.supervisor import Child, Supervisor
 from runtime import config_loading, layout
 from runtime.config import Config
-from runtime.errors import ServiceFault, SluiceError, Unreachable, UserError
+from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.nodes import Assignment, Death, NodePaths, NodeRegistration
+from runtime.status import Progress
 from runtime.topology import named_paths
 from services import session, wire
+
+if TYPE_CHECKING:
+    import grpc
 
 JOIN = wire.METHODS["Coordinator", "Join"]
 AGAIN = 0.5  # seconds between two attempts to reach a coordinator
@@ -36,14 +41,13 @@ class Agent:
         supervisor: Supervisor,
         machine: Machine,
         python: str,
-        cores: int,
     ):
         """`config`: what this node was started with, before the coordinator says it in full."""
         self._node = node
         self._config = config
         self._coordinator = coordinator
         self._supervisor = supervisor
-        self._machine, self._python, self._cores = machine, python, cores
+        self._machine, self._python = machine, python
         self._path = Path(config.run.dir) / layout.NODES / f"{node.name}.yaml"
         self._assignment = Assignment(config="")
         self._began = False
@@ -52,8 +56,8 @@ class Agent:
         supervisor.forsaken = self.report
 
     async def follow(self) -> None:
-        """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached for
-        `deadlines.start` seconds."""
+        """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
+        for `deadlines.start` seconds."""
         timeout, loop = self._config.deadlines.start, asyncio.get_running_loop()
         self._heard = loop.time()
         while True:
@@ -67,9 +71,16 @@ class Agent:
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(AGAIN)
 
-    def begin(self) -> None:
-        """The run is under way: processes that die are replaced from now on."""
-        self._began = True
+    def heed(self, progress: Progress) -> None:
+        """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
+        that it does without are ended."""
+        if not self._began and progress.phase != "starting":
+            self._began = True
+            self._replace()
+        for loss in progress.lost:
+            self._supervisor.give_up(loss.name, loss.incarnation, loss.reason)
+
+    def _replace(self) -> None:
         self._supervisor.replace_from_now_on(topology.restarts(self._config, self._assignment.launches))
 
     def report(self, child: Child) -> None:
@@ -126,7 +137,7 @@ class Agent:
             self._path,
             self._python,
             self._coordinator,
-            self._cores,
+            len(os.sched_getaffinity(0)),
             self._machine,
         )
         running = self._supervisor.incarnations
@@ -138,4 +149,4 @@ class Agent:
             if name not in running:
                 await self._supervisor.start(specs[name], incarnation=launch.incarnation)
         if self._began:
-            self.begin()
+            self._replace()

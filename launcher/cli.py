@@ -6,10 +6,15 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.errors import SluiceError, UserError
+
+if TYPE_CHECKING:
+    from launcher.here import Here
+    from runtime.config import Config
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +33,10 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+
+    scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
+    scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
+    scale.add_argument("run", help="a run's folder, or the coordinator's host:port")
 
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
     samples.add_argument("run", type=Path, help="a run's folder")
@@ -103,36 +112,48 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Exit codes: 0 done, 1 a fault of the system, 2 the user's mistake."""
     options = _parser().parse_args(arguments)
+    sys.exit(told(lambda: _COMMANDS[options.command](options)))
+
+
+def told(work: Callable[[], int]) -> int:
+    """The exit code of `work`, or that of the error out of it, which the user is told of."""
     try:
-        code = _COMMANDS[options.command](options)
+        return work()
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        code = 2
+        return 2
     except SluiceError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 1
+        return 1
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        return 0
     except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+        return 130
 
 
 def _train(options: argparse.Namespace) -> int:
+    from launcher.here import Here
+    from runtime import config_loading
+
+    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    return run_training(config, Here.of(config))
+
+
+def run_training(config: Config, here: Here) -> int:
+    """Train, with this machine as the coordinator's node, and print what came of it. Raises SluiceError."""
     from rich.console import Console
 
     from launcher.job import Interrupted
     from launcher.train import train
     from launcher.view import View
-    from runtime import config_loading, evaluation, evaluation_table, summary
+    from runtime import evaluation, evaluation_table, summary
 
     console = Console()
-    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
     try:
         with View(console) as view:
-            result = asyncio.run(train(config, view))
+            result = asyncio.run(train(config, view, here))
     except Interrupted as how:
         console.print(str(how))
         return how.code
@@ -166,24 +187,32 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     import msgspec
+    from rich.console import Console
 
     from launcher import environment
+    from launcher.here import Here, placement_faults, placement_table
     from launcher.known import known_names
-    from launcher.machine import this_machine
     from runtime import config_checks, config_loading
     from runtime.config_checks_megatron import memory_of_ranks
     from runtime.errors import ConfigError
-    from runtime.topology import members
 
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
-    faults = config_checks.semantic_faults(config, known_names())
-    if faults := [*faults, *environment.faults(config, this_machine())]:
+    here = Here.of(config)
+    faults = [*config_checks.semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
+    if faults := faults or placement_faults(config, here.offer, trains=True):
         raise ConfigError(faults)
     print(f"{options.config}: valid")
-    print("processes: coordinator, " + ", ".join(member.name for member in members(config)))
+    Console().print(placement_table(config, here.offer))
     for role, held in memory_of_ranks(config, config_checks.spread_models(config)).items():
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
         print(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from launcher import scale
+
+    print(asyncio.run(scale.scale(options.run, options.wanted)))
     return 0
 
 
@@ -269,6 +298,7 @@ _COMMANDS = {
     "validate": _validate,
     "schema": _schema,
     "status": _status,
+    "scale": _scale,
     "samples": _samples,
     "data": _data,
     "score": _score,

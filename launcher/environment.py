@@ -16,7 +16,7 @@ _SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str]:
-    """The role's own variables over Sluice's. `devices`: those of the machine's that are this process's; empty = what it inherits.
+    """The role's own variables over Sluice's. `devices`: which of the machine's it gets; empty = those that it inherits.
 
     Several pools of threads on the same cores slow each other down severely.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from launcher import run_folder
+from launcher.here import Here
 from launcher.job import Interrupted, Job
 from launcher.view import View
 from runtime import evaluation
@@ -27,7 +28,7 @@ def own_folder(config: Config) -> Config:
 async def evaluate(config: Config, view: View) -> EvaluationResult:
     """Evaluate in the folder `run.dir`. Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no
     process is left either way."""
-    return await _Evaluation(config, view).run()
+    return await _Evaluation(config, view, Here.of(config)).run()
 
 
 class _Evaluation(Job[EvaluationResult]):

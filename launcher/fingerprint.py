@@ -12,8 +12,10 @@ WHOLE = 1 << 20  # bytes up to which a file is read as a whole; of a larger one 
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a file, or of a folder's files with their names; "" where there is nothing. A run's folder is known by its lock:
-    what lies in it changes."""
+    """A hash of a file, or of a folder's files with their names; "" where there is nothing.
+
+    A run's folder is known by its lock: what else lies in it changes.
+    """
     digest = xxhash.xxh3_64()
     try:
         if (path / LOCK).is_file():

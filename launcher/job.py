@@ -8,14 +8,16 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from launcher import environment, jobs, run_folder, topology
+from launcher.agent import Agent
+from launcher.here import Here, placement_faults
 from launcher.known import known_names
-from launcher.machine import on_this_machine, this_machine
+from launcher.machine import on_this_machine
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import config_checks, config_loading, layout, os_process
@@ -45,17 +47,19 @@ class Job(ABC, Generic[Result]):
     stopped_early: str  # what to say of a job that is stopped before it had anything to keep
     stopped_late: str  # ... and afterwards, at once
 
-    def __init__(self, config: Config, view: View):
+    def __init__(self, config: Config, view: View, here: Here):
+        """`here`: what this machine is called and has, as a node of the run."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
-        self.machine = this_machine()
+        self._here = here
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._lock: IO[bytes]
         self._signals = 0
         self._twice = asyncio.Event()
         self._coordinator: Child | None = None
+        self._agent: Agent
         self._began = False  # whether it has come to have something to keep
 
     @abstractmethod
@@ -74,7 +78,7 @@ class Job(ABC, Generic[Result]):
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
-            config = on_this_machine(await self.prepared())
+            config = on_this_machine(await self.prepared(), self._here.address)
             (self.folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()
@@ -89,7 +93,8 @@ class Job(ABC, Generic[Result]):
 
     def check(self, config: Config) -> None:
         faults = config_checks.semantic_faults(config, known_names(), trains=self.trains)
-        if faults := [*faults, *environment.faults(config, self.machine)]:
+        faults += environment.faults(config, self._here.machine)
+        if faults := faults or placement_faults(config, self._here.offer, self.trains):
             raise ConfigError(faults)
 
     async def warmed_up(self, config: Config) -> Config:
@@ -101,19 +106,18 @@ class Job(ABC, Generic[Result]):
         return config
 
     async def _start(self, config: Config) -> str:
-        """Start every process; returns the coordinator's address."""
+        """Start the coordinator, and this node's agent, which is to start the others; returns the coordinator's address."""
         self.view.phase("starting")
         reader, writer = os.pipe()
         path, python = self.folder / layout.CONFIG, sys.executable
         try:
-            spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains, self.machine)
+            spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains, self._here.machine)
             self._coordinator = await self.supervisor.start(spec, pass_fds=(writer,))
         finally:
             os.close(writer)
         address = await self.guarded(self._first_word(reader, config.deadlines.start))
-        cores = len(os.sched_getaffinity(0))
-        for spec in topology.service_specs(config, path, python, address, cores, self.trains, self.machine):
-            await self.supervisor.start(spec)
+        node = self._here.registration(self.config, config)
+        self._agent = Agent(node, config, address, self.supervisor, self._here.machine, python)
         return address
 
     async def _first_word(self, descriptor: int, timeout: float) -> str:
@@ -126,11 +130,13 @@ class Job(ABC, Generic[Result]):
 
     async def _until_done(self, address: str) -> None:
         watching = asyncio.create_task(self._watch(address))
+        following = asyncio.create_task(self._agent.follow())
         try:
-            await self.guarded(self._finished())
+            await self.guarded(_unless(following, self._finished()))
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in (watching, following):
+                task.cancel()
+            await asyncio.gather(watching, following, return_exceptions=True)
 
     async def _finished(self) -> None:
         """The coordinator ends first, having stopped the others."""
@@ -143,11 +149,8 @@ class Job(ABC, Generic[Result]):
     async def _watch(self, address: str) -> None:
         with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
             async for progress in session.watch(address):
-                if not self._began and progress.phase != "starting":
-                    self._began = True
-                    self.supervisor.replace_from_now_on(topology.restarts(self.config))
-                for loss in progress.lost:
-                    self.supervisor.give_up(loss.name, loss.incarnation, loss.reason)
+                self._began = self._began or progress.phase != "starting"
+                self._agent.heed(progress)
                 self.view.progress(progress)
 
     async def guarded(self, work: Awaitable[T]) -> T:
@@ -181,6 +184,18 @@ class Job(ABC, Generic[Result]):
             asyncio.get_running_loop().call_later(INTERRUPTED_GRACE, self._twice.set)
         else:
             self._twice.set()
+
+
+async def _unless(failing: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Raises what `failing` raises before."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({failing, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            failing.result()
+        return await task
+    finally:
+        task.cancel()
 
 
 async def _read_line(descriptor: int, timeout: float) -> str:

@@ -54,9 +54,12 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-def on_this_machine(config: Config) -> Config:
-    """With this machine's own address as `network.interface`. Raises UserError when it has none that fits."""
-    address = own_address(config.network.interface, config.services.coordinator.host)
+def on_this_machine(config: Config, address: str = "") -> Config:
+    """With this machine's own address as `network.interface`: `address` where it is given, else what fits that key.
+
+    Raises UserError when there is none.
+    """
+    address = own_address(address or config.network.interface, config.services.coordinator.host)
     return replace(config, network=replace(config.network, interface=address))
 
 

@@ -19,7 +19,7 @@ REFRESH = 1.0  # seconds
 
 async def show(run: str, watch: bool) -> None:
     """Print the table once, or keep it up to date. Raises UserError when no coordinator answers."""
-    address = _address(run)
+    address = address_of(run, "status")
     console = Console()
     table = await _table(address)
     if not watch:
@@ -31,16 +31,17 @@ async def show(run: str, watch: bool) -> None:
             live.update(await _table(address), refresh=True)
 
 
-def _address(run: str) -> str:
+def address_of(run: str, command: str) -> str:
+    """Of the coordinator of a run, given its folder or host:port. Raises UserError."""
     folder = Path(run)
     if not folder.is_dir():
         if ":" in run:
             return run
-        raise UserError(f"status: {run!r} is neither a run's folder nor host:port")
+        raise UserError(f"{command}: {run!r} is neither a run's folder nor host:port")
     try:
         return (folder / layout.ADDRESS).read_text().strip()
     except FileNotFoundError:
-        raise UserError(f"status: no run is under way in {folder}") from None
+        raise UserError(f"{command}: no run is under way in {folder}") from None
 
 
 async def _table(address: str) -> Table:

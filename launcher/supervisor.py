@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from launcher.restarts import Allowance
 from launcher.topology import ProcessSpec
@@ -79,6 +80,7 @@ class Supervisor:
         self.forsaken: Callable[[Child], None] = lambda child: None
         """Told of each that died, and has been started again as often as it may be."""
         self.children: list[Child] = []
+        self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
         """The newest of each name that is not ended; it may have died, or be about to be started."""
         self._restarts: Mapping[str, Restarts] = {}
@@ -125,6 +127,7 @@ class Supervisor:
                 )
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
+        self._started.set()
         child = Child(spec, process, log, incarnation)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
@@ -140,7 +143,7 @@ class Supervisor:
 
     async def first_failure(self) -> Child:
         """Waits until a child ends otherwise than with exit code 0, and nobody comes in its place."""
-        waits: dict[asyncio.Task[int], Child] = {}
+        waits: dict[asyncio.Task[Any], Child] = {}
         try:
             while True:
                 for child in self.children:
@@ -148,9 +151,10 @@ class Supervisor:
                         waits[asyncio.create_task(child.process.wait())] = child
                 if failed := next((one for one in self.children if one.process.returncode and not self._replace(one)), None):
                     return failed
-                if not waits and not self._starting:
-                    await asyncio.Future()  # all ended well: there will be no failure
-                await asyncio.wait({*waits, *self._starting}, return_when=asyncio.FIRST_COMPLETED)
+                self._started.clear()
+                another = asyncio.create_task(self._started.wait())
+                await asyncio.wait({*waits, *self._starting, another}, return_when=asyncio.FIRST_COMPLETED)
+                another.cancel()
                 waits = {task: child for task, child in waits.items() if not task.done()}
                 for started in [task for task in self._starting if task.done()]:
                     del self._starting[started]
@@ -166,7 +170,7 @@ class Supervisor:
         if name not in self._restarts or child.process.returncode == 2:
             return False
         delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
-        self._let_go(child)
+        self.let_go(child)
         if delay is None:
             self._say(f"{child.fault()}; it was started again often enough")
             self.forsaken(child)
@@ -179,7 +183,7 @@ class Supervisor:
         await asyncio.sleep(delay)
         return await self.start(child.spec, incarnation=child.incarnation + 1)
 
-    def _let_go(self, child: Child) -> None:
+    def let_go(self, child: Child) -> None:
         """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and
         heeds no SIGTERM."""
         child.signal_group(signal.SIGTERM)
@@ -211,7 +215,7 @@ class Supervisor:
         for child in [child for child in self.children if child.running and child.incarnation]:
             child.process.kill()
             await child.process.wait()
-            self._let_go(child)
+            self.let_go(child)
         for child in self.children:
             if child.running:
                 raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)

@@ -66,8 +66,10 @@ def service_specs(
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
-            command=(role.python or python, "-m", *_torchrun(config, launch), f"services.{launch.role}", "--name", launch.name)
-            + arguments,
+            command=(
+                *(role.python or python, "-m", *_torchrun(launch)),
+                *(f"services.{launch.role}", "--name", launch.name, *arguments),
+            ),
             env={**ports.get(launch.name, {}), **env},
         )
     return specs
@@ -80,7 +82,7 @@ def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
     return {member.name: settings_of(config, member).restarts for member in alone}  # type: ignore[attr-defined]  # their own
 
 
-def _torchrun(config: Config, launch: Launch) -> tuple[str, ...]:
+def _torchrun(launch: Launch) -> tuple[str, ...]:
     """What starts the ranks of a group that are on this node; nothing for a process alone."""
     meeting = launch.rendezvous
     if len(launch.ranks) < 2 and meeting is None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from launcher import jobs, run_folder
+from launcher.here import Here
 from launcher.job import Interrupted, Job
 from launcher.view import View
 from runtime.config import Config
@@ -17,9 +18,10 @@ from runtime.summary import PeakMemory, Summary
 MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
 
 
-async def train(config: Config, view: View) -> Summary:
-    """Run to the end. Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
-    return await _Training(config, view).run()
+async def train(config: Config, view: View, here: Here | None = None) -> Summary:
+    """Run to the end, with this machine as the coordinator's node. Raises UserError for the user's mistakes, ServiceFault for a
+    fault; no process is left either way."""
+    return await _Training(config, view, here or Here.of(config)).run()
 
 
 class _Training(Job[Summary]):
@@ -27,8 +29,8 @@ class _Training(Job[Summary]):
     stopped_early = "stopped before training began: there is nothing to save"
     stopped_late = "stopped at once; the newest checkpoint stays"
 
-    def __init__(self, config: Config, view: View):
-        super().__init__(config, view)
+    def __init__(self, config: Config, view: View, here: Here):
+        super().__init__(config, view, here)
         self._memory = PeakMemory()
 
     async def run(self) -> Summary:

@@ -175,8 +175,10 @@ def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]
 def launches(
     config: Config, placement: Placement, roster: Mapping[str, NodeRegistration], incarnations: Mapping[str, int]
 ) -> dict[str, list[Launch]]:
-    """By node, what it is to run; a group only while all its nodes are there. `incarnations`: the lowest allowed, by the name of
-    a replica or the role of a group."""
+    """By node, what it is to run; a group only while all its nodes are there.
+
+    `incarnations`: the lowest allowed, by the name of a replica or the role of a group.
+    """
     out: dict[str, list[Launch]] = {name: [] for name in roster}
     absent = {seat.member.role for seat in placement.seats if seat.node not in roster}
     groups: dict[str, dict[str, list[Seat]]] = {}
@@ -203,7 +205,9 @@ def _group(
     """The launches of one group, whose nodes are in the order of its ranks. They meet at the first, at port number `place`."""
     first = roster[next(iter(parts))]
     for node_rank, (node, seats) in enumerate(parts.items()):
-        meeting = Rendezvous(host=first.address, port=first.ports[place], nodes=len(parts), node_rank=node_rank)
+        meeting = None
+        if len(parts) > 1:
+            meeting = Rendezvous(host=first.address, port=first.ports[place], nodes=len(parts), node_rank=node_rank)
         yield (
             node,
             Launch(
@@ -212,6 +216,6 @@ def _group(
                 ranks=[seat.member.rank for seat in seats],
                 devices=[device for seat in seats for device in seat.devices],
                 incarnation=incarnation,
-                rendezvous=meeting if len(parts) > 1 else None,
+                rendezvous=meeting,
             ),
         )

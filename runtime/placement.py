@@ -251,7 +251,7 @@ class _Table:
         """The first `count` devices of the role `host`, as (node, device); device None without accelerators."""
         seats = [seat for seat in self.seats if seat.member.role == host]
         if not seats:
-            raise _NoRoom(f".colocate: no process of {host} is placed; must be a role of this run that is not colocated itself")
+            raise _NoRoom(f".colocate: no process of {host} is placed; must be a role of the run that is not colocated itself")
         if not self._accelerated:
             return [(seats[index % len(seats)].node, None) for index in range(count)]
         found = [(seat.node, device) for seat in seats for device in seat.devices]

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from runtime import config_loading, os_process
 from runtime.config import Config, Rollout
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.nodes import Assignment, Launch, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
+from runtime.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.placement import Placement, Seat, place
 from runtime.topology import Member, is_group, named_paths, with_rollouts
 from services.fleet import Fleet
@@ -20,8 +20,9 @@ log = logging.getLogger("sluice")
 
 
 class Nodes:
-    """`join` is the handler of a node's stream; `placed` waits for those that the run needs. The fleet gives up the processes of
-    a node that leaves, and expects those of one that comes.
+    """`join` is the handler of a node's stream; `placed` waits for those that the run needs.
+
+    The fleet gives up the processes of a node that leaves, and expects those of one that comes.
     """
 
     def __init__(self, config: Config, trains: bool, fleet: Fleet):
@@ -34,7 +35,8 @@ class Nodes:
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
         self._incarnations: dict[str, int] = {}  # the lowest that may run, where that is not 0
-        self._streams: dict[str, asyncio.Event] = {}  # set when there is something to tell a node
+        self._assignments: dict[str, Assignment] = {}  # the newest of each node
+        self._streams: dict[str, asyncio.Event] = {}  # set when there is a newer one to tell the node
         self._own = asyncio.Event()  # the node of this process has said what it has
         self._own_name = ""
         self._came = asyncio.Event()
@@ -60,7 +62,7 @@ class Nodes:
             while True:
                 await changed.wait()
                 changed.clear()
-                yield Assignment(config=self._yaml, launches=self._launches(node.name))
+                yield self._assignments[node.name]
         finally:
             self._leave(node.name)
 
@@ -176,14 +178,12 @@ class Nodes:
         self._refused = why
         log.warning("a node was refused: %s", why)
 
-    def _launches(self, name: str) -> list[Launch]:
-        assert self._placement is not None
-        return launches(self._config, self._placement, self._roster.nodes, self._incarnations)[name]
-
     def _tell(self) -> None:
-        for name, changed in self._streams.items():
-            if name in self._roster.nodes:
-                changed.set()
+        assert self._placement is not None
+        nodes = self._roster.nodes
+        for name, started in launches(self._config, self._placement, nodes, self._incarnations).items():
+            self._assignments[name] = Assignment(config=self._yaml, launches=started)
+            self._streams[name].set()
 
 
 def _beyond(member: Member, replicas: int) -> bool:

@@ -57,9 +57,12 @@ async def items(channel: grpc.aio.Channel, name: str, method: wire.Method, reque
         ) from None
 
 
-async def watch(address: str) -> AsyncGenerator[Progress, None]:
-    """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached."""
-    async with open_channel(address) as channel, aclosing(items(channel, "coordinator", WATCH)) as progress:
+async def watch(address: str, silence: float = 0.0) -> AsyncGenerator[Progress, None]:
+    """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached.
+
+    `silence`: as of `server.options`.
+    """
+    async with open_channel(address, silence) as channel, aclosing(items(channel, "coordinator", WATCH)) as progress:
         async for one in progress:
             yield one
 

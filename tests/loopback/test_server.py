@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
@@ -62,7 +62,7 @@ def test_a_unary_call_that_its_caller_gives_up_is_withdrawn() -> None:
 
 
 def test_a_watch_gives_what_the_source_gives_and_ends_with_it() -> None:
-    async def source() -> AsyncIterator[Progress]:
+    async def source(_: None) -> AsyncGenerator[Progress, None]:
         for step in range(3):
             yield Progress(phase="training", step=step, steps=3, detail=f"{step / 2}")
 

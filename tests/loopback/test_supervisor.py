@@ -95,19 +95,63 @@ def test_before_anything_may_be_replaced_a_death_is_a_failure(tmp_path: Path) ->
     supervised(tmp_path, test)
 
 
-def test_out_of_attempts_the_others_go_on_and_the_last_of_its_role_is_the_failure(tmp_path: Path) -> None:
+def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
+        told: list[Child] = []
+        supervisor.forsaken = told.append
         supervisor.replace_from_now_on(allowed(attempts=0))
-        await supervisor.start(spec("rollout-0", DIES))
-        other = await supervisor.start(spec("rollout-1", LIVES))
+        first = await supervisor.start(spec("rollout-0", DIES))
+        trainer = await supervisor.start(spec("trainer-0", LIVES))
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 2)
-        assert supervisor.children == [other]
-        other.process.kill()
-        assert await failing is other
+        assert told == [first]
+        assert supervisor.children == [trainer]
+        trainer.process.kill()
+        assert await failing is trainer
 
     (line,) = supervised(tmp_path, test)
-    assert line.endswith("the run goes on without it")
+    assert line.endswith("it was started again often enough")
+
+
+def test_one_that_is_started_while_others_are_watched_is_watched_too(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        failing = asyncio.create_task(supervisor.first_failure())
+        await asyncio.sleep(0)
+        late = await supervisor.start(spec("rollout-0", DIES))
+        assert await failing is late
+
+    supervised(tmp_path, test)
+
+
+def test_one_that_is_ended_is_no_failure_and_may_be_started_again(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on(allowed())
+        failing = asyncio.create_task(supervisor.first_failure())
+        child = await supervisor.start(spec("rollout-0", LIVES))
+        await supervisor.end("rollout-0", DEADLINE)
+        assert not child.running
+        assert supervisor.incarnations == {}
+        again = await supervisor.start(spec("rollout-0", LIVES), incarnation=4)
+        assert supervisor.children == [again]
+        assert supervisor.incarnations == {"rollout-0": 4}
+        assert not failing.done()
+        failing.cancel()
+
+    assert supervised(tmp_path, test) == []
+
+
+def test_one_that_waits_to_be_started_again_can_be_ended(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on({"rollout-0": Restarts(backoff=30.0)})
+        await supervisor.start(spec("rollout-0", DIES))
+        failing = asyncio.create_task(supervisor.first_failure())
+        await fewer(supervisor, 1)
+        await supervisor.end("rollout-0", DEADLINE)
+        assert supervisor.incarnations == {}
+        assert not failing.done()
+        failing.cancel()
+
+    supervised(tmp_path, test)
 
 
 def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from launcher.topology import service_specs
 from runtime import config_loading
 from runtime.config import Config
 from runtime.config_checks_devices import device_faults
+from runtime.nodes import NodeRegistration, launches
+from runtime.placement import NodeOffer, place
 
 PORTS = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
@@ -23,44 +26,42 @@ def make(**sections: Any) -> Config:
     return msgspec.convert({"run": {"name": "a"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}, Config)
 
 
+def npus(count: int, **others: Any) -> Machine:
+    return Machine(kind="npu", devices=tuple(map(str, range(count))), **others)
+
+
 def environments(machine: Machine, **sections: Any) -> dict[str, dict[str, str]]:
-    specs = service_specs(make(**sections), Path("c.yaml"), "python", "host:1", 8, machine=machine)
-    return {spec.name: spec.env for spec in specs}
+    config, here = make(**sections), NodeRegistration(name="here", address="127.0.0.1")
+    placement = place(config, [NodeOffer("here", len(machine.devices))])
+    started = launches(config, placement, {"here": here}, {})["here"]
+    specs = service_specs(config, started, Path("c.yaml"), "python", "host:1", 8, machine)
+    return {name: spec.env for name, spec in specs.items()}
 
 
 class TestPorts:
+    SHARED: Any = {"rollout": {"replicas": 2, "colocate": "trainer"}, "trainer": {"processes": 2}}  # noqa: RUF012
+
     def test_processes_that_share_an_npu_meet_on_ports_of_their_own(self) -> None:
-        found = environments(Machine(npus=8), services={"rollout": {"replicas": 2}})
-        assert [found["rollout-0"][name] for name in PORTS] == ["60000-60050", "61000-61050"]
-        assert [found["rollout-1"][name] for name in PORTS] == ["60051-60101", "61051-61101"]
-        assert [found["trainer-0"][name] for name in PORTS] == ["60102-60152", "61102-61152"]
+        found = environments(npus(8), services=self.SHARED)
+        ranges = {tuple(found[name][port] for port in PORTS) for name in ("trainer-0", "rollout-0", "rollout-1")}
+        assert ranges == {
+            ("60000-60050", "61000-61050"),
+            ("60051-60101", "61051-61101"),
+            ("60102-60152", "61102-61152"),
+        }
         assert not set(PORTS) & found["reward-0"].keys()
 
     def test_whatever_names_its_own_ports_keeps_them(self) -> None:
-        found = environments(Machine(npus=1), services={"trainer": {"env": {PORTS[1]: "auto"}}})
-        assert found["trainer-0"][PORTS[1]] == "auto"
+        services = {"rollout": {"colocate": "trainer"}, "trainer": {"env": {PORTS[1]: "auto"}}}
+        assert environments(npus(1), services=services)["trainer-0"][PORTS[1]] == "auto"
 
-    @pytest.mark.parametrize(
-        "apart",
-        [
-            pytest.param({"rollout": {"replicas": 2, "devices": [0, 1]}, "trainer": {"devices": [2]}}, id="devices"),
-            pytest.param(
-                {"rollout": {"env": {"ASCEND_RT_VISIBLE_DEVICES": "3"}}, "trainer": {"processes": 2}}, id="environment"
-            ),
-        ],
-    )
-    def test_there_are_none_where_each_npu_has_one_process(self, apart: dict[str, Any]) -> None:
-        for env in environments(Machine(npus=4), services=apart).values():
+    def test_there_are_none_where_each_npu_has_one_process(self) -> None:
+        for env in environments(npus(4), services={"rollout": {"replicas": 2}, "trainer": {"processes": 2}}).values():
             assert not set(PORTS) & env.keys()
 
     def test_there_are_none_without_npus(self) -> None:
-        for env in environments(Machine(), services={"rollout": {"replicas": 2}}).values():
+        for env in environments(Machine(), services=self.SHARED).values():
             assert not set(PORTS) & env.keys()
-
-    def test_ranks_that_reach_into_the_npus_of_others_share_them(self) -> None:
-        services = {"rollout": {"devices": [1]}, "trainer": {"processes": 2}}
-        assert PORTS[0] in environments(Machine(npus=2), services=services)["trainer-0"]
-        assert PORTS[0] not in environments(Machine(npus=2, visible=(5, 6)), services=services)["trainer-0"]
 
     @pytest.mark.parametrize("count", [1, 2, 19, 20, 200, 1000])
     def test_ranges_are_distinct_and_within_their_bounds(self, count: int) -> None:
@@ -92,16 +93,17 @@ class TestPorts:
 
 
 class TestDevices:
-    def test_each_replica_gets_its_share(self) -> None:
+    def test_each_process_sees_its_own(self) -> None:
         services = {"rollout": {"replicas": 2, "devices": [4, 5]}, "trainer": {"processes": 4, "devices": [0, 1, 2, 3]}}
-        npus = environments(Machine(npus=8), services=services)
-        assert {name: env.get("ASCEND_RT_VISIBLE_DEVICES") for name, env in npus.items()} == {
-            "rollout-0": "4",
-            "rollout-1": "5",
-            "reward-0": None,
-            "trainer-0": "0,1,2,3",
-        }
-        assert environments(Machine(), services=services)["rollout-1"]["CUDA_VISIBLE_DEVICES"] == "5"
+        seen = {"rollout-0": "4", "rollout-1": "5", "reward-0": None, "trainer-0": "0,1,2,3"}
+        found = environments(npus(8), services=services)
+        assert {name: env.get("ASCEND_RT_VISIBLE_DEVICES") for name, env in found.items()} == seen
+        found = environments(Machine(kind="cuda", devices=tuple(map(str, range(8)))), services=services)
+        assert {name: env.get("CUDA_VISIBLE_DEVICES") for name, env in found.items()} == seen
+
+    def test_they_are_counted_among_those_that_the_launcher_sees(self) -> None:
+        found = environments(Machine(kind="cuda", devices=("5", "GPU-8f2e")), services={"rollout": {"devices": [1]}})
+        assert (found["trainer-0"]["CUDA_VISIBLE_DEVICES"], found["rollout-0"]["CUDA_VISIBLE_DEVICES"]) == ("5", "GPU-8f2e")
 
     @pytest.mark.parametrize(
         ("services", "said"),
@@ -115,30 +117,25 @@ class TestDevices:
         (fault,) = device_faults(make(services=services), trains=True)
         assert fault.startswith(said)
 
-    def test_an_npu_that_is_not_there_is_one_line(self) -> None:
-        config = make(services={"rollout": {"devices": [8]}})
-        (fault,) = faults(config, Machine(npus=8))
-        assert fault == "services.rollout.devices: 8 is not one of this machine's NPUs, 0 to 7"
-
 
 class TestJemalloc:
     FOUND = "/usr/lib64/libjemalloc.so.2"
 
     def test_auto_preloads_it_on_npu_machines_into_what_computes(self) -> None:
-        found = environments(Machine(npus=1, jemalloc=self.FOUND, preload="/other.so"))
+        found = environments(npus(2, jemalloc=self.FOUND, preload="/other.so"))
         assert found["trainer-0"]["LD_PRELOAD"] == found["rollout-0"]["LD_PRELOAD"] == f"{self.FOUND}:/other.so"
         assert "LD_PRELOAD" not in found["reward-0"]
         assert "LD_PRELOAD" not in environments(Machine(jemalloc=self.FOUND))["trainer-0"]
-        assert "LD_PRELOAD" not in environments(Machine(npus=1))["trainer-0"]
+        assert "LD_PRELOAD" not in environments(npus(2))["trainer-0"]
 
     @pytest.mark.parametrize(("asked", "loaded"), [(True, FOUND), (False, None), ("/mine.so", "/mine.so")])
     def test_it_is_as_the_role_says(self, asked: bool | str, loaded: str | None) -> None:
-        found = environments(Machine(npus=1, jemalloc=self.FOUND), services={"reward": {"jemalloc": asked}})
+        found = environments(npus(2, jemalloc=self.FOUND), services={"reward": {"jemalloc": asked}})
         assert found["reward-0"].get("LD_PRELOAD") == loaded
 
     def test_its_absence_is_one_line(self, tmp_path: Path) -> None:
         config = make(services={"trainer": {"jemalloc": True}, "critic": {"jemalloc": str(tmp_path / "no.so")}})
-        missing, wrong = faults(config, Machine(npus=1))
+        missing, wrong = faults(config, npus(1))
         assert missing.startswith("services.trainer.jemalloc: true, but libjemalloc.so.2 was not found; install libjemalloc2")
         assert (
             wrong
@@ -158,11 +155,19 @@ class TestMachine:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).touch()
         found = this_machine(tmp_path)
-        assert (found.npus, found.visible, found.jemalloc) == (2, (1, 0), f"/{folder}/libjemalloc.so.2")
+        assert (found.kind, found.devices, found.jemalloc) == ("npu", ("1", "0"), f"/{folder}/libjemalloc.so.2")
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+        assert this_machine(tmp_path).devices == ("0", "1")
 
     def test_a_machine_without_either(self, tmp_path: Path) -> None:
-        assert this_machine(tmp_path).npus == 0
-        assert this_machine(tmp_path).jemalloc == ""
+        assert this_machine(tmp_path) == Machine(preload=os.environ.get("LD_PRELOAD", ""))
+
+    def test_gpus_are_found_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        (tmp_path / "dev").mkdir()
+        for file in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+            (tmp_path / "dev" / file).touch()
+        assert (this_machine(tmp_path).kind, this_machine(tmp_path).devices) == ("cuda", ("0", "1"))
 
     def test_another_architecture_has_other_folders(self) -> None:
         assert "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2" in jemalloc_paths("x86_64")

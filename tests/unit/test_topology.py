@@ -8,14 +8,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.topology import coordinator_spec, service_specs
+from launcher.topology import ProcessSpec, coordinator_spec, service_specs
 from runtime.config import Config
+from runtime.nodes import NodeRegistration, launches
 from runtime.pipeline.run import accelerators
+from runtime.placement import NodeOffer, place
 from runtime.topology import Member, members, replicas, uses_reference
 
 
 def make(**sections: Any) -> Config:
     return msgspec.convert({"run": {"name": "a"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}, Config)
+
+
+def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
+    """Of a machine without accelerators, which is the only one."""
+    here = NodeRegistration(name="here", address="127.0.0.1")
+    placement = place(config, [NodeOffer("here")], trains=trains)
+    started = launches(config, placement, {"here": here}, {})["here"]
+    return list(service_specs(config, started, Path("c.yaml"), "python", "host:1", 8).values())
 
 
 def names(config: Config) -> list[str]:
@@ -49,7 +59,7 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
         Member("reference", "reference-0", 0),
         Member("reference", "reference-1", 1),
     ]
-    (spec,) = (spec for spec in service_specs(group, Path("c.yaml"), "python", "host:1", 8) if spec.role == "reference")
+    (spec,) = (spec for spec in specs(group) if spec.role == "reference")
     assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
     assert spec.command[8:10] == ("-m", "services.reference")
     assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -65,8 +75,8 @@ def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
         ("rollout-1", 8, "auto"),
         ("rollout-2", 4, "bfloat16"),
     ]
-    specs = [spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "rollout"]
-    assert [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in specs] == [
+    found = [spec for spec in specs(config) if spec.role == "rollout"]
+    assert [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in found] == [
         ("/a", "1", "2"),
         ("/a", "1", "2"),
         ("python", None, "3"),
@@ -82,7 +92,7 @@ def test_every_rank_of_a_critic_is_a_member() -> None:
 def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
     critic = {"processes": 2, "threads": 3, "python": "/own/python", "env": {"A": "1"}}
     config = make(critic={}, services={"critic": critic})
-    (spec,) = (spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "critic")
+    (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "-m")
     arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
@@ -93,7 +103,7 @@ def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
 def test_tensor_and_context_parallel_ranks_launch_their_kernels_in_order() -> None:
     def connections(role: str = "trainer", **settings: Any) -> str | None:
         config = make(critic={}, services={role: {"engine": "megatron", "processes": 2, **settings}})
-        (spec,) = (spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == role)
+        (spec,) = (spec for spec in specs(config) if spec.role == role)
         return spec.env.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
     assert connections(parallel={"pipeline": 2}) is None
@@ -106,8 +116,7 @@ def test_tensor_and_context_parallel_ranks_launch_their_kernels_in_order() -> No
 
 def test_the_cores_are_shared_out_among_all_that_compute() -> None:
     def threads(**sections: Any) -> dict[str, str]:
-        specs = service_specs(make(**sections), Path("c.yaml"), "python", "host:1", 8)
-        return {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs}
+        return {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs(make(**sections))}
 
     assert threads() == {"rollout-0": "4", "reward-0": "1", "trainer-0": "4"}
     shared = threads(critic={}, services={"critic": {"processes": 2}})
@@ -118,17 +127,17 @@ def test_the_cores_are_shared_out_among_all_that_compute() -> None:
 def test_a_reward_model_is_a_service_that_computes() -> None:
     settings = {"replicas": 2, "python": "/own/python", "env": {"A": "1"}}
     config = make(rewards={"model": {"path": "x"}}, services={"reward_model": settings})
-    specs = [spec for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8) if spec.role == "reward_model"]
-    assert [spec.name for spec in specs] == ["reward_model-0", "reward_model-1"]
-    assert specs[1].command[:5] == ("/own/python", "-m", "services.reward_model", "--name", "reward_model-1")
-    assert (specs[1].env["OMP_NUM_THREADS"], specs[1].env["A"]) == ("2", "1")
+    found = [spec for spec in specs(config) if spec.role == "reward_model"]
+    assert [spec.name for spec in found] == ["reward_model-0", "reward_model-1"]
+    assert found[1].command[:5] == ("/own/python", "-m", "services.reward_model", "--name", "reward_model-1")
+    assert (found[1].env["OMP_NUM_THREADS"], found[1].env["A"]) == ("2", "1")
     assert accelerators(config) == 4
 
 
 def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() -> None:
     config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"rollout": {"replicas": 2}})
-    specs = service_specs(config, Path("c.yaml"), "python", "host:1", 8, trains=False)
-    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
-    assert [member.name for member in members(config, trains=False)] == [spec.name for spec in specs]
+    found = specs(config, trains=False)
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in found} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
+    assert {member.name for member in members(config, trains=False)} == {spec.name for spec in found}
     assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0, trains=False).command
     assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0).command

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import codec, commands, errors, status
+from runtime import codec, commands, errors, nodes, status
 from runtime.actor import MailboxStats, Priority
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
@@ -117,6 +117,33 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Coordinator", "Watch"): (
         None,
         status.Progress(phase="training", step=4, steps=300, detail="x"),
+    ),
+    ("Coordinator", "Join"): (
+        nodes.NodeRegistration(
+            name="a", address="10.0.0.1", devices=8, machine="m", config="c", version="1", ports=[5, 6], pid=7
+        ),
+        nodes.Assignment(
+            config="run: {name: a}",
+            launches=[
+                nodes.Launch(role="rollout", name="rollout-0", devices=[0, 1], incarnation=2),
+                nodes.Launch(
+                    role="trainer",
+                    name="trainer-2",
+                    ranks=[2, 3],
+                    devices=[2, 3],
+                    rendezvous=nodes.Rendezvous(host="10.0.0.1", port=5, nodes=2, node_rank=1),
+                ),
+            ],
+        ),
+    ),
+    ("Coordinator", "ReportPaths"): (nodes.NodePaths(node="a", found={"model.path": "1f"}), None),
+    ("Coordinator", "ReportDeath"): (
+        nodes.Death(node="a", name="rollout-0", incarnation=3, reason="was killed", mistake=True),
+        None,
+    ),
+    ("Coordinator", "Scale"): (
+        nodes.Scale(role="rollout", replicas=3),
+        nodes.Scaled(started=["rollout-2"], stopped=["rollout-3"], pending=["rollout-1"]),
     ),
     ("Rollout", "Generate"): (
         GroupRequest(
@@ -293,7 +320,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
                     assert (method.input_type, method.output_type) == frames
                     assert method.client_streaming and method.server_streaming
                     continue
-                assert method.server_streaming == (method.name == "Watch")
+                assert method.server_streaming == (method.name in ("Watch", "Join"))
                 assert not method.client_streaming
                 declared[service.name, method.name] = (
                     f"/{service.full_name}/{method.name}",

@@ -1,0 +1,20 @@
+"""`sluice scale rollout=N RUN`: more or fewer rollouts for a run that goes on."""
+
+from __future__ import annotations
+
+from launcher.status import address_of
+from runtime.errors import UserError
+from runtime.nodes import Scale, Scaled
+from services import session, wire
+
+
+async def scale(run: str, wanted: str) -> str:
+    """What was done, for the user. Raises UserError, ServiceFault."""
+    role, equals, number = wanted.partition("=")
+    if not equals or not number.isdecimal():
+        raise UserError(f"scale: '{wanted}' is not rollout=N, with N the number of rollouts there are to be")
+    method = wire.METHODS["Coordinator", "Scale"]
+    async with session.open_channel(address_of(run, "scale")) as channel:
+        done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
+    said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already"
