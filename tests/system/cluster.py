@@ -49,7 +49,7 @@ class Cluster:
     def start(self, name: str) -> Live:
         """The agent of a node, again if there was one."""
         console = self.folder.with_name(f"{self.folder.name}.{name}.console")
-        env = {**OUTER, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        env = {**OUTER, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         command = (sys.executable, *AGENT, str(self.config), "--name", name, *self.overrides)
         with console.open("w") as out, console.with_suffix(".err").open("w") as err:
             process = self.node(name).start(command, env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err)

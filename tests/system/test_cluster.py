@@ -61,8 +61,7 @@ def ends_well(run: Cluster, *names: str) -> None:
     eventually(lambda: (run.folder / "summary.json").exists(), END, "the summary")
     for name in names:
         run.agents[name].wait(END)
-    for name in NAMES:
-        eventually(lambda node=run.node(name): not node.processes(), END, f"the end of node {name}'s processes")
+    eventually(lambda: not any(node.processes() for node in run.network.nodes), END, "the end of every process")
 
 
 def test_a_run_is_trained_across_three_nodes(nodes: Path, tmp_path: Path) -> None:

@@ -150,6 +150,28 @@ def test_a_cluster_may_begin_small_and_its_replicas_wait() -> None:
     assert refused(config, nodes(1), waits=True)  # nobody of the role has room
 
 
+def test_replicas_wait_for_the_nodes_that_they_are_named_for() -> None:
+    named = {"nodes": [{"name": f"n{index}"} for index in range(3)]}
+    rollout = {"rollout": {"replicas": 3, "placement": ["n2", "n1"]}}
+    config = make(services=rollout, cluster=named)
+    both, two = nodes(0, 0, 0), nodes(0, 0)
+    assert seats(place(config, both), "rollout") == [("n2", ()), ("n1", ()), ("n2", ())]
+    first = place(config, two, waits=True)
+    assert seats(first, "rollout") == [("n1", ())]
+    assert [member.name for member in first.pending] == ["rollout-0", "rollout-2"]
+    second = place(config, both, first.seats, waits=True)
+    assert second.pending == ()
+    assert Counter(node for node, _ in seats(second, "rollout")) == {"n1": 1, "n2": 2}
+    (fault,) = refused(config, two)
+    assert fault == "services.rollout.placement: node 'n2' is not there"
+    assert refused(config, nodes(0), waits=True) == ["services.rollout.placement: node 'n2' is not there"]
+    assert refused(make(services=rollout), two) == ["services.rollout.placement: there is no node 'n2'; nodes are n0, n1"]
+    group = make(services={"trainer": {"processes": 2, "placement": ["n1", "n2"]}}, cluster=named)
+    assert refused(group, two, waits=True) == [
+        "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
+    ]
+
+
 def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
     here = NodeOffer("here", 8)
     assert offers(make(), here) == [here]
