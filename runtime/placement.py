@@ -147,6 +147,8 @@ class _Table:
     def _shares(self, path: str, settings: Computing, ranks: int, block: int) -> Iterator[tuple[str, int]]:
         """(node, ranks) for a group. Raises _NoRoom."""
         allowed = self._allowed(settings)
+        if isinstance(settings.placement, list) and (absent := [name for name in settings.placement if name not in allowed]):
+            raise _NoRoom(f".placement: node '{absent[0]}' is not there, which a group cannot do without")
         if settings.devices:
             yield self._node_of_named(path, settings, allowed), ranks
             return

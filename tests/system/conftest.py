@@ -10,6 +10,7 @@ from runtime.config import Warmup
 from runtime.data import arithmetic
 from runtime.engines import tiny_model
 from tests.real_data import real_file
+from tests.system.namespaces import why_not
 from tests.system.runs import write_config
 
 
@@ -40,3 +41,10 @@ def config(tiny: Path, tmp_path: Path) -> Path:
 def gsm8k() -> Path:
     """The real file."""
     return real_file("gsm8k/train.jsonl")
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips what needs nodes of their own network where there can be none."""
+    if reason := why_not():
+        pytest.skip(reason)

@@ -1,0 +1,77 @@
+"""Whole runs over several nodes: torchrun with the agent in each, as a user starts it, and what each of them says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.system import namespaces
+from tests.system.namespaces import Network, Node
+from tests.system.runs import ROOT, Live
+
+NAMES = ("first", "second", "third")
+PORT = 7077  # the coordinator's: in a namespace all ports are free
+AGENT = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "launcher.node")
+
+# What a shell that is itself within a torchrun would hand on, which the agents must not take for theirs.
+OUTER = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "192.0.2.99",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "outer",
+}
+
+
+@dataclass
+class Cluster:
+    """Nodes by name, the agents that were started on them, and the run's folder, which all share."""
+
+    network: Network
+    config: Path
+    overrides: Sequence[str]
+    folder: Path
+    agents: dict[str, Live] = field(default_factory=dict)
+
+    def node(self, name: str) -> Node:
+        return self.network.nodes[NAMES.index(name)]
+
+    @property
+    def run(self) -> Live:
+        """As the coordinator's node sees it."""
+        return self.agents[NAMES[0]]
+
+    def start(self, name: str) -> Live:
+        """The agent of a node, again if there was one."""
+        console = self.folder.with_name(f"{self.folder.name}.{name}.console")
+        env = {**OUTER, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        command = (sys.executable, *AGENT, str(self.config), "--name", name, *self.overrides)
+        with console.open("w") as out, console.with_suffix(".err").open("w") as err:
+            process = self.node(name).start(command, env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        self.agents[name] = Live(process, self.folder, console)
+        return self.agents[name]
+
+    def said(self) -> str:
+        """What every agent printed."""
+        return "\n".join(f"{name}: {live.output}{live.errors}" for name, live in self.agents.items())
+
+    def log(self, name: str) -> str:
+        return (self.folder / "logs" / f"{name}.log").read_text()
+
+
+@contextmanager
+def cluster(config: Path, *overrides: str, folder: Path, count: int = 3, start: int | None = None) -> Iterator[Cluster]:
+    """A run over `count` nodes, on the first `start` of which an agent is started at once; nothing of it stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with namespaces.joined(count) as network:
+        first = network.nodes[0].address
+        where = (f"run.dir={folder}", f"services.coordinator.host={first}", f"services.coordinator.port={PORT}")
+        made = Cluster(network, config, (*where, "network.interface=auto", *overrides), folder)
+        for name in NAMES[: count if start is None else start]:
+            made.start(name)
+        yield made

@@ -1,0 +1,117 @@
+"""One run over three machines, each in a network namespace of its own: trained across them, and what a cut link, a node that is
+killed and one that comes late lead to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.cluster import NAMES, Cluster, cluster
+from tests.system.runs import START, eventually, steps, summary, write_config
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("namespaces")]
+
+SILENCE = 16.0  # seconds without a word after which a node, or a rollout, is given up
+BLIP = 10.0  # seconds of a cut that is none
+LOSS = SILENCE + 30.0  # seconds until a loss is seen
+END = 60.0
+
+LONG = ("training.steps=100000",)  # nobody waits for its end
+NODES: dict[str, Any] = {
+    "cluster": {"nodes": [{"name": name} for name in NAMES]},
+    "deadlines": {"silence": SILENCE},
+    "publication": {"transfer_timeout": SILENCE, "commit_timeout": SILENCE, "join_timeout": SILENCE},
+    "services": {
+        "trainer": {"placement": ["first"]},
+        "reference": {"placement": ["first"]},
+        "reward": {"placement": ["first"]},
+        "rollout": {"placement": ["second", "third"], "restarts": {"backoff": 0.5}},
+    },
+}
+
+
+@pytest.fixture
+def nodes(tiny: Path, tmp_path: Path) -> Path:
+    """A small run: trainer, reference and rewards on the first node, a rollout on each of the others."""
+    return write_config(tmp_path / "config.yaml", tiny, **NODES)
+
+
+def serving(run: Cluster) -> float:
+    """How many rollouts served in the newest step."""
+    done = steps(run.folder) if (run.folder / "metrics.jsonl").exists() else []
+    return float(done[-1]["rollout/serving"]) if done else 0.0
+
+
+def goes_on(run: Cluster, by: int = 3) -> None:
+    run.run.reaches(run.run.steps() + by, START)
+
+
+def where(run: Cluster, name: str) -> list[str]:
+    """The addresses at which processes called `name` registered, in this order."""
+    lines = [line for line in run.log("coordinator").splitlines() if f" {name} registered: " in line]
+    return [line.partition(" at ")[2].partition(":")[0] for line in lines]
+
+
+def ends_well(run: Cluster, *names: str) -> None:
+    """Ctrl-C on the coordinator's node ends everything in order."""
+    run.run.interrupt()
+    eventually(lambda: (run.folder / "summary.json").exists(), END, "the summary")
+    for name in names:
+        run.agents[name].wait(END)
+    eventually(lambda: not any(node.processes() for node in run.network.nodes), END, "the end of every process")
+
+
+def test_a_run_is_trained_across_three_nodes(nodes: Path, tmp_path: Path) -> None:
+    with cluster(nodes, folder=tmp_path / "run") as run:
+        assert [run.agents[name].wait(2 * START) for name in NAMES] == [0, 0, 0], run.said()
+        assert summary(run.folder)["steps"] == 4
+        first, second, third = (node.address for node in run.network.nodes)
+        assert {name: where(run, name) for name in ("trainer-0", "rollout-0", "rollout-1")} == {
+            "trainer-0": [first],
+            "rollout-0": [second],
+            "rollout-1": [third],
+        }
+        assert "epoch 1: trainer-0 to rollout-0, rollout-1 by collective" in run.log("coordinator")
+        assert not any(node.processes() for node in run.network.nodes)
+
+
+def test_a_link_that_is_cut_for_a_moment_and_for_too_long(nodes: Path, tmp_path: Path) -> None:
+    with cluster(nodes, *LONG, folder=tmp_path / "run") as run:
+        run.run.reaches(2)
+        third = run.node("third")
+
+        run.network.cut(third)
+        time.sleep(BLIP)
+        run.network.mend(third)
+        goes_on(run)
+        assert " is lost: " not in run.log("coordinator")
+        assert serving(run) == 2
+
+        run.network.cut(third)
+        eventually(lambda: "rollout-1 (incarnation 0) is lost: " in run.log("coordinator"), LOSS, "the loss of rollout-1")
+        goes_on(run)
+        assert serving(run) == 1
+
+        run.network.mend(third)
+        eventually(lambda: serving(run) == 2, START, "the rollout of the node that came back")
+        assert where(run, "rollout-1") == [third.address] * 2
+        assert " is lost: " not in run.log("coordinator").partition("rollout-1 (incarnation 0) is lost: ")[2]
+        ends_well(run, *NAMES)
+
+
+def test_a_node_that_comes_late_and_one_that_is_killed_whole(nodes: Path, tmp_path: Path) -> None:
+    with cluster(nodes, *LONG, "cluster.min_nodes=2", folder=tmp_path / "run", start=2) as run:
+        run.run.reaches(2)
+        assert serving(run) == 1
+        run.start("third")
+        eventually(lambda: serving(run) == 2, START, "the rollout of the node that came late")
+
+        run.node("second").kill()
+        eventually(lambda: "rollout-0 (incarnation 0) is lost: " in run.log("coordinator"), LOSS, "the loss of rollout-0")
+        goes_on(run)
+        assert serving(run) == 1
+        assert where(run, "rollout-1") == [run.node("third").address]
+        ends_well(run, "first", "third")
