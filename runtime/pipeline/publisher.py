@@ -299,8 +299,7 @@ class Transaction:
         for task in done:
             name, answered = self._calls.pop(task)
             self._act(machine.handle(_event(name, task, answered), self._clock()))
-        if not done:
-            self._act(machine.handle(Tick(), self._clock()))
+        self._act(machine.handle(Tick(), self._clock()))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

