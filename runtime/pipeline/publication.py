@@ -10,8 +10,8 @@ The caller feeds events, each with the time, and carries out the actions that co
 - abort: members and sender leave the epoch's group. Whoever does not confirm is lost. A failed collective fails for all of
   its members, so it is this silence, and not the first failure, that tells the culprit.
 
-Every phase has a deadline: `next_deadline` says when to send the next `Tick`, which alone ends a phase that is late. So an answer
-that is there counts, however long whoever drives this machine was kept from reading it.
+Every phase has a deadline: `next_deadline` says when to send the next `Tick`, which alone ends a phase that is late. So an
+answer that is there counts, however long whoever drives this machine was kept from reading it.
 """
 
 from __future__ import annotations
