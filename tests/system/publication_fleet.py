@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 TRAINER = "trainer-0"
 ROOT = Path(__file__).parents[2]
-START = 30.0  # seconds until a process that was forked is there
+START = 60.0  # seconds until a process that was forked is there
 HOST = "127.0.0.1"
 PUBLICATION = {
     "backend": "gloo",
