@@ -43,8 +43,8 @@ class Child:
         return self.process.returncode is None
 
     def give_up(self, reason: str) -> None:
-        """End it, if it runs still."""
-        if self.running:
+        """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
+        if self.running and not os_process.ended(self.pid):
             self.given_up = reason
             self.process.kill()  # what it started ends with it
 
