@@ -150,6 +150,7 @@ class TrainerService(Leader):
             command.transport,
             self.config.publication.folder,
             self.config.publication.full_every,
+            command.names,
         )
         self._group = in_thread("join-weights", self._pending.connect)
         return WeightsHosted(self._pending.address, manifest)

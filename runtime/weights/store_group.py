@@ -78,9 +78,9 @@ class PendingStoreGroup(PendingGroup):
         self._store = store
         self._interface = interface
 
-    def connect(self, names: Sequence[str] = ()) -> WeightGroup:
+    def connect(self) -> WeightGroup:
         try:
-            return self._connect(names)
+            return self._connect()
         except ServiceFault as fault:
             drop_frames(fault)
             raise
@@ -88,16 +88,24 @@ class PendingStoreGroup(PendingGroup):
     def abort(self) -> None:
         shut_down((here := (self.address.host, self.address.port)), frozenset({here}))
 
-    def _connect(self, names: Sequence[str]) -> WeightGroup:
+    def _connect(self) -> WeightGroup:
         address = self.address
-        labels = [f"rank {rank}" + (f" ({names[rank]})" if rank < len(names) else "") for rank in range(address.world_size)]
+        labels = list(map(address.label, range(address.world_size)))
         store, self._store = self._store, None
         link = LINKS[address.transport](store, address, labels, self._name, self._interface)
         return StoreGroup(address, self._name, store, link, frozenset({(address.host, address.port)}))
 
 
 def host(
-    epoch: int, world_size: int, interface: str, backend: str, timeout: float, name: str, transport: str, full_every: int
+    epoch: int,
+    world_size: int,
+    interface: str,
+    backend: str,
+    timeout: float,
+    name: str,
+    transport: str,
+    full_every: int,
+    names: Sequence[str],
 ) -> PendingGroup:
     """As `group.host`."""
     ip = local_address(interface)
@@ -121,6 +129,7 @@ def host(
         timeout=timeout,
         transport=transport,
         full_every=full_every,
+        names=tuple(names),
     )
     return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
 
@@ -133,7 +142,7 @@ def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
             address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout), wait_for_workers=False
         )
     except RuntimeError as error:
-        message = f"rank 0 at {address.host}:{address.port} cannot be reached: {reason(error)}"
+        message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
     ip = local_address(interface) if interface else route_to(address.host, address.port)
     left = structs.replace(address, timeout=max(address.timeout - (time.monotonic() - began), 0.1))

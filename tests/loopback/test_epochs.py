@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.engines.rollout_base import EngineStats
-from runtime.errors import Unreachable
+from runtime.errors import ServiceFault, Unreachable
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.types import PolicyVersion, StepResult
@@ -174,8 +174,8 @@ class TrainerHere(Port):
         self.worker = service._worker = Worker(settings)  # type: ignore[assignment]
         super().__init__(service)
 
-    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.ask(HostWeights(epoch, world_size, transport))
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.ask(HostWeights(epoch, len(names), transport, tuple(names)))
         return hosted.address, hosted.manifest
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
@@ -328,6 +328,18 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         assert staying.engine.swapped == [1]
 
     run(test)
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared_memory", "filesystem", "delta"])
+def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do(transport: str, tmp_path: Path) -> None:
+    async def test(here: Stage) -> None:
+        address, manifest = await here.trainer.host_weights(1, ("trainer-0", "rollout-0", "rollout-1"), transport)
+        with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
+            await here.rollouts[0].join_weights(replace(address, rank=1), manifest)
+        with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 2 \(rollout-1\) did not join"):
+            await here.trainer.send_weights(PolicyVersion(0, 1), 1)
+
+    run(test, replace(PUBLICATION, join_timeout=2.0, folder=str(tmp_path)))
 
 
 def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -386,9 +386,9 @@ def test_who_dies_while_the_trainer_opens_the_rendezvous_is_left_out() -> None:
         cast = Cast.prompt()
         host = cast.trainer.host_weights
 
-        async def hosting(epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+        async def hosting(epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
             cast.rollouts[0].die()
-            return await host(epoch, world_size, transport)
+            return await host(epoch, names, transport)
 
         cast.trainer.host_weights = hosting  # type: ignore[method-assign]
         assert (await make(cast).publish(FIRST)).epoch == 2

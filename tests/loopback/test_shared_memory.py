@@ -119,9 +119,9 @@ def test_a_tensor_larger_than_a_bucket_and_one_bucket_for_all() -> None:
 
 
 def pair_of_groups() -> tuple[Any, Any]:
-    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", "shared_memory")
+    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", "shared_memory", names=LABELS[:2])
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=1), "rollout-0"))
-    return pending.connect(("trainer", "rollout-0")), joining.result(PATIENCE)
+    return pending.connect(), joining.result(PATIENCE)
 
 
 def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
@@ -194,9 +194,9 @@ from runtime.types import PolicyVersion
 from runtime.weights import sender
 from runtime.weights.group import host
 from tests.loopback.weight_cases import MANIFEST, gather
-pending = host(1, 2, "127.0.0.1", "gloo", 60.0, "trainer", "shared_memory")
+pending = host(1, 2, "127.0.0.1", "gloo", 60.0, "trainer", "shared_memory", names=("trainer", "rollout-0"))
 print(msgspec.json.encode(pending.address).decode(), flush=True)
-group = pending.connect(("trainer", "rollout-0"))
+group = pending.connect()
 stamp = sender.stamp
 def stamp_one(bucket, buffer, version):
     if bucket is one.buckets[1]:
@@ -224,7 +224,9 @@ def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None
     finally:
         trainer.kill()
         trainer.communicate()
-    with pytest.raises(ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 is gone"):
+    with pytest.raises(
+        ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 \(trainer\) is gone"
+    ):
         reception.result(PATIENCE)
     del group, reception
     assert settles(lambda: [mappings()], [mapped])

@@ -19,10 +19,10 @@ from tests.loopback.weight_members import ROOT
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
 def test_the_rendezvous_names_who_is_missing(transport: str) -> None:
-    pending = host(1, 4, "127.0.0.1", "gloo", 4.0, "trainer", transport)
+    pending = host(1, 4, "127.0.0.1", "gloo", 4.0, "trainer", transport, names=("trainer", "rollout-0", "rollout-1"))
     other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
     with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 4 s\)"):
-        pending.connect(["trainer", "rollout-0", "rollout-1"])
+        pending.connect()
     with pytest.raises(ServiceFault, match="rollout-1: rendezvous: "):
         other.result(2 * PATIENCE)
 

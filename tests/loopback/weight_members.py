@@ -102,10 +102,11 @@ def connect(
     transport: str = "collective",
     folder: str = "",
 ) -> WeightGroup:
-    pending = host(epoch, len(members) + 1, "127.0.0.1", backend, timeout, "trainer", transport, folder)
+    names = ("trainer", *(one.name for one in members))
+    pending = host(epoch, len(names), "127.0.0.1", backend, timeout, "trainer", transport, folder, names=names)
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.to_builtins(msgspec.structs.replace(pending.address, rank=rank)), one.name)
-    group = pending.connect(["trainer", *(one.name for one in members)])
+    group = pending.connect()
     for rank, one in enumerate(members, 1):
         assert one.hear() == ["joined", rank]
     return group
