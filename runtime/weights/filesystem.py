@@ -283,6 +283,7 @@ class PendingFilesystemGroup(PendingGroup):
             raise UserError(message) from error
 
     def _await_members(self, give_up: float) -> None:
+        never_came = set(range(1, self.address.world_size))
         while True:
             present = self._names()
             if shared_folder.MARKER not in present:
@@ -290,8 +291,10 @@ class PendingFilesystemGroup(PendingGroup):
             missing = _missing(present, self.address.world_size)
             if not missing:
                 return
+            never_came &= set(missing)
             if time.monotonic() > give_up:
-                self._fail(f"{', '.join(map(self.address.label, missing))} did not join")
+                absent = sorted(never_came) or missing  # others may have given up a moment before
+                self._fail(f"{', '.join(map(self.address.label, absent))} did not join")
             self._pause()
 
     def _names(self) -> list[str]:

@@ -27,7 +27,7 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.engines.rollout_base import EngineStats
-from runtime.errors import ServiceFault, Unreachable
+from runtime.errors import Cancelled, ServiceFault, Unreachable
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.types import PolicyVersion, StepResult
@@ -357,6 +357,34 @@ def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.Mon
         await until(opening.is_set)
         answered.set()
         await publishing
+
+    run(test)
+
+
+def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, may_open, host, opened = threading.Event(), threading.Event(), group.host, []
+
+    def slow(epoch: int, *arguments: Any) -> group.PendingGroup:
+        if epoch == 1:
+            opening.set()
+            assert may_open.wait(AT_ONCE)
+        opened.append(host(epoch, *arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(group, "host", slow)
+
+    async def test(here: Stage) -> None:
+        hosting = asyncio.ensure_future(here.trainer.host_weights(1, ("trainer-0", "rollout-0"), "collective"))
+        await until(opening.is_set)
+        await here.trainer.abort_weights(PolicyVersion(), 1)  # it is answered meanwhile
+        publishing = asyncio.ensure_future(here.publisher._open_epoch())  # of the number 1 again: it waits for its turn
+        await asyncio.sleep(0)
+        may_open.set()
+        with pytest.raises(Cancelled, match="trainer-0: epoch 1 was given up"):
+            await hosting
+        await publishing
+        assert (await here.publish(1)).epoch == 1
+        assert here.trainer.service._pending is opened[-1]
 
     run(test)
 
