@@ -15,8 +15,8 @@ from tests.system.runs import belonging, check_gone, one_line, sluice, trained, 
 
 pytestmark = pytest.mark.timeout(300)
 
-AT_ONCE = 60.0  # seconds, on a busy machine, until a mistake is told that can be seen without starting anything
-STARTED = 150.0  # and until one that shows only once processes run
+AT_ONCE = 150.0  # seconds, on a busy machine, until a mistake is told that can be seen without starting anything
+STARTED = 200.0  # and until one that shows only once processes run
 
 
 def refused(config: Path, folder: Path, *overrides: str, timeout: float = AT_ONCE) -> str:
