@@ -128,8 +128,8 @@ class Member(Peer):
 
 
 class TrainerPeer(Member):
-    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.tell(HostWeights(epoch, world_size, transport), WeightsHosted)
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.tell(HostWeights(epoch, len(names), transport, tuple(names)), WeightsHosted)
         return hosted.address, hosted.manifest
 
     async def send_weights(self, version: PolicyVersion, epoch: int) -> WeightsSent:

@@ -19,6 +19,7 @@ from launcher.restarts import Allowance
 from launcher.topology import ProcessSpec
 from runtime import os_process
 from runtime.config import Restarts
+from runtime.engines.vllm import leftovers
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 
 DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
@@ -44,8 +45,8 @@ class Child:
         return self.process.returncode is None
 
     def give_up(self, reason: str) -> None:
-        """End it, if it runs still."""
-        if self.running:
+        """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
+        if self.running and not os_process.ended(self.pid):
             self.given_up = reason
             self.process.kill()  # what it started ends with it
 
@@ -221,7 +222,8 @@ class Supervisor:
                 raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)
 
     async def end_all(self, grace: float) -> None:
-        """SIGTERM to whoever still runs, SIGKILL after `grace` seconds; returns when every one is gone."""
+        """SIGTERM to whoever still runs, SIGKILL after `grace` seconds; returns when every one is gone, and
+        what vLLM's processes leave in shared memory."""
         self.replace_nobody()
         for child in self.children:
             if child.running:
@@ -232,3 +234,4 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # also what the child left in its group
         for child in self.children:
             await child.process.wait()
+        leftovers.clear()

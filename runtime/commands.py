@@ -24,6 +24,7 @@ class HostWeights(Command, frozen=True):
     epoch: int
     world_size: int
     transport: str
+    names: tuple[str, ...] = ()  # the members', by rank
 
 
 class WeightsHosted(Command, frozen=True):

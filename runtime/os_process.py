@@ -57,3 +57,11 @@ def die_with_parent(parent: int | None = None) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it ended before the call took hold
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended(child: int) -> bool:
+    """Whether this process's child has ended, be it that nobody has taken note of its end yet."""
+    try:
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True

@@ -6,7 +6,7 @@ when the service failed or is gone, and may be cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from runtime.commands import WeightsSent
@@ -100,8 +100,9 @@ class UpdatePort(Protocol):
 
 
 class TrainerPort(WeightMember, UpdatePort, Protocol):
-    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
-        """Open the rendezvous of a new epoch, as its rank 0. `transport`: one of `runtime.weights.group.TRANSPORTS`."""
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        """Open the rendezvous of a new epoch, as its rank 0. `names` are the members', by rank; `transport` is one of
+        `runtime.weights.group.TRANSPORTS`."""
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
         """Gather the weights after the commands before, and send them: with `publication.overlap` while later commands run."""

@@ -36,7 +36,7 @@ _INLINE = BLOCK - _HEADER.size
 _BEAT, _END = -1, -2
 _COMMAND_TAG, _ANSWER_TAG = 1, 2
 _LOST_KEY = "lost"
-_LAST_WORD = 1.0  # seconds
+_LAST_WORD = 5.0  # seconds, at most, that followers give rank 0 to say whom it lost
 _ROUNDING = 0.02  # seconds by which torch may give up early
 
 
@@ -232,7 +232,7 @@ class Relay(Generic[Command]):
         """Whom rank 0 lost, or 0. gloo closes every connection of a rank on which one operation timed out, so the others may
         see that before rank 0 has said whom it waited for: they give it a moment."""
         try:
-            self._store.wait([_LOST_KEY], timedelta(seconds=min(_LAST_WORD, self._deadline / 4)))
+            self._store.wait([_LOST_KEY], timedelta(seconds=min(_LAST_WORD, self._deadline / 2)))
             return int(self._store.get(_LOST_KEY))
         except RuntimeError:
             return 0  # it said nothing, or the store died with it

@@ -150,8 +150,8 @@ class UpdateClient(Peer):
 
 
 class TrainerClient(UpdateClient, WeightPeer):
-    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
-        command = commands.HostWeights(epoch, world_size, transport)
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        command = commands.HostWeights(epoch, len(names), transport, tuple(names))
         hosted: commands.WeightsHosted = await self.session.call("HostWeights", command, self._publication.join_timeout)
         return hosted.address, hosted.manifest
 

@@ -17,6 +17,7 @@ from services.server import OPTIONS
 
 SCORE = wire.METHODS["RemoteReward", "Score"]
 FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0  # seconds between two attempts to reach a server that is not there
+LEAST = 0.2  # seconds that an attempt is given: one that has less would tell of the deadline, and not of the server
 RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
 
 
@@ -52,7 +53,7 @@ class RemoteRewardClient:
                 raise RemoteFailure("not a reply", str(error)) from None
             except grpc.aio.AioRpcError as error:
                 left = deadline - time.monotonic()
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or left <= delay:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or left <= delay + LEAST:
                     raise RemoteFailure(error.code().name, error.details() or "") from None
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY)

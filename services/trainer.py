@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from runtime.actor import Letter
 from runtime.commands import AbortWeights, HostWeights, SendWeights, WeightsHosted, WeightsSent
 from runtime.config import Config
-from runtime.errors import ServiceFault
+from runtime.errors import Cancelled, ServiceFault
 from runtime.types import PolicyVersion
 from services import process
 from services.spmd_service import Follower, Leader, SpmdRole
@@ -45,8 +45,11 @@ class TrainerService(Leader):
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(ROLE, config, name, rank)
+        self._epoch = 0  # that it hosts, or is about to
         self._pending: PendingGroup | None = None
         self._group: Future[WeightGroup] | None = None
+        self._leaving: Future[None] | None = None
+        self._hosting: asyncio.Task[None] | None = None
         self._snapshot: PolicyVersion | None = None  # what the sender's buckets hold, or are being filled with
         self._line: asyncio.Queue[Letter] = asyncio.Queue()
         self._working: asyncio.Task[None] | None = None
@@ -56,21 +59,24 @@ class TrainerService(Leader):
         self._working = asyncio.create_task(self._work())
 
     async def close(self) -> None:
-        for task in (self._working, self._resending):
+        for task in (self._working, self._resending, self._hosting):
             if task is not None:
                 task.cancel()
         await super().close()
-        self._leave()
+        await asyncio.wrap_future(self._leave())
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         (letter,) = letters
         message = letter.message
         if isinstance(message, HostWeights):
-            letter.reply(await self._host(message))
+            left = self._leave()
+            self._epoch = message.epoch
+            self._hosting = asyncio.create_task(self._host(letter, left, self._hosting))
         elif isinstance(message, AbortWeights):
-            if self._pending is not None and self._pending.address.epoch == message.epoch:
-                self._leave()
-            letter.reply()
+            if message.epoch == self._epoch:
+                self._answer_at_end(letter, self._leave(), "abort")
+            else:
+                letter.reply()
         elif isinstance(message, SendWeights) and message.version == self._snapshot:
             self._resending = asyncio.create_task(self._send(letter))  # the engine may have gone on
         else:
@@ -121,39 +127,77 @@ class TrainerService(Leader):
             return False
         return True
 
-    def _leave(self) -> None:
-        group, pending = self._group, self._pending
-        self._group = self._pending = None
-        if group is None or pending is None:
-            return
-        if not group.done():
-            pending.abort()
-        if self._worker.sender is not None:
-            self._worker.sender.abort()
-        group.add_done_callback(_abandon)
+    def _leave(self) -> Future[None]:
+        """Out of the epoch's group. In a thread, one after the other: to leave one that meets in a folder takes its server."""
+        from runtime.weights.sender import in_thread
 
-    async def _host(self, command: HostWeights) -> WeightsHosted:
-        """In a thread: torch looks up names while it opens the store, for seconds where no name server answers."""
+        group, pending, before = self._group, self._pending, self._leaving
+        self._group = self._pending = None
+        self._epoch = 0
+
+        def leave() -> None:
+            if before is not None:
+                wait([before])
+            if group is None or pending is None:
+                return
+            if not group.done():
+                pending.abort()
+            if self._worker.sender is not None:
+                self._worker.sender.abort()
+            group.add_done_callback(_abandon)
+
+        self._leaving = in_thread("leave-weights", leave)
+        return self._leaving
+
+    async def _host(self, letter: Letter, left: Future[None], before: asyncio.Task[None] | None) -> None:
+        """Beside the actor, and in a thread: torch looks up names while it opens the store, for seconds where no name server
+        answers, and the server of a shared folder may not answer at all. It begins once the epoch before is `left`, and its
+        own hosting over."""
+        command: HostWeights = letter.message
+        try:
+            if before is not None:
+                await asyncio.wait({before})
+            await asyncio.wrap_future(left)
+            pending = await self._open(command)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            letter.fail(error)
+            return
+        if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or letter.abandoned:
+            pending.abort()
+            letter.fail(Cancelled(f"{self.name}: epoch {command.epoch} was given up"))
+            return
+        self._meet(pending)
+        letter.reply(WeightsHosted(pending.address, self._worker.manifest))
+
+    async def _open(self, command: HostWeights) -> PendingGroup:
         from runtime.weights import group
         from runtime.weights.sender import in_thread
 
-        self._leave()
-        manifest = self._worker.manifest
-        self._pending = await asyncio.to_thread(
-            group.host,
-            command.epoch,
-            command.world_size,
-            self.config.network.interface,
-            self._worker.publication_backend,
-            self.config.publication.join_timeout,
-            self.name,
-            command.transport,
-            self.config.publication.folder,
-            self.config.publication.full_every,
-            self.config.network.port_range,
+        settings, network = self.config.publication, self.config.network
+        return await asyncio.wrap_future(
+            in_thread(
+                "host-weights",
+                lambda: group.host(
+                    command.epoch,
+                    command.world_size,
+                    network.interface,
+                    self._worker.publication_backend,
+                    settings.join_timeout,
+                    self.name,
+                    command.transport,
+                    settings.folder,
+                    settings.full_every,
+                    network.port_range,
+                    command.names,
+                ),
+            )
         )
-        self._group = in_thread("join-weights", self._pending.connect)
-        return WeightsHosted(self._pending.address, manifest)
+
+    def _meet(self, pending: PendingGroup) -> None:
+        from runtime.weights.sender import in_thread
+
+        self._pending = pending
+        self._group = in_thread("join-weights", pending.connect)
 
     async def _transfer(self, letter: Letter) -> None:
         """Begin to send what the buckets hold, or are being filled with."""

@@ -10,7 +10,8 @@ The caller feeds events, each with the time, and carries out the actions that co
 - abort: members and sender leave the epoch's group. Whoever does not confirm is lost. A failed collective fails for all of
   its members, so it is this silence, and not the first failure, that tells the culprit.
 
-Every phase has a deadline: `next_deadline` says when to send the next `Tick`.
+Every phase has a deadline: `next_deadline` says when to send the next `Tick`, which alone ends a phase that is late. So an
+answer that is there counts, however long whoever drives this machine was kept from reading it.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Publication:
         elif not isinstance(event, Tick) and self.phase in _EXPECTED[type(event)]:
             self._answered[type(event)].add(self.sender if isinstance(event, Sent) else event.member)
         actions += self._advance(now)
-        if self.next_deadline is not None and now >= self.next_deadline:
+        if isinstance(event, Tick) and self.next_deadline is not None and now >= self.next_deadline:
             actions += self._expire(now)
         return actions
 
@@ -189,10 +190,11 @@ class Publication:
             return []
         if self.phase == "commit" and event.member == self.sender:
             return []  # its part is over
+        known = event.member in self.lost
         if isinstance(event, Lost) or self.phase == "commit":
             self.lost.add(event.member)
-        if self.phase == "abort":
-            return []
+        if self.phase == "abort" and (known or isinstance(event, Failed)):
+            return []  # a failed collective fails for all; who is lost is told even when another's failure was heard first
         return self._give_up(f"{event.member}: {event.reason}", now)
 
     def _expire(self, now: float) -> list[Action]:

@@ -154,9 +154,9 @@ class Publisher:
         """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
         asked for."""
         ports = [self._pool.port(member) for member in epoch.members]
-        machines = {port.name: port.machine for port in (self._trainer, *ports)}
+        machines = {port.name: port.machine for port in (self._trainer, *ports)}  # by rank
         transport = transports.resolve(self._settings.transport, self._settings.backend, machines)
-        address, manifest = await self._trainer.host_weights(epoch.number, len(machines), transport)
+        address, manifest = await self._trainer.host_weights(epoch.number, tuple(machines), transport)
         joins = [
             asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
             for rank, port in enumerate(ports, start=1)
@@ -299,8 +299,7 @@ class Transaction:
         for task in done:
             name, answered = self._calls.pop(task)
             self._act(machine.handle(_event(name, task, answered), self._clock()))
-        if not done:
-            self._act(machine.handle(Tick(), self._clock()))
+        self._act(machine.handle(Tick(), self._clock()))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:

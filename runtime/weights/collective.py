@@ -32,13 +32,14 @@ class _HostTransfer:
         self._mesh = mesh
 
     def wait(self, timeout: float) -> None:
-        """In slices, as gloo may forget a collective whose connection failed."""
+        """In slices, as gloo may forget a collective whose connection failed; and torch may give up a moment early."""
         give_up = time.monotonic() + timeout
-        while (left := give_up - time.monotonic()) > SLICE and self._mesh.pg is not None:
-            if self._ends(SLICE):
+        while True:
+            aborted, left = self._mesh.pg is None, give_up - time.monotonic()
+            if self._ends(0.0 if aborted else min(left, SLICE)):
                 return
-        if not self._ends(left if self._mesh.pg is not None else 0.0):
-            raise RuntimeError("the group was aborted" if self._mesh.pg is None else "timed out")
+            if aborted or left <= 0:
+                raise RuntimeError("the group was aborted" if aborted else "timed out")
 
     def _ends(self, seconds: float) -> bool:
         try:

@@ -76,6 +76,7 @@ class FilesystemGroup(WeightGroup):
     def __init__(self, address: GroupAddress, name: str, folder: Path):
         super().__init__(address, name)
         self._epoch_folder = folder
+        self._label = address.label
         self._left = threading.Event()
         self._leaving = threading.Lock()
         self._manifest: Manifest | None = None
@@ -145,7 +146,7 @@ class FilesystemGroup(WeightGroup):
         except (OSError, UserError) as error:
             self.check()
             if not self._epoch_folder.exists():  # removed after the file was seen
-                raise RuntimeError("rank 0 left the group") from error
+                raise RuntimeError(f"{self._label(0)} left the group") from error
             reason = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
             raise RuntimeError(reason) from error
 
@@ -222,7 +223,7 @@ class FilesystemGroup(WeightGroup):
         except OSError as error:
             raise self._failure(error, str(self._epoch_folder)) from error
         if missing:
-            raise RuntimeError(f"{', '.join(f'rank {rank}' for rank in missing)} left the group")
+            raise RuntimeError(f"{', '.join(map(self._label, missing))} left the group")
 
     def _await(self, folder: Path, wanted: Callable[[str], bool], give_up: float, every: float, what: str) -> str:
         """The name in `folder` that is wanted, once there is one. Raises RuntimeError."""
@@ -231,7 +232,7 @@ class FilesystemGroup(WeightGroup):
             try:
                 found = next(filter(wanted, shared_folder.names(folder)), None)
             except FileNotFoundError:
-                raise RuntimeError("rank 0 left the group") from None
+                raise RuntimeError(f"{self._label(0)} left the group") from None
             except OSError as error:
                 raise RuntimeError(f"{folder} cannot be read: {error.strerror}") from error
             if found is not None:
@@ -250,13 +251,13 @@ class PendingFilesystemGroup(PendingGroup):
         self._folder = shared_folder.epoch_folder(Path(address.folder), address.epoch)
         self._left = threading.Event()
 
-    def connect(self, names: Sequence[str] = ()) -> WeightGroup:
+    def connect(self) -> WeightGroup:
         address = self.address
         give_up = time.monotonic() + address.timeout
         try:
             if address.rank:
                 self._enter(give_up)
-            self._await_members(names, give_up)
+            self._await_members(give_up)
         except BaseException:
             leave(self._folder, address.rank)
             raise
@@ -271,7 +272,7 @@ class PendingFilesystemGroup(PendingGroup):
         while shared_folder.MARKER not in self._names():
             if time.monotonic() > give_up:
                 self._fail(
-                    f"{self._folder}, which rank 0 made on {address.host}, is not seen here: "
+                    f"{self._folder}, which {address.label(0)} made on {address.host}, is not seen here: "
                     "publication.folder has to be one folder that all these machines share"
                 )
             self._pause()
@@ -281,17 +282,19 @@ class PendingFilesystemGroup(PendingGroup):
             message = f"publication.folder: {self._folder} cannot be written by {self._name}: {error.strerror}"
             raise UserError(message) from error
 
-    def _await_members(self, names: Sequence[str], give_up: float) -> None:
+    def _await_members(self, give_up: float) -> None:
+        never_came = set(range(1, self.address.world_size))
         while True:
             present = self._names()
             if shared_folder.MARKER not in present:
-                self._fail("rank 0 is gone")
+                self._fail(f"{self.address.label(0)} is gone")
             missing = _missing(present, self.address.world_size)
             if not missing:
                 return
+            never_came &= set(missing)
             if time.monotonic() > give_up:
-                labels = [f"rank {rank}" + (f" ({names[rank]})" if rank < len(names) else "") for rank in missing]
-                self._fail(f"{', '.join(labels)} did not join")
+                absent = sorted(never_came) or missing  # others may have given up a moment before
+                self._fail(f"{', '.join(map(self.address.label, absent))} did not join")
             self._pause()
 
     def _names(self) -> list[str]:
@@ -328,7 +331,7 @@ def leave(folder: Path, rank: int) -> None:
         in_thread("remove-weights", remove).result(LAST_REMOVAL)
 
 
-def host(epoch: int, world_size: int, timeout: float, name: str, folder: str) -> PendingGroup:
+def host(epoch: int, world_size: int, timeout: float, name: str, folder: str, names: Sequence[str]) -> PendingGroup:
     """As `group.host`. Removes what earlier hosts left in `folder`."""
     if not folder:
         raise UserError("publication.folder: '' is no folder; transport filesystem needs one that all machines share")
@@ -344,6 +347,7 @@ def host(epoch: int, world_size: int, timeout: float, name: str, folder: str) ->
         timeout=timeout,
         transport="filesystem",
         folder=str(root),
+        names=tuple(names),
     )
     return PendingFilesystemGroup(address, name)
 

@@ -77,8 +77,8 @@ class PendingGroup(ABC):
     """Rank 0's; the others are given it with their own rank in it."""
 
     @abstractmethod
-    def connect(self, names: Sequence[str] = ()) -> WeightGroup:
-        """Block until every member is there; once only. `names`, by rank, serve the message of a failure.
+    def connect(self) -> WeightGroup:
+        """Block until every member is there; once only.
 
         Raises ServiceFault, phase "rendezvous", with the ranks that did not come within the address's timeout.
         """
@@ -99,12 +99,13 @@ def host(
     folder: str = "",
     full_every: int = 50,
     port_range: PortRange | None = None,
+    names: Sequence[str] = (),
 ) -> PendingGroup:
     """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
 
     `timeout` is in seconds. `filesystem` meets in `folder` instead, and has neither interface nor backend; `delta` sends one
-    of `full_every` versions whole. Raises UserError for an unknown interface, backend or transport, a range without a free
-    port, or a folder that cannot be written.
+    of `full_every` versions whole. `names` is what messages call the members, by rank. Raises UserError for an unknown
+    interface, backend or transport, a range without a free port, or a folder that cannot be written.
     """
     from runtime.weights import filesystem, store_group
 
@@ -113,8 +114,8 @@ def host(
     if transport not in TRANSPORTS:
         raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
     if transport == "filesystem":
-        return filesystem.host(epoch, world_size, timeout, name, folder)
-    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range)
+        return filesystem.host(epoch, world_size, timeout, name, folder, names)
+    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names)
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:

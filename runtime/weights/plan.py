@@ -69,6 +69,11 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     transport: str = "collective"
     folder: str = ""  # of transport filesystem
     full_every: int = 0  # of transport delta
+    names: tuple[str, ...] = ()  # what the members are called, by rank; () where nobody said
+
+    def label(self, rank: int) -> str:
+        """How messages call a member: "rank 2 (rollout-1)"."""
+        return f"rank {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
 
 
 class Entry(Struct, frozen=True, array_like=True):

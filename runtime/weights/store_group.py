@@ -80,9 +80,9 @@ class PendingStoreGroup(PendingGroup):
         self._store = store
         self._interface = interface
 
-    def connect(self, names: Sequence[str] = ()) -> WeightGroup:
+    def connect(self) -> WeightGroup:
         try:
-            return self._connect(names)
+            return self._connect()
         except ServiceFault as fault:
             drop_frames(fault)
             raise
@@ -90,9 +90,9 @@ class PendingStoreGroup(PendingGroup):
     def abort(self) -> None:
         shut_down((here := (self.address.host, self.address.port)), frozenset({here}))
 
-    def _connect(self, names: Sequence[str]) -> WeightGroup:
+    def _connect(self) -> WeightGroup:
         address = self.address
-        labels = [f"rank {rank}" + (f" ({names[rank]})" if rank < len(names) else "") for rank in range(address.world_size)]
+        labels = list(map(address.label, range(address.world_size)))
         store, self._store = self._store, None
         link = LINKS[address.transport](store, address, labels, self._name, self._interface)
         return StoreGroup(address, self._name, store, link, frozenset({(address.host, address.port)}))
@@ -108,6 +108,7 @@ def host(
     transport: str,
     full_every: int,
     port_range: PortRange | None,
+    names: Sequence[str],
 ) -> PendingGroup:
     """As `group.host`."""
     ip = own_address(interface)
@@ -131,6 +132,7 @@ def host(
         timeout=timeout,
         transport=transport,
         full_every=full_every,
+        names=tuple(names),
     )
     return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
 
@@ -143,7 +145,7 @@ def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
             address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout), wait_for_workers=False
         )
     except RuntimeError as error:
-        message = f"rank 0 at {address.host}:{address.port} cannot be reached: {reason(error)}"
+        message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
     ip = own_address(interface or AUTO, address.host)
     left = structs.replace(address, timeout=max(address.timeout - (time.monotonic() - began), 0.1))

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GroupAddress(_message.Message):
-    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "transport", "folder", "full_every")
+    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "transport", "folder", "full_every", "names")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class GroupAddress(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     FULL_EVERY_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host: str
     port: int
@@ -29,7 +30,8 @@ class GroupAddress(_message.Message):
     transport: str
     folder: str
     full_every: int
-    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., transport: _Optional[str] = ..., folder: _Optional[str] = ..., full_every: _Optional[int] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., transport: _Optional[str] = ..., folder: _Optional[str] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape", "start")
@@ -52,14 +54,16 @@ class Manifest(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class HostWeightsRequest(_message.Message):
-    __slots__ = ("epoch", "world_size", "transport")
+    __slots__ = ("epoch", "world_size", "transport", "names")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     world_size: int
     transport: str
-    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., transport: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostWeightsReply(_message.Message):
     __slots__ = ("address", "manifest")

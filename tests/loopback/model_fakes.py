@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,13 +107,13 @@ class FakeTrainer(FakeModel):
         self.calls: list[tuple[str, Any]] = []
         self._weights = weights
 
-    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         address = GroupAddress(
             epoch=epoch,
             host="127.0.0.1",
             port=1,
             rank=0,
-            world_size=world_size,
+            world_size=len(names),
             backend="gloo",
             timeout=1.0,
             transport=transport,

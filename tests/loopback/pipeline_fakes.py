@@ -49,7 +49,7 @@ from tests.loopback.model_fakes import MANIFEST, FakeCritic, FakeTrainer, Weight
 
 T = TypeVar("T")
 
-DEADLINE = 30.0  # seconds that one run may take
+DEADLINE = 100.0  # seconds that one run may take
 
 
 class LongTail:
@@ -311,7 +311,7 @@ class RunFolder:
             algorithm=config.Algorithm(kl_coefficient=0.1),
             training=config.Training(steps=self.steps, staleness=self.staleness, groups_per_step=self.groups_per_step),
             services=config.Services(rollout=config.Rollout(replicas=2, slots=16)),
-            publication=config.Publication(transfer_timeout=5.0, commit_timeout=5.0),
+            publication=config.Publication(transfer_timeout=20.0, commit_timeout=20.0),
             ledger=config.Ledger(tick=0.01),
             trackers=[config.Tracker(name="jsonl")],
         )

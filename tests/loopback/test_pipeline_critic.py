@@ -19,7 +19,7 @@ from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVe
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeRollout, LongTail, RunFolder
 
-PATIENCE = 5.0  # seconds for something that is to happen
+PATIENCE = 60.0  # seconds for something that is to happen
 OWN = ("send_weights", "export")  # the trainer's commands that a critic has not
 
 

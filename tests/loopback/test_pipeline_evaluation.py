@@ -12,7 +12,7 @@ import pytest
 from runtime import config, evaluation, generations
 from runtime.pipeline.run import INTERRUPTED, Run
 from runtime.status import Progress
-from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores
+from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_fakes import (
     Cast,
     FakeReward,
@@ -88,6 +88,19 @@ class LearningReward(FakeReward):
         return float(request.group_id >= 0 or applied in self.good)
 
 
+class WaitingTrainer(FakeTrainer):
+    """Applies no step beyond one of `due` before the evaluation of that is in `folder`."""
+
+    folder: Path
+    due: tuple[int, ...]
+
+    async def applied(self, step: int) -> StepResult:
+        wanted = {one for one in self.due if one <= step}
+        while not wanted <= {result.step for result in evaluation.read(self.folder)}:  # noqa: ASYNC110 - the run has a deadline
+            await asyncio.sleep(0.001)  # the run's own deadline ends it
+        return await super().applied(step)
+
+
 def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     sections = {
         "checkpoint": config.Checkpoint(every=2, keep=2),
@@ -95,9 +108,10 @@ def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_pat
     }
     folder = RunFolder(tmp_path, steps=14, staleness=0, eval_problems=3, sections=sections)
     cast = Cast.prompt()
-    cast.trainer = FakeTrainer(cast.weights, lambda: 0.03)  # so slow that an evaluation ends within its step
+    cast.trainer = WaitingTrainer(cast.weights, lambda: 0.03)
+    cast.trainer.folder, cast.trainer.due = tmp_path, (4, 8, 12)
     cast.reward = LearningReward()
-    cast.reward.good, cast.reward.trainer = {4, 5}, cast.trainer
+    cast.reward.good, cast.reward.trainer = {4}, cast.trainer
     folder.run(cast)
     saves = [step for name, step in cast.trainer.posted if name == "save"]
     assert saves[:7] == [2, 4, 6, 8, 10, 12, 14]

@@ -151,7 +151,7 @@ def test_a_rollout_that_tells_nothing_is_given_up(tmp_path: Path, monkeypatch: p
         run.pool._tell = losses.append
 
     # Nobody publishes while the step waits for the group that it holds: only its silence tells.
-    folder = RunFolder(tmp_path, staleness=0, sections={"services": SERVICES, "deadlines": config.Deadlines(silence=0.2)})
+    folder = RunFolder(tmp_path, staleness=0, sections={"services": SERVICES, "deadlines": config.Deadlines(silence=1.0)})
     folder.run(cast, course)
     check_books(folder)
     assert [(loss.name, loss.incarnation) for loss in losses] == [("rollout-1", 0)]

@@ -16,7 +16,7 @@ from runtime.pipeline.run import Run
 from runtime.types import ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, LongTail, RunFolder
 
-PATIENCE = 5.0  # seconds for something that is to happen
+PATIENCE = 60.0  # seconds for something that is to happen
 ALONE = {"rewards": config.Rewards(model=config.RewardModel(path="model"))}
 
 

@@ -29,7 +29,7 @@ from services.session import Session, open_channel
 
 ROOT = Path(__file__).parents[2]
 START = 60.0  # seconds from the start of a process until it has registered, on a machine that is busy
-END = 20.0  # seconds until a process that was told to stop is gone
+END = 40.0  # seconds until a process that was told to stop is gone
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -144,7 +144,7 @@ async def serving_status(address: str) -> str:
 async def until_serving(address: str) -> None:
     """Registration comes first, health a moment later: `Watch` tells of the change."""
     async with open_channel(address) as channel:
-        async for reply in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=5.0):
+        async for reply in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=END):
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 return
 
@@ -186,8 +186,8 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
             assert services >= {"sluice.v1.Reward", "sluice.v1.Process", "grpc.health.v1.Health"}
 
             request = score_request("so #### 7", "so #### 8")
-            over_the_stream: Scores = await session.call("Score", request, 10.0)
-            unary: Scores = await session.unary("Reward", "Score", request, 10.0)
+            over_the_stream: Scores = await session.call("Score", request, END)
+            unary: Scores = await session.unary("Reward", "Score", request, END)
             for scores in (over_the_stream, unary):
                 assert scores.group_id == 5
                 assert scores.rewards.tolist() == [2.0, 0.0]

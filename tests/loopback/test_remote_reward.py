@@ -36,7 +36,7 @@ from tests.unit.reward_cases import make_request
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guides" / "remote-reward.md"
 PROTO = ROOT / "proto" / "remote_reward.proto"
-PATIENCE = 30.0  # seconds for a process to say something, on a busy machine
+PATIENCE = 60.0  # seconds for a process to say something, on a busy machine
 
 Answer = Callable[[RemoteScoreRequest], Awaitable[RemoteScoreReply]]
 
@@ -168,14 +168,15 @@ async def short(request: RemoteScoreRequest) -> RemoteScoreReply:
 def test_a_call_that_fails_masks_its_replies(
     tokenizer: Tokenizer, answer: Answer, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (scores,), _ = asked(tokenizer, answer, question(3, "5", "6"), timeout=0.5)
+    timeout = 0.5 if answer is never else PATIENCE / 2
+    (scores,), _ = asked(tokenizer, answer, question(3, "5", "6"), timeout=timeout)
     assert scores.valid.tolist() == [0, 0]
     assert scores.rewards.tolist() == [0.0, 0.0]
     assert np.isnan(scores.rules["taste"]).all()
     assert scores.errors == {reason: 2}
     assert "rewards.remote taste: " in caplog.text
     with pytest.raises(ServiceFault, match=f"reward: score by taste: {reason} on sample 0 of group 3"):
-        asked(tokenizer, answer, question(3, "5", "6"), timeout=0.5, fail=True)
+        asked(tokenizer, answer, question(3, "5", "6"), timeout=timeout, fail=True)
 
 
 def test_each_result_fails_for_itself(tokenizer: Tokenizer) -> None:
@@ -229,10 +230,10 @@ def test_a_server_that_is_not_there_is_tried_until_the_deadline(tokenizer: Token
     port = free_port()
 
     async def scenario() -> None:
-        async with scorer(tokenizer, port, timeout=0.6) as remote_scorer:
+        async with scorer(tokenizer, port, timeout=1.5) as remote_scorer:
             (scores,) = await remote_scorer.score([question(3, "a")])
             assert scores.errors == {"remote:UNAVAILABLE": 1}
-        async with scorer(tokenizer, port, timeout=PATIENCE) as remote_scorer:
+        async with scorer(tokenizer, port, timeout=PATIENCE / 2) as remote_scorer:
             late = asyncio.create_task(remote_scorer.score([question(3, "abc")]))
             await asyncio.wait([late], timeout=0.3)
             assert not late.done()
@@ -240,14 +241,14 @@ def test_a_server_that_is_not_there_is_tried_until_the_deadline(tokenizer: Token
                 (scores,) = await late
             assert scores.rewards.tolist() == [3.0]
 
-    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_a_server_that_comes_back_is_used_again(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with Judge(lengths) as judge:
             port = judge.port
-            entry = scorer(tokenizer, port, timeout=PATIENCE)
+            entry = scorer(tokenizer, port, timeout=PATIENCE / 2)
             remote_scorer = await entry.__aenter__()
             assert (await remote_scorer.score([question(3, "a")]))[0].rewards.tolist() == [1.0]
         waiting = asyncio.create_task(remote_scorer.score([question(4, "ab")]))
@@ -256,12 +257,12 @@ def test_a_server_that_comes_back_is_used_again(tokenizer: Tokenizer) -> None:
         assert scores.rewards.tolist() == [2.0]
         await entry.__aexit__(None, None, None)
 
-    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_the_check_at_the_start_says_what_is_wrong() -> None:
     async def check(port: int) -> None:
-        client = RemoteRewardClient(config.RemoteReward(name="taste", address=f"127.0.0.1:{port}", timeout=0.5))
+        client = RemoteRewardClient(config.RemoteReward(name="taste", address=f"127.0.0.1:{port}", timeout=1.5))
         try:
             await client.check()
         finally:
@@ -271,7 +272,7 @@ def test_the_check_at_the_start_says_what_is_wrong() -> None:
         async with Judge(lengths) as judge:
             await check(judge.port)
             assert judge.calls == []
-        with pytest.raises(UserError, match=r"rewards\.remote: taste: no RemoteReward at .* within 0.5 s: UNAVAILABLE"):
+        with pytest.raises(UserError, match=r"rewards\.remote: taste: no RemoteReward at .* within 1.5 s: UNAVAILABLE"):
             await check(free_port())
         other = grpc.aio.server()
         port = other.add_insecure_port("127.0.0.1:0")

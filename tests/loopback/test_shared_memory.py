@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,13 +28,13 @@ from runtime.weights.link import Link
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import MANIFEST, gather, mappings, settles, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, gather, mappings, settles, threads_and_files
 from tests.loopback.weight_members import ROOT, Member, connect, leave, post
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
 
 
-def meeting(world_size: int = 2, timeout: float = 10.0) -> list[Future[Link]]:
+def meeting(world_size: int = 2, timeout: float = PATIENCE) -> list[Future[Link]]:
     """The members of a group, that meet in a store of this process."""
     torch.set_num_threads(1)
     store = dist.HashStore()
@@ -53,7 +53,7 @@ def meeting(world_size: int = 2, timeout: float = 10.0) -> list[Future[Link]]:
 
 
 def links(world_size: int = 2) -> list[Link]:
-    return [member.result(10) for member in meeting(world_size)]
+    return [member.result(PATIENCE) for member in meeting(world_size)]
 
 
 @pytest.fixture
@@ -89,10 +89,10 @@ def test_buckets_of_any_size_arrive_from_files_that_change(pair: list[Link]) -> 
         sent = [pair[0].send(index, buffer) for index, buffer in enumerate(buffers)]
         for index, buffer in enumerate(buffers):
             arrived = torch.zeros_like(buffer)
-            pair[1].receive(index, arrived).wait(5.0)
+            pair[1].receive(index, arrived).wait(PATIENCE)
             assert torch.equal(arrived, buffer)
         for transfer in sent:
-            transfer.wait(5.0)
+            transfer.wait(PATIENCE)
         del buffers, buffer
     assert mappings() == before + 1  # the receiver's, of the last file
 
@@ -110,18 +110,18 @@ def test_a_tensor_larger_than_a_bucket_and_one_bucket_for_all() -> None:
         assert len(sender.buckets) == (3 if bucket_bytes == 64 else 1)
         sent = [torch.arange(spec.shape[0]).to(getattr(torch, spec.dtype)) for spec in specs]
         sender.fill(sent)
-        reception = receiver.receive(other, PolicyVersion(0, 1), 10.0)
-        sender.send(group, PolicyVersion(0, 1), 10.0).result(10)
-        staged = reception.result(10).tensors()
+        reception = receiver.receive(other, PolicyVersion(0, 1), PATIENCE)
+        sender.send(group, PolicyVersion(0, 1), PATIENCE).result(PATIENCE)
+        staged = reception.result(PATIENCE).tensors()
         assert all(torch.equal(staged[spec.name], view) for spec, view in zip(specs, sent, strict=True))
         group.abort()
         other.abort()
 
 
 def pair_of_groups() -> tuple[Any, Any]:
-    pending = host(1, 2, "127.0.0.1", "gloo", 10.0, "trainer", "shared_memory")
+    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", "shared_memory", names=LABELS[:2])
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=1), "rollout-0"))
-    return pending.connect(("trainer", "rollout-0")), joining.result(10)
+    return pending.connect(), joining.result(PATIENCE)
 
 
 def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
@@ -132,7 +132,7 @@ def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
 def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:
     pair[0].send(3, shared.allocate(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 3, 64 bytes at 0, for bucket 0, 32 bytes"):
-        pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(5.0)
+        pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(PATIENCE)
 
 
 def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: p
     monkeypatch.setattr(shared, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
     pair[0].send(0, shared.allocate(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
-        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(5.0)
+        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(PATIENCE)
 
 
 # ------------------------------------------------------------------------------------------------ processes that fail
@@ -150,41 +150,39 @@ def test_who_ends_is_named_whoever_is_waited_for() -> None:
     trainer, *others = links(3)
     buffer = shared.allocate(64)
     transfer = trainer.send(0, buffer)
-    others[0].receive(0, torch.zeros_like(buffer)).wait(5.0)
+    others[0].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
     others[0].abort()
     with pytest.raises(RuntimeError, match="rollout-0 is gone"):
-        transfer.wait(5.0)
+        transfer.wait(PATIENCE)
     trainer.abort()
     with pytest.raises(RuntimeError, match="trainer is gone"):
-        others[1].receive(0, torch.zeros_like(buffer)).wait(5.0)
+        others[1].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
     others[1].abort()
 
 
 def test_a_receiver_that_is_killed_is_named_at_once(members: list[Member]) -> None:
     group = connect(members, 1, transport="shared_memory")
-    post(members, 1, 30.0)
+    post(members, 1, 10 * PATIENCE)
     killed, innocent = members
     os.kill(killed.process.pid, signal.SIGSTOP)  # so that it takes no bucket
     sender = WeightSender(MANIFEST)
     gather(sender, 1)
-    sending = sender.send(group, PolicyVersion(0, 1), 30.0)
-    began = time.monotonic()
+    sending = sender.send(group, PolicyVersion(0, 1), 10 * PATIENCE)
     killed.process.kill()
     with pytest.raises(ServiceFault, match=r"bucket 0 of \d+ of version 0\.1 was not taken: rank 1 \(rollout-0\) is gone"):
-        sending.result(10)
+        sending.result(PATIENCE)
     assert innocent.hear()[:2] == ["fault", "transfer"]
-    assert time.monotonic() - began < 5.0  # the deadline is 30 s
     leave(members[1:], group)
 
 
 def test_a_receiver_that_stops_is_named_by_the_deadline(members: list[Member]) -> None:
     group = connect(members, 1, transport="shared_memory")
-    post(members, 1, 30.0)
+    post(members, 1, 10 * PATIENCE)
     os.kill(members[1].process.pid, signal.SIGSTOP)
     sender = WeightSender(MANIFEST)
     gather(sender, 1)
     with pytest.raises(DeadlineExceeded, match=r"was not taken: waited in vain for rank 2 \(rollout-1\)"):
-        sender.send(group, PolicyVersion(0, 1), 0.5).result(10)
+        sender.send(group, PolicyVersion(0, 1), 0.5).result(PATIENCE)
     assert members[0].hear()[:2] == ["fault", "transfer"]
     leave(members[:1], group)
 
@@ -196,19 +194,19 @@ from runtime.types import PolicyVersion
 from runtime.weights import sender
 from runtime.weights.group import host
 from tests.loopback.weight_cases import MANIFEST, gather
-pending = host(1, 2, "127.0.0.1", "gloo", 20.0, "trainer", "shared_memory")
+pending = host(1, 2, "127.0.0.1", "gloo", 60.0, "trainer", "shared_memory", names=("trainer", "rollout-0"))
 print(msgspec.json.encode(pending.address).decode(), flush=True)
-group = pending.connect(("trainer", "rollout-0"))
+group = pending.connect()
 stamp = sender.stamp
 def stamp_one(bucket, buffer, version):
     if bucket is one.buckets[1]:
         print("under way", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     stamp(bucket, buffer, version)
 sender.stamp = stamp_one
 one = sender.WeightSender(MANIFEST)
 gather(one, 1)
-one.send(group, PolicyVersion(0, 1), 60.0).result()
+one.send(group, PolicyVersion(0, 1), 600.0).result()
 """
 
 
@@ -220,16 +218,16 @@ def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None
         assert trainer.stdout is not None
         address = msgspec.json.decode(trainer.stdout.readline(), type=GroupAddress)
         group = join(msgspec.structs.replace(address, rank=1), "rollout-0")
-        reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 60.0)
+        reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 10 * PATIENCE)
         assert trainer.stdout.readline() == "under way\n"
         assert settles(lambda: [-mappings()], [-mapped - 1])  # the first bucket has come
-        began = time.monotonic()
     finally:
         trainer.kill()
         trainer.communicate()
-    with pytest.raises(ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 is gone"):
-        reception.result(10)
-    assert time.monotonic() - began < 5.0
+    with pytest.raises(
+        ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 \(trainer\) is gone"
+    ):
+        reception.result(PATIENCE)
     del group, reception
     assert settles(lambda: [mappings()], [mapped])
     assert sorted(Path("/dev/shm").iterdir()) == files
@@ -247,7 +245,7 @@ def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
             link.abort()
         for each in blocked:
             try:
-                each.result(5)
+                each.result(PATIENCE)
             except RuntimeError as error:
                 assert "aborted" in str(error) or "is gone" in str(error)
 
@@ -264,11 +262,11 @@ def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
 def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     monkeypatch.setattr(shared_memory, "user_of", lambda peer: own + 1)
-    trainer, rollout = meeting(timeout=0.5)
+    trainer, rollout = meeting(timeout=2.0)
     with pytest.raises(ServiceFault, match=rf"rollout-0: rendezvous: trainer is of user {own + 1}, this process of {own}"):
-        rollout.result(5)
+        rollout.result(PATIENCE)
     with pytest.raises(ServiceFault, match="trainer: rendezvous: rollout-0 did not join"):
-        trainer.result(5)
+        trainer.result(PATIENCE)
 
 
 def test_the_sender_lets_in_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,18 +280,19 @@ def test_the_sender_lets_in_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shared_memory, "user_of", stranger_to_the_sender)
     trainer, rollout = meeting()
     with pytest.raises(ServiceFault, match="trainer: rendezvous: rollout-0 did not connect"):
-        trainer.result(5)
-    rollout.result(5).abort()
+        trainer.result(PATIENCE)
+    rollout.result(PATIENCE).abort()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's process")
 def test_the_kernel_tells_a_process_of_another_user() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("\0sluice-test")
+        name = f"sluice-test-{secrets.token_hex(8)}"
+        listener.bind(f"\0{name}")
         listener.listen(1)
-        code = "import os, socket; os.setuid(65534); s = socket.socket(1, 5); s.connect(chr(0) + 'sluice-test'); s.recv(1)"
+        code = f"import os, socket; os.setuid(65534); s = socket.socket(1, 5); s.connect(chr(0) + '{name}'); s.recv(1)"
         child = subprocess.Popen([sys.executable, "-S", "-c", code])
-        listener.settimeout(20.0)
+        listener.settimeout(PATIENCE)
         try:
             with listener.accept()[0] as peer:
                 assert shared_memory.user_of(peer) == 65534

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -33,10 +34,12 @@ RANKS = 2
 
 
 class NotingEngine(CriticEngine):
-    """The value of a group is its id."""
+    """The value of a group is its id. Values are told once they `may` be."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
+        self.may = threading.Event()
+        self.may.set()
 
     def begin_step(self, step: int) -> None:
         self.seen.append(("begin", step))
@@ -50,6 +53,7 @@ class NotingEngine(CriticEngine):
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
         self.seen.append(("values", *(group.group_id for group in groups)))
+        assert self.may.wait(PATIENCE)
         if any(group.payload == b"torn" for group in groups):
             raise InvalidMessage("torn")
         return [Values(group_id=group.group_id, values=np.full(1, group.group_id, np.float32)) for group in groups]
@@ -67,7 +71,7 @@ class Rank(CriticRank):
     store: Any
 
     def connect_relay(self) -> Relay[Any]:
-        options = {"name": self.role, "interface": "127.0.0.1", "join_timeout": 10.0}
+        options = {"name": self.role, "interface": "127.0.0.1", "join_timeout": PATIENCE}
         return Relay(self.store, self.rank, self.world_size, self.relayed, **options)
 
 
@@ -80,7 +84,7 @@ class Group:
         self.sessions: list[Session] = []
         self.client: CriticClient
         self._config = Config(run=Run(name="test", resume=""), deadlines=deadlines)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
 
     def make_rank(self, config: Config, rank: int, world_size: int) -> Rank:
         made = Rank(self.engines[rank], config, rank, RANKS)
@@ -170,10 +174,14 @@ def test_what_is_asked_while_two_parts_are_on_their_way_is_the_next() -> None:
     async def test() -> None:
         async with group_of() as group:
             calls = []
+            for engine in group.engines:
+                engine.may.clear()
             for request in asked(1, 2, 3, 4, 5):
                 calls.append(asyncio.ensure_future(group.client.values(request)))
                 for _ in range(3):
-                    await asyncio.sleep(0)  # a turn of the loop: too few for an answer
+                    await asyncio.sleep(0)  # until it is asked, or waits
+            for engine in group.engines:
+                engine.may.set()
             answers = [answer(encoded)[0] for encoded in await asyncio.gather(*calls)]
             assert answers == [1, 2, 3, 4, 5]
             parts = [sorted(number for share in part for number in share) for part in zip(*group.seen("values"), strict=True)]

@@ -13,18 +13,18 @@ from runtime.errors import ServiceFault, UserError
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sender import in_thread
-from tests.loopback.weight_cases import IN_A_STORE
+from tests.loopback.weight_cases import IN_A_STORE, PATIENCE
 from tests.loopback.weight_members import ROOT
 
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
 def test_the_rendezvous_names_who_is_missing(transport: str) -> None:
-    pending = host(1, 4, "127.0.0.1", "gloo", 3.0, "trainer", transport)
-    other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-1"))
-    with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 3 s\)"):
-        pending.connect(["trainer", "rollout-0", "rollout-1"])
+    pending = host(1, 4, "127.0.0.1", "gloo", 4.0, "trainer", transport, names=("trainer", "rollout-0", "rollout-1"))
+    other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
+    with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 4 s\)"):
+        pending.connect()
     with pytest.raises(ServiceFault, match="rollout-1: rendezvous: "):
-        other.result(15)
+        other.result(2 * PATIENCE)
 
 
 def test_nobody_at_the_address() -> None:
@@ -71,5 +71,5 @@ for group in connected("collective", 3):
 
 
 def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
-    ended = subprocess.run([sys.executable, "-c", LEAVE_AND_END], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", LEAVE_AND_END], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr

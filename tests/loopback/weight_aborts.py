@@ -13,12 +13,12 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import in_thread
-from tests.loopback.weight_cases import MANIFEST, settles, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, settles, threads_and_files
 
 VERSION = PolicyVersion(0, 1)
 
 
-def connected(transport: str, world_size: int = 2, timeout: float = 10.0, folder: str = "") -> list[WeightGroup]:
+def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, folder: str = "") -> list[WeightGroup]:
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
     pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder)
@@ -26,7 +26,7 @@ def connected(transport: str, world_size: int = 2, timeout: float = 10.0, folder
         in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
         for rank in range(1, world_size)
     ]
-    return [pending.connect(), *(other.result(10) for other in others)]
+    return [pending.connect(), *(other.result(PATIENCE) for other in others)]
 
 
 class Aborts:
@@ -53,7 +53,7 @@ class Aborts:
             group.abort()
         for reception in receptions:
             with suppress(ServiceFault, Cancelled):
-                reception.result(30)  # where a name server is silent, torch takes its time to say that a connection ended
+                reception.result(PATIENCE)  # where a name server is silent, torch takes its time to say that a connection ended
 
 
 def report(count: int, transport: str) -> str:

@@ -23,6 +23,8 @@ SPECS = (
 
 MANIFEST = Manifest(SPECS, 48 << 10)  # more buckets than are under way at once
 
+PATIENCE = 60.0  # seconds for what is to happen, on however busy a machine
+
 IN_A_STORE = ("collective", "shared_memory", "delta")  # transports whose members meet in a store
 
 
@@ -40,7 +42,7 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
 
 def gather(sender: WeightSender, seed: int) -> None:
     """Another version is in the sender's buckets."""
-    sender.begin(5.0)
+    sender.begin(PATIENCE)
     sender.fill(expected(seed).values())
 
 
@@ -60,10 +62,11 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:sluice-weights")
 
 
-def settles(counts: Callable[[], list[int]], most: list[int], seconds: float = 2.0) -> bool:
+def settles(counts: Callable[[], list[int]], most: list[int], seconds: float = PATIENCE) -> bool:
     """Whether threads that are just ending are gone in time."""
     give_up = time.monotonic() + seconds
     while any(count > limit for count, limit in zip(counts(), most, strict=True)):
         if time.monotonic() > give_up:
             return False
+        time.sleep(0.01)
     return True

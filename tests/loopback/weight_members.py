@@ -19,7 +19,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.receiver import Staged, WeightReceiver
-from tests.loopback.weight_cases import MANIFEST, same, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, same, threads_and_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,10 +28,11 @@ SIMULATED_NPU = ROOT / "tests" / "simulated_npu"
 
 
 def member() -> None:
-    """Serve commands, one JSON line each, until stdin ends; answers come as they are ready."""
+    """Serve commands, one JSON line each, until stdin ends; answers come as they are ready, the first once it serves."""
     torch.set_num_threads(1)
     platform.device()
     receiver = WeightReceiver(MANIFEST)
+    answer("ready")
     group: WeightGroup | None = None
     for line in sys.stdin:
         op, *rest = json.loads(line)
@@ -80,7 +81,16 @@ class Member:
             [sys.executable, "-c", code], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
+        self._is_ready = False
+
+    def ready(self) -> None:
+        """Return once it serves."""
+        if not self._is_ready:
+            assert self.hear() == ["ready"]
+            self._is_ready = True
+
     def tell(self, *words: Any) -> None:
+        self.ready()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
@@ -97,15 +107,18 @@ class Member:
 def connect(
     members: list[Member],
     epoch: int,
-    timeout: float = 20.0,
+    timeout: float = PATIENCE,
     backend: str = "gloo",
     transport: str = "collective",
     folder: str = "",
 ) -> WeightGroup:
-    pending = host(epoch, len(members) + 1, "127.0.0.1", backend, timeout, "trainer", transport, folder)
+    for one in members:
+        one.ready()
+    names = ("trainer", *(one.name for one in members))
+    pending = host(epoch, len(names), "127.0.0.1", backend, timeout, "trainer", transport, folder, names=names)
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.to_builtins(msgspec.structs.replace(pending.address, rank=rank)), one.name)
-    group = pending.connect(["trainer", *(one.name for one in members)])
+    group = pending.connect()
     for rank, one in enumerate(members, 1):
         assert one.hear() == ["joined", rank]
     return group

@@ -48,7 +48,7 @@ TAGGED = ("base_acc", "strict_format", "r1_zero_format", "format")
 
 
 class Ending(Struct):
-    """How one verifier did on one reply: `seconds` in a worker, `screen_seconds` in the service before."""
+    """How one verifier did on one reply: `seconds` in a worker; `screen_seconds` of CPU time in the service before."""
 
     name: str
     verifier: str
@@ -241,10 +241,10 @@ def _ending(hostile: Hostile, task: Task, verdict: Verdict, screened: float) -> 
 
 def _screen_seconds(task: Task) -> float:
     screen = find_rule(task.rule).screen
-    start = time.perf_counter()
+    start = time.process_time()
     if screen is not None:
         attempt(screen, task.text, task.label, task.context)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:

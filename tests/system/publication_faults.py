@@ -32,11 +32,11 @@ from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from tests.system.publication_fleet import PHASES, TORCH, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
 
 SIZE = 3  # rollouts
-STATUS = 1.0  # seconds in which every living process answers
-RECOVERY = 30.0  # seconds until everybody is back; not a deadline of the system's
-SLACK = 1.0  # seconds that a busy machine may add to the sum of the deadlines
+STATUS = 5.0  # seconds in which every living process answers
+RECOVERY = 60.0  # seconds until everybody is back; not a deadline of the system's
+SLACK = 5.0  # seconds that a busy machine may add to the sum of the deadlines
 MAY_GROW = (0, 4, 0, 4)  # threads and files, here and of the sender: up to 3 files more were seen, of an unknown owner
-SETTLE = 10.0  # seconds until threads that are just ending are gone
+SETTLE = 20.0  # seconds until threads that are just ending are gone
 WARM = 12  # publications before threads and files are counted: each kind of fault was seen
 JOINER = "rollout-7"
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 TRAINER = "trainer-0"
 ROOT = Path(__file__).parents[2]
-START = 30.0  # seconds until a process that was forked is there
+START = 60.0  # seconds until a process that was forked is there
 HOST = "127.0.0.1"
 PUBLICATION = {
     "backend": "gloo",
@@ -78,11 +78,11 @@ class Moments:
 class Trainer(TrainerClient):
     fleet: Fleet
 
-    async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         self.fleet.opening = time.monotonic()
-        hosted = await super().host_weights(epoch, world_size, transport)
+        hosted = await super().host_weights(epoch, names, transport)
         self.fleet.moments.reach("rendezvous")
-        self.fleet.joining = world_size - 1
+        self.fleet.joining = len(names) - 1
         return hosted
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:

@@ -29,8 +29,8 @@ POLL = 0.02  # seconds between two looks at something outside that cannot be wai
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make install-vllm")
 
-START = 90.0  # seconds until a run trains
-END = 30.0  # seconds until nothing is left of a run that ended
+START = 120.0  # seconds until a run trains
+END = 60.0  # seconds until nothing is left of a run that ended
 
 
 def sluice(*arguments: str, timeout: float = START, cwd: Path = ROOT, modules: Path = ROOT) -> subprocess.CompletedProcess[str]:

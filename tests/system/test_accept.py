@@ -27,7 +27,7 @@ def test_every_check_passes_on_a_cpu_and_leaves_its_figures(config: Path, tmp_pa
     publication = found["publication"]["figures"]
     assert publication["backend"] == "gloo"
     assert publication["MB_per_second"] > 0
-    assert 3.0 <= publication["abort_seconds"] < 10.0
+    assert 3.0 <= publication["abort_seconds"] < 60.0
     assert found["rollout"]["figures"]["logprob_difference"] < 1e-4
     assert found["quickstart"]["figures"]["steps"] == 2
     assert report["versions"]["torch"]

@@ -11,12 +11,12 @@ import pytest
 
 from tests.system.runs import Live, check_gone, eventually, listening, one_line, started
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(360)
 
 LONG = ("training.steps=100000",)  # nobody waits for its end
 no_megatron = importlib.util.find_spec("megatron") is None
-TOLD = 30.0  # seconds until a run whose process was killed has ended
-STUCK = 40.0  # and one whose process does not answer: the deadlines below, and what it takes to end everything
+TOLD = 60.0  # seconds until a run whose process was killed has ended
+STUCK = 90.0  # and one whose process does not answer: the deadlines below, and what it takes to end everything
 
 
 def everyone(run: Live) -> list[psutil.Process]:
@@ -29,7 +29,7 @@ def all_gone(processes: list[psutil.Process]) -> None:
     def running() -> list[psutil.Process]:
         return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
-    eventually(lambda: not running(), 20.0, "the end of every process")
+    eventually(lambda: not running(), TOLD, "the end of every process")
 
 
 class Ending:
@@ -98,5 +98,5 @@ def test_nothing_outlives_a_launcher_that_is_killed(config: Path, tmp_path: Path
         family = everyone(run)
         assert len(family) >= 6 + processes  # itself, coordinator, rollouts, reward, reference, ranks
         run.process.kill()
-        run.wait(10.0)
+        run.wait(TOLD)
         all_gone(family)

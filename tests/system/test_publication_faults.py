@@ -11,6 +11,8 @@ from tests.system.publication_faults import FAULTS, table, trial
 
 PUBLICATIONS = 40
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_every_publication_is_a_transaction(transport: str, tmp_path: Path) -> None:

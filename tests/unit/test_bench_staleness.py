@@ -292,7 +292,7 @@ def test_a_run_that_is_late_is_ended_and_named(tmp_path: Path, patient: Path, mo
 def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> None:
     async def body() -> int:
         training = asyncio.create_task(train(Trial(2, "naive", 1), SMALL, tmp_path))
-        pid = int(await asyncio.wait_for(asyncio.to_thread(patient.read_text), 10))
+        pid = int(await asyncio.wait_for(asyncio.to_thread(patient.read_text), 60))
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(training, 10)

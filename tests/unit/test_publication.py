@@ -94,6 +94,22 @@ def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-0"})
 
 
+def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() -> None:
+    publication = up_to_transfer()
+    feed(publication, Failed("trainer", "bucket 1 was not taken"), Lost("rollout-1", "gone"), Lost("rollout-1", "gone"))
+    feed(publication, Aborted("rollout-0"), Aborted("trainer"))
+    assert (publication.phase, publication.lost) == ("aborted", {"rollout-1"})
+    assert publication.reason == "version 1.7: transfer: trainer: bucket 1 was not taken; abort: rollout-1: gone"
+
+
+def test_answers_that_are_read_late_count() -> None:
+    publication = up_to_transfer()
+    feed(publication, *map(Verified, MEMBERS), now=300.0)
+    assert feed(publication, Sent(), Tick(), now=300.0) == [Commit(VERSION, MEMBERS)]
+    assert feed(publication, Tick(), now=340.0) == []
+    assert (publication.phase, publication.lost) == ("done", set(MEMBERS))
+
+
 def test_the_commit_stands_when_a_member_fails_in_it() -> None:
     publication = up_to_commit()
     assert feed(publication, Failed("rollout-0", "out of memory"), Lost("trainer", "gone")) == []
@@ -146,7 +162,8 @@ def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event,
         actions += publication.handle(event, now)
         assert not was_final or len(actions) == before
         assert (publication.next_deadline is None) == publication.final
-        assert publication.final or (publication.waiting_for and publication.next_deadline > now)
+        assert publication.final or publication.waiting_for
+        assert publication.final or not isinstance(event, Tick) or publication.next_deadline > now
     for _ in range(5):
         if not publication.final:
             now = publication.next_deadline

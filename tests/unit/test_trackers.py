@@ -48,7 +48,7 @@ class Fake(Backend):
         self.closed = threading.Event()
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if self.failure:
             raise self.failure
         self.steps.append(step)
@@ -209,7 +209,7 @@ def test_a_slow_tracker_holds_back_the_caller_but_not_the_loop(fake: Fake, tmp_p
             await asyncio.sleep(0)
         order.append("loop")
         open_gate(fake)
-        await asyncio.wait_for(logging, 10)
+        await asyncio.wait_for(logging, 60)
         await tracking.close()
         return order
 
@@ -252,10 +252,10 @@ def test_a_failed_tracker_is_told_at_the_next_call(
         tracking = Trackers([Tracker(name="jsonl")], tmp_path, "a-run", {})
         for step in range(3):  # one in hand, two queued: full
             await tracking.log(step, {})
-        waiting = asyncio.create_task(tracking.log(3, {}, timeout=5.0))
+        waiting = asyncio.create_task(tracking.log(3, {}, timeout=60.0))
         await asyncio.sleep(0)
         open_gate(fake)
-        assert await asyncio.to_thread(fake.closed.wait, 10)
+        assert await asyncio.to_thread(fake.closed.wait, 60)
         await waiting  # released by the failure, not by the deadline
         with pytest.raises(raised, match=said):
             for step in range(4, 100):  # the thread may still be on its way from `close` to reporting

@@ -45,7 +45,7 @@ class Engine(CriticEngine):
         self.seen.append(("save", folder))
 
         def write() -> None:
-            assert self.may_write.wait(10.0)
+            assert self.may_write.wait(60.0)
             if self.failure is not None:
                 raise self.failure
 
@@ -108,12 +108,12 @@ def test_a_checkpoint_is_written_beside_the_next_commands(tmp_path: Path) -> Non
     assert engine.seen == [("save", str(tmp_path)), ("begin", 4)]
     assert not saving.done()
     engine.may_write.set()
-    assert saving.result(10.0) is None
+    assert saving.result(60.0) is None
     assert "timing/critic_save" in rank.execute(Apply(4)).metrics
     assert "timing/critic_save" not in rank.execute(Apply(5)).metrics
     engine.failure = OSError("No space left on device")
     with pytest.raises(StorageFull, match=str(tmp_path)):
-        rank.execute(Save(str(tmp_path))).result(10.0)
+        rank.execute(Save(str(tmp_path))).result(60.0)
     with pytest.raises(StorageFull):  # nor is it forgotten
         rank.execute(Save(str(tmp_path)))
 

@@ -190,7 +190,10 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         commands.ComputeLogprobs(3, [LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75)]),
         [b"\x00\xffraw", b""],
     ),
-    ("Trainer", "HostWeights"): (commands.HostWeights(4, 9, "shared_memory"), commands.WeightsHosted(ADDRESS, MANIFEST)),
+    ("Trainer", "HostWeights"): (
+        commands.HostWeights(4, 2, "shared_memory", ("trainer-0", "rollout-0")),
+        commands.WeightsHosted(ADDRESS, MANIFEST),
+    ),
     ("Trainer", "SendWeights"): (commands.SendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Trainer", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),
     ("RemoteReward", "Score"): (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,35 @@ collect_ignore_glob = ["test_*.py"] * MISSING
 
 def pytest_report_header() -> list[str]:
     return ["tests/vllm is left out: this interpreter has no vLLM"] * MISSING
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After all tests: nothing in shared memory, and no folder of an engine's."""
+    from tests.system.runs import forgotten, shared_files
+
+    before, folders = shared_files(), left_folders()
+    yield
+    assert not forgotten(before)
+    assert left_folders() <= folders
+
+
+def left_folders() -> set[Path]:
+    """Of engines of which nobody lives."""
+    import fcntl
+    import tempfile
+
+    from runtime.engines.vllm.leftovers import PREFIX
+
+    found = set()
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
+        with lock.open("rb+") as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.add(lock.parent)
+            except BlockingIOError:
+                continue
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -9,23 +9,30 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from runtime.engines.vllm import leftovers
 from runtime.errors import UserError
+from tests.vllm.conftest import left_folders
 from tests.vllm.rig import Rig
 
 pytestmark = pytest.mark.timeout(900)
 
 
 def descendants() -> set[int]:
-    return {
-        child.pid for child in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())
-    }
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
 
 
 def with_config(path: Path, folder: Path, **changes: object) -> Path:
@@ -51,7 +58,7 @@ def test_arguments_that_do_not_work(
     with capfd.disabled(), pytest.raises(UserError, match=fault) as caught:
         Rig(model_path, **options)
     assert "\n" not in str(caught.value)
-    until(lambda: descendants() <= before, 20)
+    until(lambda: descendants() <= before, 60)
 
 
 def test_a_model_that_vllm_does_not_support(model_path: Path, tmp_path: Path) -> None:
@@ -60,7 +67,7 @@ def test_a_model_that_vllm_does_not_support(model_path: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"services\.rollout: vLLM did not start: .*NobodyKnowsForCausalLM") as caught:
         Rig(folder)
     assert "\n" not in str(caught.value)
-    assert descendants() <= before
+    until(lambda: descendants() <= before, 60)
 
 
 CONFIG = """
@@ -68,12 +75,12 @@ run: {{name: test, dir: {folder}/run}}
 model: {{path: {model}}}
 data: {{train: unused.jsonl, max_prompt_tokens: 32}}
 sampling: {{max_new_tokens: 32}}
-services: {{rollout: {{engine: vllm, slots: 4}}}}
+services: {{rollout: {{engine: vllm, slots: 4, tensor_parallel: 2}}}}
 deadlines: {{start: 900}}
 """
 
 
-def test_killed_it_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
+def test_killed_it_leaves_no_process_and_what_it_leaves_can_be_removed(model_path: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, model=model_path))
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
@@ -83,20 +90,31 @@ def test_killed_it_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
         rollout = subprocess.Popen([*command, "--coordinator", address], env=environment, stdout=log, stderr=log)
         try:
             process = psutil.Process(rollout.pid)
-            until(lambda: has_worker(process) or rollout.poll() is not None, 800)
+            until(lambda: started(rollout.pid) or rollout.poll() is not None, 800)
             assert rollout.poll() is None, (tmp_path / "log").read_text()
             family = process.children(recursive=True)
         finally:
             rollout.send_signal(signal.SIGKILL)
-            rollout.wait(10)
-        _, alive = psutil.wait_procs(family, timeout=15)
+            rollout.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert alive == []
+    assert left_folders()
+    leftovers.clear()  # as the one that comes in its place does
+    assert not left_folders()
 
 
-def has_worker(process: psutil.Process) -> bool:
-    """Whether the engine has started its worker. Before it, vLLM inspects the model in a process that ends by itself."""
-    children = [(child, " ".join(child.cmdline())) for child in process.children()]
-    return any(child.children() for child, command in children if "spawn_main" in command or "VLLM" in command)
+def started(rollout: int) -> bool:
+    """Whether the engine of this process has started all of its own, and noted what they share."""
+    noted = Path(tempfile.gettempdir()).glob(f"{leftovers.PREFIX}*/shared")
+    return any(str(note.with_name("lock")) in held(rollout) and note.read_text() for note in noted)
+
+
+def held(process: int) -> set[str]:
+    found = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(file))  # noqa: PTH115
+    return found
 
 
 def until(holds: Callable[[], bool], seconds: float) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from runtime.engines.vllm.arguments import own_faults, unknown_faults
+from runtime.engines.vllm.leftovers import Leftovers
 from runtime.engines.vllm.relay import Relay
 from runtime.errors import UserError
 from runtime.weights.shared import Location
@@ -77,12 +78,14 @@ class Core:
             raise UserError("\n".join(faults))
         method = os.environ[_METHOD]
         self._relay = Relay()
+        self._leftovers = Leftovers()
         try:
             config = AsyncEngineArgs(**{**arguments, **engine_args}).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
-            with self._relay:
+            with self._relay, self._leftovers.starting():
                 self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except Exception as error:
+            self._leftovers.remove()
             raise UserError(f"services.rollout: vLLM did not start: {self._relay.reason(error)}") from error
         self._core: Any = self._llm.engine_core
         self._next: asyncio.Future[Any] | None = None
@@ -165,10 +168,15 @@ class Core:
         await self._core.wake_up_async(None)
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the processes, and remove what they leave."""
         if self._next is not None:
             self._next.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+        await asyncio.get_running_loop().run_in_executor(None, self._end)
+
+    def _end(self) -> None:
+        self._leftovers.note()
+        self._llm.shutdown()
+        self._leftovers.remove()
 
 
 def _output(raw: Any) -> Output:
