@@ -6,7 +6,6 @@ As `launcher.publication_trial`, but rank 0 has a model's own weights, and the o
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,9 +15,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from launcher.publication_trial import Sender, Trial, serve, speak
+from launcher.publication_trial import Sender, Trial, run
 from launcher.rollout_trial import FLEET, requests
-from runtime import os_process
 from runtime.actor import Priority
 from runtime.config import Config
 from runtime.weights.plan import TensorSpec
@@ -64,12 +62,5 @@ class EngineTrial(Trial):
         await super().close()
 
 
-def main() -> None:
-    os_process.die_with_parent()
-    torch.set_num_threads(1)
-    folder, rank, world_size = sys.argv[1:]
-    asyncio.run(serve(EngineTrial(Path(folder), int(rank), int(world_size)), speak()))
-
-
 if __name__ == "__main__":
-    main()
+    run(EngineTrial)

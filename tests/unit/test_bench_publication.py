@@ -59,6 +59,14 @@ def test_settings_are_the_defaults_unless_told() -> None:
     assert (chosen.sizes, chosen.receivers, chosen.rounds) == ((8,), 3, default.rounds)
 
 
+def test_ray_is_left_out_where_it_is_not_installed_or_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert bench_publication.without_ray(1) == "ray is not installed: pip install 'sluice-rl[bench]'"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert bench_publication.without_ray(1) == ""
+    assert bench_publication.without_ray(1 << 60).startswith("needs 5764607523.0 GB of memory, ")
+
+
 @pytest.mark.parametrize("megabytes", [1, 64, 2048])
 def test_the_tensors_are_uneven_and_make_up_the_size(megabytes: int) -> None:
     specs = uneven(megabytes)
