@@ -32,8 +32,7 @@ class EngineTrial(Trial):
         if self._rank:
             await self._serve(RolloutService(settings, FLEET, 0))
             return
-        tensors = load_file(Path(settings.model.path) / "model.safetensors")
-        dtype = settings.publication.dtype
+        dtype, tensors = settings.publication.dtype, weights(settings.model.path)
         specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         await self._serve(Sender(settings, specs))
         torch._foreach_copy_(self._sender.views(), list(tensors.values()))
@@ -49,17 +48,34 @@ class EngineTrial(Trial):
         self._feeding = tuple(asyncio.create_task(feed()) for _ in range(groups))
 
     async def counters(self) -> dict[str, float]:
-        """Tokens so far; CPU seconds of the engine with its event loop, and of the other threads; the clock."""
-        own = {threading.main_thread(), *(one for one in threading.enumerate() if one.name.startswith("rollout-engine"))}
-        engine = sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in own if thread.ident)
+        """Tokens so far; CPU seconds of the engine's thread, of the event loop, and of the other threads; the clock."""
+        engine = sum(_cpu(thread) for thread in threading.enumerate() if thread.name.startswith("rollout-engine"))
+        loop = _cpu(threading.main_thread())
         tokens = self._service.gauges()["tokens_total"]
-        return {"tokens": tokens, "engine": engine, "others": time.process_time() - engine, "now": time.monotonic()}
+        others = time.process_time() - engine - loop
+        return {"tokens": tokens, "engine": engine, "loop": loop, "others": others, "now": time.monotonic()}
 
     async def close(self) -> None:
         for task in self._feeding:
             task.cancel()
         await asyncio.gather(*self._feeding, return_exceptions=True)
         await super().close()
+
+
+def weights(model: str) -> dict[str, torch.Tensor]:
+    """A model folder's, in the order in which a trainer publishes them. A file has query and key apart, which a rollout would
+    have to copy together."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = load_file(Path(model) / "model.safetensors")
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return {name: stored[name] for name, _ in policy.named_parameters()}
+
+
+def _cpu(thread: threading.Thread) -> float:
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ class RayTrial:
             include_dashboard=False,
             object_store_memory=STORE * max(self._megabytes, 64) * 1_000_000,
             log_to_driver=False,
+            logging_level="ERROR",
             _temp_dir=self._folder,
         )
         actor = ray.remote(Holder)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+import uvloop
 import xxhash
 
 from launcher.publication_material import uneven
@@ -248,8 +249,10 @@ def speak() -> Callable[[Any], None]:
 
 
 def begin() -> None:
-    """To be called first: the process computes with one thread, and ends with the one that started it."""
+    """To be called first: the process computes with one thread, has the services' event loop, and ends with the process that
+    started it."""
     os_process.die_with_parent()
+    uvloop.install()
     torch.set_num_threads(1)
 
 
