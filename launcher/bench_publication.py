@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import psutil
 from msgspec import Struct
 from rich.table import Table
 
@@ -23,6 +25,8 @@ from runtime.pipeline.publisher import Publisher
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.publication_trial"
+RAY_TRIAL = "launcher.publication_ray_trial"
+RAY_MEMORY = 5  # times the tensors, free before Ray starts: an actor at each end, the store, and a file of another way
 
 
 class Settings(Struct, frozen=True):
@@ -80,7 +84,16 @@ async def _size(folder: Path, megabytes: int, settings: Settings, show: Callable
         ]
         stage = Stage(trainer, rollouts, megabytes, settings)
         await stage.everyone("prepare", megabytes=megabytes)
-        return await stage.measure(folder, show)
+        seconds, left_out = await stage.plain(folder, show)
+        return await stage.published(folder, seconds, left_out, show)
+
+
+def without_ray(nbytes: int) -> str:
+    """Why Ray's object store is not measured, or ""."""
+    if importlib.util.find_spec("ray") is None:
+        return "ray is not installed: pip install 'sluice-rl[bench]'"
+    needed, free = RAY_MEMORY * nbytes, psutil.virtual_memory().available
+    return f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free" if needed > free else ""
 
 
 class Stage:
@@ -88,6 +101,7 @@ class Stage:
 
     def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: Settings):
         self._trainer, self._rollouts = trainer, rollouts
+        self._ray: Peer  # while the plain ways are measured, where it is installed
         self._megabytes = megabytes
         self._settings = settings
 
@@ -95,7 +109,8 @@ class Stage:
         peers: list[Peer] = [self._trainer, *self._rollouts]
         return await asyncio.gather(*(peer.ask(what, **arguments) for peer in peers))
 
-    async def measure(self, folder: Path, show: Callable[[str], None]) -> Sized:
+    async def plain(self, folder: Path, show: Callable[[str], None]) -> tuple[dict[str, list[float]], dict[str, str]]:
+        """The seconds of each plain way by round, and why others are left out."""
         from launcher import publication_ways as plain
 
         megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
@@ -108,12 +123,33 @@ class Stage:
         for way in ways:
             show(f"{megabytes} MB: {way}, once to see that it arrives")
             await self._check(way)
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(self._settings.rounds):
-            for way in ways:
-                show(f"{megabytes} MB: round {number + 1} of {self._settings.rounds}, {way}")
-                seconds[way].append(await self._together(way))
-        baselines = {"shared_memory": plain.COPY, "filesystem": plain.DISK if plain.DISK in ways else plain.GLOO}
+        async with AsyncExitStack() as stack:
+            if why := without_ray(nbytes):
+                left_out[plain.RAY] = why
+            else:
+                show(f"{megabytes} MB: {plain.RAY}, once to see that it arrives")
+                short = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-ray-"))
+                peer = Peer.started("ray", RAY_TRIAL, short, str(megabytes), str(self._settings.receivers))
+                self._ray = await stack.enter_async_context(peer)
+                await self._ray.ask("open")
+                ways.append(plain.RAY)
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(self._settings.rounds):
+                for way in ways:
+                    show(f"{megabytes} MB: round {number + 1} of {self._settings.rounds}, {way}")
+                    seconds[way].append(await self._together(way))
+            if plain.RAY in ways:
+                await self._ray.ask("close")
+        return seconds, left_out
+
+    async def published(
+        self, folder: Path, seconds: dict[str, list[float]], left_out: dict[str, str], show: Callable[[str], None]
+    ) -> Sized:
+        """The transports, each beside a plain way."""
+        from launcher import publication_ways as plain
+
+        megabytes = self._megabytes
+        baselines = {"shared_memory": plain.COPY, "filesystem": plain.DISK if plain.DISK in seconds else plain.GLOO}
         published = {}
         gather = 0.0
         for transport in TRANSPORTS:
@@ -123,7 +159,7 @@ class Stage:
             published[transport] = await self._publish(transport, publishing, baselines.get(transport, plain.GLOO), show)
             await self.everyone("close")
         rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
-        passes = Passes(checksum=rates["checksum"], copy=rates["copy"], gather=nbytes / gather)
+        passes = Passes(checksum=rates["checksum"], copy=rates["copy"], gather=megabytes * 1e6 / gather)
         return Sized(megabytes, seconds, left_out, published, passes)
 
     async def _check(self, way: str) -> None:
@@ -135,8 +171,10 @@ class Stage:
 
     async def _together(self, way: str) -> float:
         """Seconds from the sender's beginning to the last receiver's end; where the sender has no part, of the slowest."""
-        from launcher.publication_ways import COPY
+        from launcher.publication_ways import COPY, RAY
 
+        if way == RAY:
+            return cast(float, await self._ray.ask("move"))
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
         return max(ended - (began if way == COPY else sent) for began, ended in others)
 

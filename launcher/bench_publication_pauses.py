@@ -45,17 +45,20 @@ class Settings(Struct, frozen=True):
 
 
 class Window(Struct):
-    """Of generation. `others`: CPU seconds of the threads that do not generate."""
+    """Of generation. CPU seconds of the thread that generates, of the event loop, which does its share for each group and
+    takes the orders of a publication, and of all other threads."""
 
     seconds: float = 0.0
     tokens: float = 0.0
     engine: float = 0.0
+    loop: float = 0.0
     others: float = 0.0
 
     def add(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         self.seconds += after["now"] - before["now"]
         self.tokens += after["tokens"] - before["tokens"]
         self.engine += after["engine"] - before["engine"]
+        self.loop += after["loop"] - before["loop"]
         self.others += after["others"] - before["others"]
 
 
@@ -68,7 +71,6 @@ class Held(Struct):
     pauses: Pauses
     quiet: Window
     busy: Window
-    swapping: float  # seconds of all pauses in `busy`
 
     @property
     def lost(self) -> float:
@@ -76,11 +78,16 @@ class Held(Struct):
         return self.quiet.tokens / self.quiet.seconds * self.busy.seconds - self.busy.tokens
 
     @property
+    def receiving(self) -> float:
+        """CPU seconds of the receiver in `busy`: of the threads that receive and verify, beyond what they take in `quiet`, and
+        of the event loop, orders and swaps, beyond what it takes for as many tokens."""
+        threads = self.busy.others - self.quiet.others * self.busy.seconds / self.quiet.seconds
+        return threads + self.busy.loop - self.quiet.loop * self.busy.tokens / self.quiet.tokens
+
+    @property
     def worth(self) -> float:
-        """Tokens that the CPU seconds of the receiver would have generated: of the threads that receive and verify, beyond what
-        they take in `quiet`, and of the swaps."""
-        receiving = self.busy.others - self.quiet.others * self.busy.seconds / self.quiet.seconds
-        return (receiving + self.swapping) * self.quiet.tokens / self.quiet.engine
+        """Tokens that the CPU seconds of the receiver would have generated."""
+        return self.receiving * self.quiet.tokens / (self.quiet.engine + self.quiet.loop)
 
 
 async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> list[Held]:
@@ -124,7 +131,6 @@ async def _model(folder: Path, model: Model, settings: Settings, show: Callable[
         pauses=Pauses(rank(pauses, 0.5), rank(pauses, 0.99), len(pauses)),
         quiet=quiet,
         busy=busy,
-        swapping=sum(pauses),
     )
 
 

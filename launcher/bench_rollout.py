@@ -43,13 +43,16 @@ class Pauses(Struct):
 
 
 class Case(Struct):
-    """`ratios`: vLLM's rate over the embedded engine's, round by round."""
+    """`ratios`: vLLM's rate over the embedded engine's, round by round. `own_pauses`: vLLM's by its own pause and load, and
+    `own_ratios` the medians of an update's over those, round by round."""
 
     shape: Shape
     sequences: int
     tokens_per_second: dict[str, float]
     ratios: list[float]
     pauses: dict[str, Pauses]
+    own_pauses: Pauses
+    own_ratios: list[float]
 
 
 class Report(Struct):
@@ -100,26 +103,38 @@ def rollout_config(folder: Path, shape: Shape, engine: str, slots: int) -> Confi
 async def _case(
     shape: Shape, sequences: int, workers: Mapping[str, Worker], settings: Settings, show: Callable[[str], None]
 ) -> Case:
-    for worker in workers.values():  # the first of each is not counted
-        await worker.ask({"what": "pauses", "sequences": sequences, "updates": 1})
+    for engine, worker in workers.items():  # the first of each is not counted
+        await worker.ask({"what": "pauses", "sequences": sequences, "updates": 1, "own": engine == "vllm"})
     rates: dict[str, list[Measured]] = {engine: [] for engine in workers}
     pauses: dict[str, list[float]] = {engine: [] for engine in workers}
+    own_pauses: list[float] = []
+    own_ratios: list[float] = []
     for (number, what), (engine, worker) in product(product(range(settings.rounds), ("tokens", "pauses")), workers.items()):
         show(f"{shape.name}, {sequences} sequences: round {number + 1} of {settings.rounds}, {what}, {engine}")
         if what == "tokens":
             order = {"what": what, "sequences": sequences, "seconds": settings.seconds}
             rates[engine].append(Measured(**await worker.ask(order)))
         else:
-            order = {"what": what, "sequences": sequences, "updates": settings.updates}
-            pauses[engine] += (await worker.ask(order))["pauses"]
+            order = {"what": what, "sequences": sequences, "updates": settings.updates, "own": engine == "vllm"}
+            found = await worker.ask(order)
+            pauses[engine] += found["pauses"]
+            if engine == "vllm":
+                own_pauses += found["own"]
+                own_ratios.append(median(found["pauses"]) / median(found["own"]))
     torch, vllm = (rates[engine] for engine in ENGINES)
     return Case(
         shape=shape,
         sequences=sequences,
         tokens_per_second={engine: total(rounds).rate for engine, rounds in rates.items()},
         ratios=[theirs.rate / ours.rate for ours, theirs in zip(torch, vllm, strict=True)],
-        pauses={engine: Pauses(rank(found, 0.5), rank(found, 0.99), len(found)) for engine, found in pauses.items()},
+        pauses={engine: _pauses(found) for engine, found in pauses.items()},
+        own_pauses=_pauses(own_pauses),
+        own_ratios=own_ratios,
     )
+
+
+def _pauses(found: Sequence[float]) -> Pauses:
+    return Pauses(rank(found, 0.5), rank(found, 0.99), len(found))
 
 
 def rank(values: Sequence[float], share: float) -> float:
@@ -132,16 +147,21 @@ def render(report: Report) -> list[Table]:
     for name in ("", "sequences", "torch", "vllm", "vllm / torch", "of the rounds"):
         rates.add_column(name, justify="right" if name else "left")
     pauses = Table(title="Pause of an update, ms", title_justify="left", title_style="bold")
-    for name in ("", "sequences", *(f"{engine} {share}" for engine in ENGINES for share in ("p50", "p99")), "updates"):
+    shares = (f"{one} {share}" for one in (*ENGINES, "vllm's own") for share in ("p50", "p99"))
+    for name in ("", "sequences", *shares, "vllm / own", "updates"):
         pauses.add_column(name, justify="right" if name else "left")
     for case in report.cases:
         told = (f"{case.tokens_per_second[engine]:,.0f}" for engine in ENGINES)
         spread = f"{min(case.ratios):.2f} – {max(case.ratios):.2f}"
         rates.add_row(case.shape.name, str(case.sequences), *told, f"{median(case.ratios):.2f}", spread)
-        held = (f"{value * 1e3:.1f}" for engine in ENGINES for value in (case.pauses[engine].p50, case.pauses[engine].p99))
-        pauses.add_row(case.shape.name, str(case.sequences), *held, str(case.pauses["vllm"].updates))
+        each = (*(case.pauses[engine] for engine in ENGINES), case.own_pauses)
+        held = (f"{value * 1e3:.1f}" for one in each for value in (one.p50, one.p99))
+        ratio = f"{median(case.own_ratios):.2f} ({min(case.own_ratios):.2f} – {max(case.own_ratios):.2f})"
+        pauses.add_row(case.shape.name, str(case.sequences), *held, ratio, str(case.pauses["vllm"].updates))
     rates.caption = "Qwen2, float32, one thread each, prompts of 24 tokens, replies of 32 to 64; prefill is in the time"
     rates.caption_justify = "left"
+    pauses.caption = "vllm's own: its pause, its load of the model's files, and the end of its pause"
+    pauses.caption_justify = "left"
     starts = Table(title="Start of the engine, s", title_justify="left", title_style="bold")
     for name in ("", *ENGINES):
         starts.add_column(name, justify="right" if name else "left")

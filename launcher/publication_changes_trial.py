@@ -6,17 +6,14 @@ As `launcher.publication_trial`, but rank 0 trains what it publishes, as the tra
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from launcher.bench_worker import Bench
-from launcher.publication_trial import Receiver, Sender, Trial, serve, speak
-from runtime import os_process
+from launcher.publication_trial import Receiver, Sender, Trial, run
 from runtime.config import Config
 from runtime.engines.train_rank import TrainRank
 from runtime.engines.train_torch import TorchTrainEngine
@@ -56,12 +53,5 @@ class ChangesTrial(Trial):
         return share
 
 
-def main() -> None:
-    os_process.die_with_parent()
-    torch.set_num_threads(1)
-    folder, rank, world_size = sys.argv[1:]
-    asyncio.run(serve(ChangesTrial(Path(folder), int(rank), int(world_size)), speak()))
-
-
 if __name__ == "__main__":
-    main()
+    run(ChangesTrial)

@@ -6,7 +6,6 @@ As `launcher.publication_trial`, but rank 0 has a model's own weights, and the o
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,9 +15,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from launcher.publication_trial import Sender, Trial, serve, speak
+from launcher.publication_trial import Sender, Trial, run
 from launcher.rollout_trial import FLEET, requests
-from runtime import os_process
 from runtime.actor import Priority
 from runtime.config import Config
 from runtime.weights.plan import TensorSpec
@@ -34,8 +32,7 @@ class EngineTrial(Trial):
         if self._rank:
             await self._serve(RolloutService(settings, FLEET, 0))
             return
-        tensors = load_file(Path(settings.model.path) / "model.safetensors")
-        dtype = settings.publication.dtype
+        dtype, tensors = settings.publication.dtype, weights(settings.model.path)
         specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         await self._serve(Sender(settings, specs))
         torch._foreach_copy_(self._sender.views(), list(tensors.values()))
@@ -51,11 +48,12 @@ class EngineTrial(Trial):
         self._feeding = tuple(asyncio.create_task(feed()) for _ in range(groups))
 
     async def counters(self) -> dict[str, float]:
-        """Tokens so far; CPU seconds of the engine with its event loop, and of the other threads; the clock."""
-        own = {threading.main_thread(), *(one for one in threading.enumerate() if one.name.startswith("rollout-engine"))}
-        engine = sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in own if thread.ident)
+        """Tokens so far; CPU seconds of the engine's thread, of the event loop, and of the other threads; the clock."""
+        engine = sum(_cpu(thread) for thread in threading.enumerate() if thread.name.startswith("rollout-engine"))
+        loop = _cpu(threading.main_thread())
         tokens = self._service.gauges()["tokens_total"]
-        return {"tokens": tokens, "engine": engine, "others": time.process_time() - engine, "now": time.monotonic()}
+        others = time.process_time() - engine - loop
+        return {"tokens": tokens, "engine": engine, "loop": loop, "others": others, "now": time.monotonic()}
 
     async def close(self) -> None:
         for task in self._feeding:
@@ -64,12 +62,21 @@ class EngineTrial(Trial):
         await super().close()
 
 
-def main() -> None:
-    os_process.die_with_parent()
-    torch.set_num_threads(1)
-    folder, rank, world_size = sys.argv[1:]
-    asyncio.run(serve(EngineTrial(Path(folder), int(rank), int(world_size)), speak()))
+def weights(model: str) -> dict[str, torch.Tensor]:
+    """A model folder's, in the order in which a trainer publishes them. A file has query and key apart, which a rollout would
+    have to copy together."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = load_file(Path(model) / "model.safetensors")
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return {name: stored[name] for name, _ in policy.named_parameters()}
+
+
+def _cpu(thread: threading.Thread) -> float:
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 if __name__ == "__main__":
-    main()
+    run(EngineTrial)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+import uvloop
 import xxhash
 
 from launcher.publication_material import uneven
@@ -27,7 +28,6 @@ from runtime.actor import Actor, Priority
 from runtime.config import Config
 from runtime.engines.rollout_base import EngineStats
 from runtime.engines.train_rank import TrainRank
-from runtime.errors import SluiceError
 from runtime.types import PolicyVersion
 from runtime.weights.plan import TensorSpec
 from services import process
@@ -225,7 +225,7 @@ async def serve(trial: Any, say: Callable[[Any], None]) -> None:
     async def carry_out(number: int, what: str, arguments: dict[str, Any]) -> None:
         try:
             say({"id": number, "answer": await getattr(trial, what)(**arguments)})
-        except (SluiceError, RuntimeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever gave the order
             say({"id": number, "error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
     orders = asyncio.StreamReader(limit=LINE)
@@ -248,12 +248,20 @@ def speak() -> Callable[[Any], None]:
     return say
 
 
-def main() -> None:
+def begin() -> None:
+    """To be called first: the process computes with one thread, has the services' event loop, and ends with the process that
+    started it."""
     os_process.die_with_parent()
+    uvloop.install()
     torch.set_num_threads(1)
+
+
+def run(trial: Callable[[Path, int, int], Trial]) -> None:
+    """The whole of a process whose arguments are FOLDER RANK WORLD."""
+    begin()
     folder, rank, world_size = sys.argv[1:]
-    asyncio.run(serve(Trial(Path(folder), int(rank), int(world_size)), speak()))
+    asyncio.run(serve(trial(Path(folder), int(rank), int(world_size)), speak()))
 
 
 if __name__ == "__main__":
-    main()
+    run(Trial)

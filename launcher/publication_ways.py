@@ -27,6 +27,7 @@ GLOO, COPY, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE = (
     "safetensors on disk",
     "safetensors in /dev/shm",
 )
+RAY = "Ray's object store"  # in processes of its own: `publication_ray_trial`
 NAIVE_BUCKET = 64_000_000  # bytes
 DEADLINE = 120.0  # seconds for any collective of theirs
 SHARED_MEMORY = Path("/dev/shm")

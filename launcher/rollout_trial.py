@@ -2,7 +2,8 @@
 
 Its first line says how long the engine took to start. Then it takes a JSON line an order, and answers with one:
 {"what": "tokens", "sequences": N, "seconds": S}: the tokens generated, N sequences at once, and the time that it took;
-{"what": "pauses", "sequences": N, "updates": U}: the seconds for which each of U updates held N running sequences up.
+{"what": "pauses", "sequences": N, "updates": U}: the seconds for which each of U updates held N running sequences up,
+with "own": true, of vLLM alone, each beside one by its own pause and its own load of the model's files.
 Between two orders the engine is empty.
 """
 
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,33 @@ class Trial:
         await self._clear()
         return {"count": done, "seconds": spent}
 
-    async def pauses(self, sequences: int, updates: int) -> dict[str, list[float]]:
-        pauses = []
+    async def pauses(self, sequences: int, updates: int, own: bool = False) -> dict[str, list[float]]:
+        """With `own` each update is followed by one of vLLM's own."""
+
+        async def swap() -> None:
+            await self._engine.swap(PolicyVersion(0, self._engine.version.step + 1))
+
+        ours, theirs = [], []
         for _ in range(updates):
             await self._engine.stage(self._weights)
-            await self._generate(sequences, GENERATED)
-            begun = time.perf_counter()
-            await self._engine.swap(PolicyVersion(0, self._engine.version.step + 1))
-            pauses.append(time.perf_counter() - begun)
+            ours.append(await self._held(sequences, swap))
+            if own:
+                theirs.append(await self._held(sequences, self._reload))
         await self._clear()
-        return {"pauses": pauses}
+        return {"pauses": ours, "own": theirs}
+
+    async def _held(self, sequences: int, update: Callable[[], Awaitable[None]]) -> float:
+        """Seconds of `update`, while so many sequences are running."""
+        await self._generate(sequences, GENERATED)
+        begun = time.perf_counter()
+        await update()
+        return time.perf_counter() - begun
+
+    async def _reload(self) -> None:
+        core = self._engine._core  # type: ignore[attr-defined]
+        await core.pause(forget=False)
+        await core._core.collective_rpc_async("reload_weights")
+        await core.resume()
 
     async def _warm_up(self, sequences: int, seconds: float) -> None:
         """Until every sequence may have a token. Raises DeadlineExceeded."""

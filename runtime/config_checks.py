@@ -79,7 +79,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *publication_faults(config),
+        *publication_faults(config, policy),
         *megatron_faults(config, spread_models(config)),
     ]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from runtime.config import Config, Publication
 
 _DEFAULT = Publication()
 
 
-def publication_faults(config: Config) -> Iterator[str]:
+def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
+    """`policy`: the contents of its config.json, None when there is none to be read."""
     settings = config.publication
     if settings.transport == "filesystem":
         yield from _folder(settings.folder)
@@ -28,6 +30,18 @@ def publication_faults(config: Config) -> Iterator[str]:
         )
     if settings.transport != "delta" and settings.full_every != _DEFAULT.full_every:
         yield f"publication.full_every: {settings.full_every} is for transport delta alone, and it is {settings.transport}"
+    if settings.transport == "delta" and policy is not None and _on_the_wire(config, policy) == "float32":
+        of = " (the policy's own)" if settings.dtype == "auto" else ""
+        yield (
+            f"publication.dtype: float32{of} changes in nearly every element, and transport delta would send it all; "
+            "must be bfloat16 or float16"
+        )
+
+
+def _on_the_wire(config: Config, policy: Mapping[str, Any]) -> str:
+    """The dtype that weights are published in."""
+    chosen = (dtype for dtype in (config.publication.dtype, config.model.dtype) if dtype != "auto")
+    return next(chosen, str(policy.get("dtype") or policy.get("torch_dtype") or "float32"))
 
 
 def _folder(folder: str) -> Iterator[str]:

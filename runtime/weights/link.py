@@ -11,8 +11,11 @@ import torch
 class Transfer(Protocol):
     """A bucket under way."""
 
-    def wait(self, timeout: float) -> None:
-        """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`."""
+    def wait(self, timeout: float) -> int | None:
+        """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
+
+        A receiver is given the xxh3-64 of what its buffer holds before the trailer, where that was taken on the way, else None.
+        """
 
 
 class Link(ABC):

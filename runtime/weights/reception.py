@@ -62,8 +62,8 @@ class Reception:
                 while posted < min(index + DEPTH, len(self._buckets)):
                     pending.append(self._group.receive(posted, buffer_of(posted)))
                     posted += 1
-                wait_until(pending.pop(0), self.give_up)
-                wrong += self._faults(index, buffer_of(index))
+                digest = wait_until(pending.pop(0), self.give_up)
+                wrong += self._faults(index, buffer_of(index), digest)
                 if use is not None and not wrong:
                     use(index)
         except RuntimeError as error:
@@ -83,11 +83,12 @@ class Reception:
         late = time.monotonic() >= self.give_up
         return (DeadlineExceeded if late else ServiceFault)(group.name, "transfer", message, self._deadline)
 
-    def _faults(self, index: int, buffer: torch.Tensor) -> list[str]:
+    def _faults(self, index: int, buffer: torch.Tensor, digest: int | None) -> list[str]:
+        """`digest`: the checksum of what `buffer` holds, unless it is still to be taken."""
         bucket = self._buckets[index]
-        digest, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
+        sent, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         where = f"bucket {index} of {len(self._buckets)}"
-        if digest != checksum(bucket, buffer):
+        if sent != (checksum(bucket, buffer) if digest is None else digest):
             return [f"{where}: the checksum does not match"]
         if packed != self.version.pack():
             return [f"{where} is of version {PolicyVersion.unpack(packed)}"]

@@ -137,8 +137,9 @@ class WeightSender:
             group.bound(deadline)
             group.announce(version)
             for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
-                if self._missing[index]:  # its buffer may be that of one under way
-                    self._take(pending, 0, give_up)
+                if self._missing[index]:
+                    if self._before[index] is not None:  # its buffer may be that of one under way
+                        self._take(pending, 0, give_up)
                     self._await_whole(index, group, give_up)
                 if not self._whole:
                     clear(bucket, buffer)
@@ -230,10 +231,10 @@ def stamp(bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> None:
     TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, checksum(bucket, buffer), version.pack())
 
 
-def wait_until(transfer: Transfer, give_up: float) -> None:
-    """Wait for `transfer` until the monotonic time `give_up`. Raises RuntimeError."""
+def wait_until(transfer: Transfer, give_up: float) -> int | None:
+    """`transfer.wait` until the monotonic time `give_up`. Raises RuntimeError."""
     # torch reads a timeout of 0 as none at all.
-    transfer.wait(max(give_up - time.monotonic(), 0.001))
+    return transfer.wait(max(give_up - time.monotonic(), 0.001))
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:

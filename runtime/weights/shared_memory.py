@@ -17,25 +17,31 @@ import socket
 import struct
 import threading
 import time
-from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from runtime.errors import ServiceFault, UserError
 from runtime.weights import shared
 from runtime.weights.gloo_mesh import card_of, meet
 from runtime.weights.link import Link, Transfer
-from runtime.weights.plan import GroupAddress
+from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
 _WHOLE = struct.Struct("<IQQ")  # bucket, its offset in the memory file, its bytes
 _TAKEN = b"t"  # once for each bucket, in their order
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
-_CHUNK = 1 << 20  # bytes copied between two looks at the clock
+_PIECE = 512 << 10  # bytes that are copied and then hashed: a piece and its copy fit into a core's own cache
+
+# Buckets that a receiver copies at once: one thread does not fill the memory's bandwidth.
+LANES = min(2, len(os.sched_getaffinity(0))) if shared.AVAILABLE else 1
 
 
 class _Transfer:
@@ -64,13 +70,11 @@ class _SocketLink(Link):
             with suppress(OSError):  # closed here, or by the peer
                 each.shutdown(socket.SHUT_RDWR)
         with self._using:
-            for each in self._sockets:
-                each.close()
-            self._forget()
+            self._close()
 
-    @abstractmethod
-    def _forget(self) -> None:
-        """Give up what is held besides the sockets."""
+    def _close(self) -> None:
+        for each in self._sockets:
+            each.close()
 
 
 class SendingLink(_SocketLink):
@@ -126,51 +130,105 @@ class SendingLink(_SocketLink):
             raise RuntimeError(f"{label} is gone")
         self._taken[label] += 1
 
-    def _forget(self) -> None:
-        pass
+
+class _Copy:
+    """A bucket that is to be copied; `digest` is set when it was."""
+
+    def __init__(self, link: ReceivingLink, index: int, buffer: torch.Tensor):
+        self._link = link
+        self.index = index
+        self.buffer = buffer
+        self.digest: Future[int] = Future()
+
+    def wait(self, timeout: float) -> int:
+        try:
+            digest = self.digest.result(timeout)
+        except futures.TimeoutError as error:
+            raise RuntimeError(f"waited in vain for {self._link.label}") from error
+        self._link.taken()
+        return digest
 
 
 class ReceivingLink(_SocketLink):
+    """Copies up to `LANES` buckets at once, in threads that end when nothing is posted any more."""
+
     def __init__(self, sender: socket.socket, label: str):
         """`label` is what the sender is called."""
         super().__init__((sender,))
+        self.label = label
         self._sender = sender
-        self._label = label
         self._inode = 0
         self._memory: Any = None  # the sender's memory file, uint8, read-only
+        self._changed = threading.Lock()  # guards what follows, and what is told; taken inside `_using`
+        self._posted: deque[_Copy] = deque()
+        self._lanes: set[threading.Thread] = set()
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         raise RuntimeError("only rank 0 sends")
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return _Transfer(lambda give_up: self._take(index, buffer, give_up))
+        copy = _Copy(self, index, buffer)
+        with self._changed:
+            self._check()
+            self._posted.append(copy)
+            if len(self._lanes) < LANES:
+                lane = threading.Thread(target=self._run_lane, name="copy-weights", daemon=True)
+                self._lanes.add(lane)
+                lane.start()
+        return copy
 
-    def _take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
-        with self._using:
-            try:
-                source = self._await(index, buffer.numel(), give_up)
-                self._copy(source, buffer.numpy(), give_up)
-                self._sender.send(_TAKEN)
-            except TimeoutError as error:
-                raise RuntimeError(f"waited in vain for {self._label}") from error
-            except OSError as error:
+    def taken(self) -> None:
+        """Tell the sender that one more bucket, in their order, was copied. Raises RuntimeError."""
+        try:
+            with self._changed:
                 self._check()
-                raise RuntimeError(f"{self._label} is gone: {error}") from error
+                self._sender.send(_TAKEN)
+        except OSError as error:
+            raise self._gone(error) from error
 
-    def _await(self, index: int, nbytes: int, give_up: float) -> Any:
+    def abort(self) -> None:
+        super().abort()
+        with self._changed:
+            lanes = tuple(self._lanes)
+        for lane in lanes:  # none may write into a buffer that its owner uses for something else
+            lane.join()
+
+    def _run_lane(self) -> None:
+        while True:
+            with self._using:  # buckets are told of in the order in which they are posted
+                with self._changed:
+                    if not self._posted:
+                        self._lanes.remove(threading.current_thread())
+                        return
+                    copy = self._posted.popleft()
+                try:
+                    source = self._await(copy.index, copy.buffer.numel())
+                except (RuntimeError, OSError) as error:
+                    copy.digest.set_exception(self._gone(error) if isinstance(error, OSError) else error)
+                    continue
+            try:
+                copy.digest.set_result(copy_and_hash(source, copy.buffer.numpy(), self._check))
+            except RuntimeError as error:
+                copy.digest.set_exception(error)
+
+    def _gone(self, error: OSError) -> RuntimeError:
+        if self._aborted:
+            return RuntimeError("the group was aborted")
+        return RuntimeError(f"{self.label} is gone: {error}")
+
+    def _await(self, index: int, nbytes: int) -> Any:
         """The bucket where the sender has it, once it is whole."""
         self._check()
-        self._sender.settimeout(max(give_up - time.monotonic(), 0.001))
         message, descriptors, _, _ = socket.recv_fds(self._sender, _WHOLE.size, 1, socket.MSG_CMSG_CLOEXEC)
         for descriptor in descriptors:
             self._map(descriptor)
         self._check()
         if not message:
-            raise RuntimeError(f"{self._label} is gone")
+            raise RuntimeError(f"{self.label} is gone")
         number, offset, size = _WHOLE.unpack(message)
         if (number, size) != (index, nbytes) or self._memory is None or offset + size > len(self._memory):
             raise RuntimeError(
-                f"{self._label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
+                f"{self.label} sent bucket {number}, {size} bytes at {offset}, for bucket {index}, {nbytes} bytes"
             )
         return self._memory[offset : offset + size]
 
@@ -184,15 +242,27 @@ class ReceivingLink(_SocketLink):
         finally:
             os.close(descriptor)
 
-    def _copy(self, source: Any, target: Any, give_up: float) -> None:
-        for start in range(0, len(source), _CHUNK):
-            self._check()
-            if time.monotonic() > give_up:
-                raise TimeoutError
-            np.copyto(target[start : start + _CHUNK], source[start : start + _CHUNK])
+    def _close(self) -> None:
+        with self._changed:
+            super()._close()
+            self._memory = None
 
-    def _forget(self) -> None:
-        self._memory = None
+
+def copy_and_hash(source: Any, target: Any, check: Callable[[], None]) -> int:
+    """Copy a bucket, uint8 both; xxh3-64 of what `target` then holds before the trailer.
+
+    Each piece is hashed while it is in the processor's cache, which spares a pass over the memory. `check` is called before
+    each, and ends the copy with what it raises.
+    """
+    state = xxhash.xxh3_64()
+    end = len(target) - TRAILER.size
+    for start in range(0, end, _PIECE):
+        check()
+        piece = slice(start, min(start + _PIECE, end))
+        np.copyto(target[piece], source[piece])
+        state.update(target[piece].data)
+    target[end:] = source[end:]
+    return state.intdigest()
 
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
@@ -256,6 +326,7 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
             raise ServiceFault(name, "rendezvous", f"{labels[0]} is of user {user}, this process of {os.geteuid()}")
         sender.send(_RANK.pack(address.rank))
         meet(store, address.rank, "", labels, name, max(give_up - time.monotonic(), 0.1))
+        sender.settimeout(None)  # buckets are waited for in lanes, which `abort` frees
     except OSError as error:
         sender.close()
         message = f"{labels[0]} cannot be reached on this machine, where transport shared_memory needs it: {error}"

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
@@ -141,6 +143,88 @@ def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: p
     pair[0].send(0, shared.allocate(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
         pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(PATIENCE)
+
+
+def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    copyto = np.copyto
+
+    def faulty(target: Any, source: Any) -> None:
+        copyto(target, source)
+        target[-1] ^= 1
+
+    bucket = shared.allocate((3 << 20) + 5)
+    bucket.copy_(torch.arange(bucket.numel()) % 251)
+    arrived = torch.zeros_like(bucket)
+    pair[0].send(0, bucket)
+    assert pair[1].receive(0, arrived).wait(5.0) == xxhash.xxh3_64_intdigest(bucket.numpy()[:-16].data)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", faulty)
+        pair[0].send(1, bucket)
+        digest = pair[1].receive(1, arrived).wait(5.0)
+    assert not torch.equal(arrived, bucket)
+    assert digest == xxhash.xxh3_64_intdigest(arrived.numpy()[:-16].data)
+
+
+class Held:
+    """Holds every copy of `nbytes` until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, nbytes: int):
+        self.begun, self.go = threading.Event(), threading.Event()
+        copy_and_hash = shared_memory.copy_and_hash
+
+        def hold(source: Any, target: Any, check: Any) -> int:
+            if len(target) == nbytes:
+                self.begun.set()
+                assert self.go.wait(10)
+            return copy_and_hash(source, target, check)
+
+        patch.setattr(shared_memory, "copy_and_hash", hold)
+
+
+def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "LANES", 2)
+    held = Held(monkeypatch, 64)
+    buffers = shared.arena((64, 128))
+    sent = [pair[0].send(index, buffer) for index, buffer in enumerate(buffers)]
+    copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(buffers)]
+    second = copies[1].digest.result(5.0)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="waited in vain for rollout-0"):
+        sent[0].wait(0.1)
+    held.go.set()
+    copies[0].wait(5.0)
+    sent[0].wait(5.0)
+    assert copies[1].wait(5.0) == second
+    sent[1].wait(5.0)
+
+
+def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    held, (buffer,) = Held(monkeypatch, 64), shared.arena((64,))
+    buffer.fill_(1)
+    arrived = torch.zeros_like(buffer)
+    pair[0].send(0, buffer)
+    copy = pair[1].receive(0, arrived)
+    assert held.begun.wait(5)
+    ended = in_thread("abort", pair[1].abort)
+    with pytest.raises(RuntimeError, match=r"the group was aborted|waited in vain"):
+        copy.wait(0.1)
+    assert not ended.done()
+    held.go.set()
+    ended.result(5)
+    assert not arrived.any()
+    with pytest.raises(RuntimeError, match="the group was aborted"):
+        pair[1].receive(1, arrived)
+
+
+def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
+    trainer, rollout = (member.result(10) for member in meeting(timeout=0.3))
+    try:
+        copy = in_thread("wait", lambda: rollout.receive(0, torch.empty(64, dtype=torch.uint8)).wait(10.0))
+        assert not threading.Event().wait(0.5)
+        trainer.send(0, shared.allocate(64))
+        assert copy.result(10) is not None
+    finally:
+        trainer.abort()
+        rollout.abort()
 
 
 # ------------------------------------------------------------------------------------------------ processes that fail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
     (sized,) = report.transfers.sizes
     assert report.transfers.receivers == receivers
     assert sized.ways.keys() >= {plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE, plain.DISK}
+    assert (plain.RAY in sized.ways) == (importlib.util.find_spec("ray") is not None)
+    assert (plain.RAY in sized.left_out) != (plain.RAY in sized.ways)
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in sized.ways.values())
     assert sized.published.keys() == set(TRANSPORTS)
     for transport, found in sized.published.items():

@@ -26,14 +26,17 @@ def test_both_engines_are_measured(tmp_path: Path) -> None:
         assert case.tokens_per_second.keys() == {"torch", "vllm"}
         assert all(rate > 0 for rate in case.tokens_per_second.values())
         assert len(case.ratios) == 2
-        for pauses in case.pauses.values():
+        assert len(case.own_ratios) == 2
+        for pauses in (*case.pauses.values(), case.own_pauses):
             assert pauses.updates == 4
             assert 0 < pauses.p50 <= pauses.p99
     assert report.start_seconds["1 layers of 128"]["vllm"] > 0
-    console = Console(record=True, width=160)
+    console = Console(record=True, width=180)
     for table in render(report):
         console.print(table)
-    assert "vllm / torch" in console.export_text()
+    text = console.export_text()
+    assert "vllm / torch" in text
+    assert "vllm / own" in text
 
 
 def test_ranks() -> None:

@@ -59,6 +59,14 @@ def test_settings_are_the_defaults_unless_told() -> None:
     assert (chosen.sizes, chosen.receivers, chosen.rounds) == ((8,), 3, default.rounds)
 
 
+def test_ray_is_left_out_where_it_is_not_installed_or_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert bench_publication.without_ray(1) == "ray is not installed: pip install 'sluice-rl[bench]'"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert bench_publication.without_ray(1) == ""
+    assert bench_publication.without_ray(1 << 60).startswith("needs 5764607523.0 GB of memory, ")
+
+
 @pytest.mark.parametrize("megabytes", [1, 64, 2048])
 def test_the_tensors_are_uneven_and_make_up_the_size(megabytes: int) -> None:
     specs = uneven(megabytes)
@@ -91,24 +99,26 @@ def test_the_tables_say_what_was_found_and_what_was_left_out() -> None:
 
 
 def test_tokens_are_lost_by_the_rate_without_transfers() -> None:
-    """100 tokens a second without; 4 s with lose 100. Receiving took 0.5 CPU seconds beyond the quiet ones' and swaps 0.25,
-    in which an engine that makes 125 tokens a CPU second would have made 93.75."""
-    quiet = Window(seconds=2.0, tokens=200.0, engine=1.6, others=0.1)
-    busy = Window(seconds=4.0, tokens=300.0, engine=2.5, others=0.7)
-    held = Held("tiny", 3.0, 0.5, Pauses(0.01, 0.02, 5), quiet, busy, swapping=0.25)
+    """100 tokens a second without; 4 s with lose 100. Receiving took 0.5 CPU seconds beyond the quiet ones' in its threads, and
+    0.24 on the event loop beyond the 0.15 of 300 quiet tokens; generation makes 200 tokens in 1.6 CPU seconds."""
+    quiet = Window(seconds=2.0, tokens=200.0, engine=1.5, loop=0.1, others=0.1)
+    busy = Window(seconds=4.0, tokens=300.0, engine=2.5, loop=0.39, others=0.7)
+    held = Held("tiny", 3.0, 0.5, Pauses(0.01, 0.02, 5), quiet, busy)
     assert held.lost == pytest.approx(100.0)
-    assert held.worth == pytest.approx(93.75)
+    assert held.receiving == pytest.approx(0.74)
+    assert held.worth == pytest.approx(92.5)
     lines, _ = printed(bench_publication_pauses.render([held]))
     assert "tiny 3.0 10.0 20.0 5 500 4.0%" in lines
-    assert "tiny 100 75 20.0 18.8 1.07" in lines
+    assert "tiny 100 75 20.0 18.5 1.08" in lines
 
 
 def test_windows_add_up() -> None:
-    window = Window(1.0, 10.0, 0.5, 0.1)
+    window = Window(1.0, 10.0, 0.5, 0.2, 0.1)
     window.add(
-        {"now": 5.0, "tokens": 7.0, "engine": 1.0, "others": 2.0}, {"now": 7.0, "tokens": 37.0, "engine": 2.0, "others": 2.5}
+        {"now": 5.0, "tokens": 7.0, "engine": 1.0, "loop": 4.0, "others": 2.0},
+        {"now": 7.0, "tokens": 37.0, "engine": 2.0, "loop": 4.5, "others": 2.5},
     )
-    assert window == Window(3.0, 40.0, 1.5, 0.6)
+    assert window == Window(3.0, 40.0, 1.5, 0.7, 0.6)
 
 
 def test_deltas_are_told_as_shares_of_a_whole_version() -> None:

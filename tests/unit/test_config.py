@@ -536,7 +536,7 @@ def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dic
             "publication.backend: gloo is for a collective; transport filesystem has none, so must be auto",
         ),
         (
-            {"publication": {"transport": "delta", "folder": "/tmp"}},
+            {"publication": {"transport": "delta", "folder": "/tmp", "dtype": "bfloat16"}},
             "publication.folder: '/tmp' is for transport filesystem alone, and it is delta",
         ),
         ({"publication": {"full_every": 7}}, "publication.full_every: 7 is for transport delta alone, and it is auto"),
@@ -547,7 +547,10 @@ def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault:
     assert found.startswith(fault)
 
 
-@pytest.mark.parametrize("settings", [{"transport": "delta", "full_every": 7, "backend": "gloo"}, {"transport": "filesystem"}])
+DELTAS = {"transport": "delta", "full_every": 7, "backend": "gloo", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("settings", [DELTAS, {"transport": "filesystem"}])
 def test_weights_travel_by_a_shared_folder_or_as_deltas(
     sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
@@ -558,6 +561,30 @@ def test_weights_travel_by_a_shared_folder_or_as_deltas(
         assert checked(sound, publication={**settings, "folder": folder}) == [
             f"publication.folder: '{folder}' cannot be written"
         ]
+
+
+@pytest.mark.parametrize(
+    ("declared", "model", "wire", "told"),
+    [
+        ({"dtype": None, "torch_dtype": None}, "auto", "auto", "float32 (the policy's own)"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", "auto", ""),
+        ({"dtype": "float16"}, "auto", "auto", ""),
+        ({"dtype": "bfloat16"}, "float32", "auto", "float32 (the policy's own)"),
+        ({"dtype": "bfloat16"}, "auto", "float32", "float32"),
+        ({}, "float32", "bfloat16", ""),
+    ],
+)
+def test_deltas_of_float32_would_be_whole_versions(
+    sound: dict[str, Any], declared: dict[str, str | None], model: str, wire: str, told: str
+) -> None:
+    path = Path(sound["model"]["path"]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | declared))
+    faults = checked(sound, model={"dtype": model}, publication={"transport": "delta", "dtype": wire})
+    assert faults == [
+        f"publication.dtype: {told} changes in nearly every element, and transport delta would send it all; "
+        "must be bfloat16 or float16"
+    ] * bool(told)
+    assert checked(sound, model={"dtype": model}, publication={"transport": "collective", "dtype": wire}) == []
 
 
 def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:

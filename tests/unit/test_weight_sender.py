@@ -107,6 +107,25 @@ def test_a_bucket_leaves_before_the_next_one_is_gathered(sender: WeightSender) -
     assert_sent(group, sender)
 
 
+def test_a_bucket_with_a_buffer_of_its_own_leaves_before_those_before_it_are_taken() -> None:
+    sender = WeightSender(MANIFEST)
+    group = Memory(sender.buckets)
+    group.may_take.clear()
+
+    def slowly() -> Iterator[torch.Tensor]:
+        for index, one in enumerate(tensors()):
+            if index in (2, 4):
+                assert group.gone[index // 2 - 1].wait(DEADLINE)
+            yield one
+        group.may_take.set()
+
+    sender.begin(DEADLINE)
+    sending = sender.send(group, VERSION, DEADLINE)
+    sender.fill(slowly())
+    sending.result(DEADLINE)
+    assert_sent(group, sender)
+
+
 def test_what_is_gathered_waits_for_a_buffer_while_the_wire_is_slow(sender: WeightSender) -> None:
     group = Memory(sender.buckets)
     group.may_take.clear()
