@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import TypeVar
@@ -26,28 +25,15 @@ from runtime.config import Config
 from runtime.data.held_out import load_held_out
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
-from runtime.errors import DeadlineExceeded, SluiceError, UserError
+from runtime.errors import SluiceError, UserError
 from runtime.ledger import Ledger
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
-from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles
 from runtime.pipeline.run import INTERRUPTED, Material, Run
-from runtime.ports import ReferencePort
-from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
-from runtime.topology import Member, data_leaders, members, replaceable
+from runtime.ports import Replaceable
+from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.trackers import Trackers
-from services.client import (
-    CLIENTS,
-    CriticClient,
-    Peer,
-    ReferenceClient,
-    ReferenceGroupClient,
-    RewardClient,
-    RolloutClient,
-    TrainerClient,
-    service_of,
-)
+from services.fleet import Fleet
 from services.server import Handler, Server
-from services.session import Session
 
 log = logging.getLogger("sluice")
 
@@ -60,7 +46,6 @@ class Coordinator:
     def __init__(self, config: Config, trains: bool = True):
         """`trains`: False for an evaluation alone."""
         self._config = config
-        self._members = members(config, trains)
         self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
@@ -68,13 +53,7 @@ class Coordinator:
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", self._started))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
-        self._registered: dict[Member, Registration] = {}
-        self._lost: dict[str, Loss] = {}
-        self._joining: set[asyncio.Task[None]] = set()
-        self._arrived = asyncio.Event()
-        self._settings = config.deadlines, config.publication  # of every client
-        self._of_replicas = config.deadlines.start, self._lose
-        self._sessions: dict[Member, Session] = {}  # none before all are there
+        self._fleet = Fleet(config, trains, lambda: self._report(self._progress))
         self._interrupted = False
         self._run: Run | None = None
         self._evaluation: EvaluationRun | None = None
@@ -105,7 +84,7 @@ class Coordinator:
             end = "finished"
         finally:
             (self._folder / layout.ADDRESS).unlink(missing_ok=True)
-            await self._stop_all()
+            await self._fleet.stop_all()
             self._report(msgspec.structs.replace(self._progress, phase=end))
             await server.stop(grace=0.2)
 
@@ -113,9 +92,9 @@ class Coordinator:
         material = await self._material()
         try:
             seconds = time.monotonic()
-            roles = self._roles(await self._connect())
+            await self._fleet.connect(self._started, self._arrive)
             material.seconds["services"] = time.monotonic() - seconds
-            self._run = Run(material, roles)
+            self._run = Run(material, self._fleet.roles())
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()
@@ -139,10 +118,11 @@ class Coordinator:
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             report=self._report,
-            lost=self._lose,
+            lost=self._fleet.lose,
         )
         try:
-            self._evaluation = EvaluationRun(material, self._evaluation_roles(await self._connect()))
+            await self._fleet.connect(self._started, self._arrive)
+            self._evaluation = EvaluationRun(material, self._fleet.evaluation_roles())
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
@@ -170,97 +150,13 @@ class Coordinator:
             report=self._report,
             launched=self._launched,
             seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
-            lost=self._lose,
+            lost=self._fleet.lose,
         )
 
-    # ------------------------------------------------------------------------------------------ the roles
-
-    async def _connect(self) -> dict[str, list[Session]]:
-        """Wait until every process of the topology has registered, and open a session to each; returns them by role."""
-        timeout = self._config.deadlines.start
-        deadline = self._started + timeout
-        while missing := [member for member in self._members if member not in self._registered]:
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                names = ", ".join(member.name for member in missing)
-                raise DeadlineExceeded(names, "start", "did not register", timeout) from None
-        self._sessions = {member: self._session(self._registered[member]) for member in self._members}
-        await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
-        by_role: dict[str, list[Session]] = defaultdict(list)
-        for member, session in self._sessions.items():
-            by_role[member.role].append(session)
-        return by_role
-
-    def _session(self, registration: Registration) -> Session:
-        service = service_of(registration.role, self._config)
-        return Session(registration.address, registration.name, service, registration.machine)
-
-    async def _take_in(self, member: Member, registration: Registration) -> None:
-        """Talk to the process that has come in the place of another from now on."""
-        session = self._session(registration)
-        try:
-            await session.open(self._config.deadlines.start)
-        except DeadlineExceeded as error:
-            await session.close()
-            self._lose(Loss(name=member.name, incarnation=registration.incarnation, reason=str(error)))
-            return
-        former, self._sessions[member] = self._sessions[member], session
+    def _arrive(self, role: str, replica: Replaceable) -> None:
         run = self._run or self._evaluation
-        assert run is not None  # sessions are made before
-        run.arrive(member.role, CLIENTS[member.role](session, *self._settings, registration.incarnation))
-        self._lost.pop(member.name, None)
-        self._report(self._progress)
-        await former.close()
-
-    def _lose(self, loss: Loss) -> None:
-        self._lost[loss.name] = loss
-        self._report(self._progress)
-
-    def _roles(self, by_role: dict[str, list[Session]]) -> Roles:
-        answering, services = self._evaluation_roles(by_role), self._config.services
-        critic = None
-        if self._config.critic is not None:
-            critic = CriticClient(by_role["critic"], *self._settings, data_leaders(services.critic))
-        return Roles(
-            rollouts=answering.rollouts,
-            rewards=answering.rewards,
-            reward_models=answering.reward_models,
-            references=self._references(by_role["reference"]),
-            trainer=TrainerClient(by_role["trainer"], *self._settings, data_leaders(services.trainer)),
-            critic=critic,
-        )
-
-    def _references(self, sessions: list[Session]) -> Replicas[ReferencePort]:
-        settings = self._config.services.reference
-        references: list[ReferencePort] = [ReferenceClient(session, *self._settings) for session in sessions]
-        if sessions and settings.engine == "megatron":
-            references = [ReferenceGroupClient(sessions, *self._settings, data_leaders(settings))]
-        return Replicas(references, *self._of_replicas)
-
-    def _evaluation_roles(self, by_role: dict[str, list[Session]]) -> EvaluationRoles:
-        return EvaluationRoles(
-            rollouts=[RolloutClient(session, *self._settings) for session in by_role["rollout"]],
-            rewards=Replicas([RewardClient(session, *self._settings) for session in by_role["reward"]], *self._of_replicas),
-            reward_models=Replicas(
-                [RewardClient(session, *self._settings) for session in by_role["reward_model"]], *self._of_replicas
-            ),
-        )
-
-    async def _stop_all(self) -> None:
-        """Tell every process to stop; one that does not answer is the launcher's to end."""
-        for task in self._joining:
-            task.cancel()
-        sessions = [session for member, session in self._sessions.items() if member.name not in self._lost]
-        stops = (asyncio.wait_for(Peer(session, *self._settings).stop(0.0), 1.0) for session in sessions)
-        for session in sessions:
-            session.ends()
-        for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):
-            if isinstance(outcome, BaseException):
-                log.warning("%s did not take the order to stop: %s", session.name, outcome or type(outcome).__name__)
-        for session in self._sessions.values():
-            await session.close()
+        assert run is not None  # nobody is replaced before
+        run.arrive(role, replica)
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -282,26 +178,10 @@ class Coordinator:
 
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration, timeout: float | None) -> None:
-            member = Member(registration.role, registration.name, registration.rank)
-            if member not in self._members:
-                raise UserError(f"{registration.name} (rank {registration.rank}) is not in this run's topology")
-            former = self._registered.get(member)
-            if former is not None and registration.incarnation <= former.incarnation:
-                if registration != former:
-                    raise UserError(f"{registration.name}: its incarnation {former.incarnation} has registered already")
-                return
-            if self._sessions and member.role not in replaceable(self._config):
-                raise UserError(f"{registration.name}: a {member.role} cannot be replaced while the run goes on")
-            self._registered[member] = registration
-            log.info("%s registered: pid %d at %s, %s", *_told(registration))
-            if self._sessions:
-                task = asyncio.create_task(self._take_in(member, registration))
-                self._joining.add(task)
-                task.add_done_callback(self._joining.discard)
-            self._arrived.set()
+            self._fleet.register(registration)
 
         async def processes(_: None, timeout: float | None) -> Topology:
-            return Topology(processes=list(self._registered.values()))
+            return Topology(processes=self._fleet.processes)
 
         return {"Register": register, "Processes": processes}
 
@@ -333,7 +213,7 @@ class Coordinator:
         )
 
     def _report(self, progress: Progress) -> None:
-        self._progress = msgspec.structs.replace(progress, lost=list(self._lost.values()))
+        self._progress = msgspec.structs.replace(progress, lost=list(self._fleet.lost.values()))
         for watcher in self._watchers:
             watcher.set()
 
@@ -351,11 +231,6 @@ class Coordinator:
                 await changed.wait()
         finally:
             self._watchers.discard(changed)
-
-
-def _told(registration: Registration) -> tuple[str, int, str, str]:
-    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in registration.seconds.items())
-    return registration.name, registration.pid, registration.address, seconds
 
 
 def _tokenizer(config: Config) -> Tokenizer:
