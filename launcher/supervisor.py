@@ -33,6 +33,7 @@ class Child:
         self.log = log
         self.incarnation = incarnation
         self.given_up = ""  # why it was ended from here, while the others go on
+        self.last = ""  # why no other comes in its place
 
     @property
     def pid(self) -> int:
@@ -57,16 +58,16 @@ class Child:
         """Why it ended, in its own last word where it had one."""
         code = self.process.returncode or 0
         if self.given_up:
-            return ServiceFault(self.spec.name, "run", self.given_up)
+            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
         if code < 0:
-            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}")
+            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
         lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if code == 2 and own:
             return UserError("\n".join(own))
         if own:
-            return SluiceError(f"{own[-1]} (log: {self.log})")
-        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log})")
+            return SluiceError(f"{own[-1]} (log: {self.log}){self.last}")
+        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
 
 
 class Supervisor:
@@ -163,6 +164,8 @@ class Supervisor:
         delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         others = [one for one in self.children if one is not child and one.spec.role == role and one.running]
         if delay is None and not others and role not in self._starting.values():
+            if self._restarts[name].attempts:
+                child.last = f"; services.{role}.restarts allows no further start"
             return False
         self._let_go(child)
         if delay is None:

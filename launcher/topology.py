@@ -9,7 +9,7 @@ from msgspec import Struct
 from launcher.environment import environment, hccl_ports, part, used_npus
 from launcher.machine import Machine
 from runtime.config import Config, Process, Restarts, Spread
-from runtime.topology import Member, members, place_in_fleet, replaceable, replicas
+from runtime.topology import Member, members, place_in_fleet, replicas
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -76,10 +76,9 @@ def service_specs(
 
 
 def restarts(config: Config) -> dict[str, Restarts]:
-    """By name, for the processes that can be replaced while a run goes on: they hold nothing that another cannot get."""
-    roles = replaceable(config)
-    alone = [member for member in members(config) if member.role in roles]
-    return {member.name: _role(config, member).restarts for member in alone}  # type: ignore[attr-defined]  # such roles' own
+    """By name, for everything that is started but the coordinator; a group has the name of its first rank."""
+    started = [member for member in members(config) if not member.rank]
+    return {member.name: _role(config, member).restarts for member in started}  # type: ignore[attr-defined]  # such roles' own
 
 
 def _command(config: Config, member: Member, python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:

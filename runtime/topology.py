@@ -79,10 +79,12 @@ def uses_reference(config: Config) -> bool:
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
 
 
-def replaceable(config: Config) -> list[str]:
-    """The roles whose processes stand each for itself, so that another may come in the place of one that dies."""
-    alone = ["reference"] if config.services.reference.engine == "torch" else []
-    return ["rollout", "reward", "reward_model", *alone]
+def group_of(config: Config, member: Member) -> list[Member]:
+    """Who lives and dies with `member`, itself included: the ranks of its group in order, or itself alone."""
+    spread = member.role in ("trainer", "critic") or (
+        member.role == "reference" and config.services.reference.engine == "megatron"
+    )
+    return [one for one in members(config) if one.role == member.role] if spread else [member]
 
 
 def block_size(parallel: Parallel) -> int:

@@ -28,7 +28,9 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.ledger import Ledger
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
-from runtime.pipeline.run import INTERRUPTED, Material, Run
+from runtime.pipeline.lineage import INTERRUPTED
+from runtime.pipeline.material import Material
+from runtime.pipeline.run import Run
 from runtime.ports import Replaceable
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.trackers import Trackers
@@ -151,6 +153,7 @@ class Coordinator:
             launched=self._launched,
             seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
             lost=self._fleet.lose,
+            regroup=self._fleet.regroup,
         )
 
     def _arrive(self, role: str, replica: Replaceable) -> None:

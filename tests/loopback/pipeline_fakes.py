@@ -26,8 +26,9 @@ from runtime.errors import ServiceFault, Unreachable
 from runtime.evaluation_sets import evaluation_sets
 from runtime.ledger import Ledger
 from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.pipeline.material import Material
 from runtime.pipeline.roles import Replicas, Roles
-from runtime.pipeline.run import Material, Run
+from runtime.pipeline.run import Run
 from runtime.pipeline.states import Phase
 from runtime.position import Position
 from runtime.status import Progress, Status

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.topology import coordinator_spec, service_specs
 from runtime.config import Config
-from runtime.pipeline.run import accelerators
+from runtime.pipeline.material import accelerators
 from runtime.topology import Member, members, replicas, uses_reference
 
 
