@@ -205,7 +205,7 @@ class Lineage:
 
     async def _begin(self) -> None:
         """Restore, connect the publication group, and bring the first version to every rollout."""
-        self._report("starting")
+        self._report("recovering" if self._history.lineages else "starting")
         if self._position is not None:
             await self._restore(self._position)
         before = time.monotonic()

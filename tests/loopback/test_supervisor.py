@@ -105,9 +105,24 @@ def test_out_of_attempts_the_others_go_on_and_the_last_of_its_role_is_the_failur
         assert supervisor.children == [other]
         other.process.kill()
         assert await failing is other
+        assert str(other.fault()) == "rollout-1: run: was killed by SIGKILL"  # it was never started again
 
     (line,) = supervised(tmp_path, test)
     assert line.endswith("the run goes on without it")
+
+
+def test_one_that_may_not_be_started_another_time_says_so(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on({"trainer-0": Restarts(attempts=1, backoff=0.0)})
+        await supervisor.start(spec("trainer-0", DIES_FIRST))
+        failing = asyncio.create_task(supervisor.first_failure())
+        second = await started_again(supervisor, "trainer-0", 1)
+        second.process.kill()
+        assert await failing is second
+        line = "trainer-0: run: was killed by SIGKILL; services.trainer.restarts allows no further start"
+        assert str(second.fault()) == line
+
+    supervised(tmp_path, test)
 
 
 def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
