@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,10 @@ from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserErro
 
 DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
 FAULT = "error: "  # how a process begins the line that says why it ends
+MISTAKE = 2  # exit code of what the user can mend
+_RANK_ENDED = re.compile(
+    rf"^\s*exitcode\s*: {MISTAKE}\b", re.MULTILINE
+)  # as torchrun, which ends with 1 itself, tells of a rank
 
 
 class Child:
@@ -43,6 +48,12 @@ class Child:
     def running(self) -> bool:
         return self.process.returncode is None
 
+    @property
+    def mistaken(self) -> bool:
+        """Whether it, or a rank that it started, ended with what its user has to mend: it would only happen again."""
+        code = self.process.returncode
+        return code == MISTAKE or (bool(code) and _RANK_ENDED.search(self._told()) is not None)
+
     def give_up(self, reason: str) -> None:
         """End it, if it runs still."""
         if self.running:
@@ -61,13 +72,16 @@ class Child:
             return ServiceFault(self.spec.name, "run", self.given_up + self.last)
         if code < 0:
             return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
-        lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
+        lines = self._told().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
-        if code == 2 and own:
-            return UserError("\n".join(own))
+        if own and self.mistaken:
+            return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
         if own:
             return SluiceError(f"{own[-1]} (log: {self.log}){self.last}")
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
+
+    def _told(self) -> str:
+        return self.log.read_text(errors="replace")
 
 
 class Supervisor:
@@ -132,7 +146,7 @@ class Supervisor:
     def culprit(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
         failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
-        return min(failed, key=lambda one: (one[0] > 0, one[0] != 2), default=(0, None))[1]
+        return min(failed, key=lambda one: (one[0] > 0, not one[1].mistaken), default=(0, None))[1]
 
     async def first_failure(self) -> Child:
         """Waits until a child ends otherwise than with exit code 0, and nobody comes in its place."""
@@ -158,8 +172,7 @@ class Supervisor:
     def _replace(self, child: Child) -> bool:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
         role, name = child.spec.role, child.spec.name
-        # What its user has to mend would only happen again.
-        if name not in self._restarts or child.process.returncode == 2:
+        if name not in self._restarts or child.mistaken:
             return False
         delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         others = [one for one in self.children if one is not child and one.spec.role == role and one.running]

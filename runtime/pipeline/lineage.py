@@ -159,10 +159,10 @@ class Lineage:
     async def _close(self) -> None:
         """End what is left, whatever it is at. A group that is being generated would be of two lineages' weights: another
         generates it from the same seed."""
-        await self._groups.close()
         for task in (*self._beside, self._admission, self._evaluating):
             if task is not None:
                 task.cancel()
+        await self._groups.close()
         self._publisher.close()
 
     def _can_recover(self) -> bool:

@@ -11,6 +11,7 @@ from launcher.restarts import Allowance
 from launcher.supervisor import DYING, Child, Supervisor
 from launcher.topology import ProcessSpec
 from runtime.config import Restarts
+from runtime.errors import UserError
 from runtime.os_process import INCARNATION
 
 DEADLINE = 60.0
@@ -131,6 +132,23 @@ def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
         child = await supervisor.start(spec("rollout-0", FAULTS.format(code=2)))
         assert await supervisor.first_failure() is child
         assert str(child.fault()) == "it cannot be"
+
+    supervised(tmp_path, test)
+
+
+def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(tmp_path: Path) -> None:
+    rank = tmp_path / "rank.py"
+    rank.write_text(FAULTS.format(code=2))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(rank))
+
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on({"trainer-0": Restarts()})
+        group = ProcessSpec(name="trainer-0", role="trainer", command=(sys.executable, *torchrun), env={})
+        child = await supervisor.start(group)
+        assert await supervisor.first_failure() is child
+        fault = child.fault()
+        assert isinstance(fault, UserError)
+        assert str(fault) == "it cannot be"
 
     supervised(tmp_path, test)
 
