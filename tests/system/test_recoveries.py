@@ -20,7 +20,7 @@ from tests.system.test_spmd import VARIETY
 pytestmark = pytest.mark.timeout(400)
 
 STEPS, EVERY = 24, 4
-SHORT = (f"training.steps={STEPS}", f"checkpoint.every={EVERY}")
+SHORT = (f"training.steps={STEPS}", f"checkpoint.every={EVERY}", "deadlines.stop=60")
 BACKOFF = tuple(f"services.{role}.restarts.backoff=0.1" for role in ("trainer", "critic", "reference"))
 PPO = ("algorithm.preset=ppo", "critic.optimizer.learning_rate=1e-4")
 BACK = 150.0  # seconds until a group has loaded again, on a busy machine
@@ -31,7 +31,7 @@ no_megatron = importlib.util.find_spec("megatron") is None
 
 def ready(run: Live) -> None:
     """Waits until there is a checkpoint, and steps after it."""
-    run.reaches(EVERY + 2)
+    run.reaches(EVERY + 2, BACK)
 
 
 def newest(run: Live) -> float:
@@ -107,6 +107,7 @@ def test_what_is_made_again_after_the_loss_of_a_rank_is_what_would_have_been(tin
         training={"steps": 12, "staleness": 0, "optimizer": {"learning_rate": 1e-3}},
         checkpoint={"every": EVERY},
         services={"trainer": {"processes": 2}},
+        deadlines={"stop": 60.0},
     )
     whole = trained(config, folder=tmp_path / "whole", timeout=BACK)
     with started(config, *BACKOFF, folder=tmp_path / "run") as run:
