@@ -43,6 +43,7 @@ class Fleet:
         self._joining: set[asyncio.Task[None]] = set()
         self._sessions: dict[Member, Session] = {}  # none before all are there
         self._groups: dict[str, Any] = {}  # of the roles UPDATED, the client of the newest that is connected
+        self._handed: dict[str, int] = {}  # their incarnations, as `regroup` or `roles` gave them away last
         self._back = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------ who is there
@@ -99,15 +100,14 @@ class Fleet:
         await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
 
     async def regroup(self) -> Updated:
-        """Trainer and critic, once all their ranks are there again: of later incarnations than those that were handed out
+        """Trainer and critic, once all their ranks are there again: of later incarnations than those that were given away
         before. Raises DeadlineExceeded, naming who is not there after `deadlines.start`, and the longest that a role's
         `restarts` may put off a start.
         """
-        handed = {role: self._groups[role].incarnation for role in self._groups}
-        policies = [getattr(self._config.services, role).restarts for role in handed]
+        policies = [getattr(self._config.services, role).restarts for role in self._groups]
         timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
         deadline = time.monotonic() + timeout
-        while missing := [role for role, before in handed.items() if self._groups[role].incarnation <= before]:
+        while missing := [role for role, one in self._groups.items() if one.incarnation <= self._handed[role]]:
             self._back.clear()
             try:
                 await asyncio.wait_for(self._back.wait(), max(0.0, deadline - time.monotonic()))
@@ -154,6 +154,7 @@ class Fleet:
 
     def _settle(self, role: str, arrived: Replaceable) -> None:
         if role in UPDATED:
+            self._groups[role].lose(f"incarnation {arrived.incarnation} has come in its place")
             self._groups[role] = arrived
             self._back.set()
         else:
@@ -184,6 +185,7 @@ class Fleet:
         )
 
     def _updated(self) -> Updated:
+        self._handed = {role: one.incarnation for role, one in self._groups.items()}
         return Updated(self._groups["trainer"], self._groups.get("critic"))
 
     def _replicas(self, role: str) -> Replicas[Any]:

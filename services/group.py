@@ -57,6 +57,10 @@ class GroupPeer(Peer):
             session.give_up(self._reason)
         self._gone.set()
 
+    def lose(self, reason: str) -> None:
+        """It is known to be lost, though its connections may stand. Idempotent."""
+        self._lose(self.name, reason)
+
     async def answered(self, asking: Awaitable[T], alone: bool = True) -> T:
         """The answer. What the other ranks say of one that they have lost is the loss of the group, and so is a rank that does
         not answer in time. Raises Unreachable then. `alone`: nobody but the ranks has a part in it, so that another fault may

@@ -212,6 +212,20 @@ def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> 
     run(test())
 
 
+def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_are() -> None:
+    async def test() -> None:
+        async with connected() as (here, _, trainer):
+            for rank in range(2):
+                await here.register("trainer", rank, incarnation=1)
+            assert await told(trainer) == "incarnation 1 has come in its place"
+            with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
+                await trainer.apply(0)
+            updated = await asyncio.wait_for(here.fleet.regroup(), PATIENCE)
+            assert updated.trainer.incarnation == 1
+
+    run(test())
+
+
 def test_a_group_that_does_not_come_back_is_named_at_its_deadline() -> None:
     async def test() -> None:
         async with connected(deadlines={"start": 0.3}) as (here, _, _):
