@@ -81,7 +81,9 @@ class Agent:
             self._supervisor.give_up(loss.name, loss.incarnation, loss.reason)
 
     def _replace(self) -> None:
-        self._supervisor.replace_from_now_on(topology.restarts(self._config, self._assignment.launches))
+        launches = self._assignment.launches
+        spanning = [launch.name for launch in launches if launch.rendezvous is not None]
+        self._supervisor.replace_from_now_on(topology.restarts(self._config, launches), spanning)
 
     def report(self, child: Child) -> None:
         """Tell the coordinator that a process died, and comes not again by itself."""

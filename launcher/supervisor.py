@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launcher.restarts import Allowance
 from launcher.topology import ProcessSpec
 from runtime import os_process
 from runtime.config import Restarts
 from runtime.engines.vllm import leftovers
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.restarts import Allowance
 
 DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
 FAULT = "error: "  # how a process begins the line that says why it ends
+MISTAKE = 2  # exit code of what the user can mend
+_RANK_ENDED = re.compile(
+    rf"^\s*exitcode\s*: {MISTAKE}\b", re.MULTILINE
+)  # as torchrun, which ends with 1 itself, tells of a rank
 
 
 class Child:
@@ -35,6 +40,7 @@ class Child:
         self.log = log
         self.incarnation = incarnation
         self.given_up = ""  # why it was ended from here, while the others go on
+        self.last = ""  # why no other comes in its place
 
     @property
     def pid(self) -> int:
@@ -43,6 +49,12 @@ class Child:
     @property
     def running(self) -> bool:
         return self.process.returncode is None
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether it, or a rank that it started, ended with what its user has to mend: it would only happen again."""
+        code = self.process.returncode
+        return code == MISTAKE or (bool(code) and _RANK_ENDED.search(self._told()) is not None)
 
     def give_up(self, reason: str) -> None:
         """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
@@ -59,16 +71,19 @@ class Child:
         """Why it ended, in its own last word where it had one."""
         code = self.process.returncode or 0
         if self.given_up:
-            return ServiceFault(self.spec.name, "run", self.given_up)
+            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
         if code < 0:
-            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}")
-        lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
+            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
+        lines = self._told().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
-        if code == 2 and own:
-            return UserError("\n".join(own))
+        if own and self.mistaken:
+            return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
         if own:
-            return SluiceError(f"{own[-1]} (log: {self.log})")
-        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log})")
+            return SluiceError(f"{own[-1]} (log: {self.log}){self.last}")
+        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
+
+    def _told(self) -> str:
+        return self.log.read_text(errors="replace")
 
 
 class Supervisor:
@@ -79,12 +94,13 @@ class Supervisor:
         self._logs = logs
         self._say = say
         self.forsaken: Callable[[Child], None] = lambda child: None
-        """Told of each that died, and has been started again as often as it may be."""
+        """Told of each that died and is not started again from here."""
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
         """The newest of each name that is not ended; it may have died, or be about to be started."""
         self._restarts: Mapping[str, Restarts] = {}
+        self._judged: Collection[str] = ()
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
@@ -96,7 +112,7 @@ class Supervisor:
 
     def replace_nobody(self) -> None:
         """From now on every death is a failure, and who was to be started again is not."""
-        self._restarts = {}
+        self._restarts, self._judged = {}, ()
         for task in self._starting:
             task.cancel()
         self._starting.clear()
@@ -140,7 +156,7 @@ class Supervisor:
     def culprit(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
         failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
-        return min(failed, key=lambda one: (one[0] > 0, one[0] != 2), default=(0, None))[1]
+        return min(failed, key=lambda one: (one[0] > 0, not one[1].mistaken), default=(0, None))[1]
 
     async def first_failure(self) -> Child:
         """Waits until a child ends otherwise than with exit code 0, and nobody comes in its place."""
@@ -167,13 +183,18 @@ class Supervisor:
     def _replace(self, child: Child) -> bool:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
         name = child.spec.name
-        # What its user has to mend would only happen again.
-        if name not in self._restarts or child.process.returncode == 2:
+        if child.mistaken or name not in {*self._restarts, *self._judged}:
             return False
-        delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         self.let_go(child)
+        if name in self._judged:
+            self._say(str(child.fault()))
+            self.forsaken(child)
+            return True
+        delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         if delay is None:
-            self._say(f"{child.fault()}; it was started again often enough")
+            if self._restarts[name].attempts:
+                child.last = f"; services.{child.spec.role}.restarts allows no further start"
+            self._say(str(child.fault()))
             self.forsaken(child)
         else:
             self._say(f"{child.fault()}; started again in {delay:g} s")

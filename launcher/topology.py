@@ -11,7 +11,7 @@ from launcher.environment import environment, hccl_ports
 from launcher.machine import Machine
 from runtime.config import Config, Restarts
 from runtime.nodes import Launch
-from runtime.topology import Member, replaceable, settings_of
+from runtime.topology import Member, settings_of
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -76,10 +76,9 @@ def service_specs(
 
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
-    """By name, for the processes that can be replaced while a run goes on: they hold nothing that another cannot get."""
-    roles = replaceable(config)
-    alone = [Member(launch.role, launch.name) for launch in launches if launch.role in roles]
-    return {member.name: settings_of(config, member).restarts for member in alone}  # type: ignore[attr-defined]  # their own
+    """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
+    own = [Member(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
+    return {member.name: settings_of(config, member).restarts for member in own}  # type: ignore[attr-defined]  # such roles' own
 
 
 def _torchrun(launch: Launch) -> tuple[str, ...]:

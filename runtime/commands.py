@@ -66,6 +66,12 @@ class WeightsSent(Command, frozen=True):
     seconds: float
 
 
+class Restore(Command, frozen=True):
+    """Go on from the checkpoint `folder`: the first command to a group that does not begin with the model as it is given."""
+
+    folder: str
+
+
 class BeginStep(Command, frozen=True):
     step: int
 

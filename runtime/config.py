@@ -368,7 +368,7 @@ class Coordinator(Process, frozen=True):
 
 class Restarts(Section, frozen=True):
     """A process of the role that dies is started again: at most `attempts` times within `window` seconds, the first time after
-    `backoff` seconds, then after twice as long each time.
+    `backoff` seconds, then after twice as long each time. The ranks of a group are started again together.
     """
 
     attempts: NonNegative = 3  # 0 = never
@@ -423,6 +423,7 @@ class Trainer(Computing, frozen=True):
     processes: Positive = 1
     engine: Literal["torch", "megatron"] = "torch"
     parallel: Parallel = Parallel()
+    restarts: Restarts = Restarts()
     overlap: bool = True  # engine megatron: collectives of an update run beside its passes
     activation_checkpointing: bool = False
     cpu_offload: bool = False

@@ -39,7 +39,8 @@ class WeightMember(Protocol):
 
 
 class Replaceable(Protocol):
-    """A replica without state of its own: when it is lost another process may come in its place, of the next incarnation."""
+    """A process, or a group of ranks that live and die together: when it is lost another may come in its place, of the next
+    incarnation."""
 
     name: str
     incarnation: int
@@ -80,12 +81,13 @@ class ReferencePort(Replaceable, Protocol):
         """The encoded `Logprobs`, forwarded opaque to the trainer."""
 
 
-class UpdatePort(Protocol):
+class UpdatePort(Replaceable, Protocol):
     """Trainer and critic. Commands are carried out in the order of these calls, each of which puts its command on its way
     before it returns; what it returns waits for the answer.
     """
 
-    name: str
+    def restore(self, folder: str) -> Answer[None]:
+        """Go on from the checkpoint `folder`; without it from the model as it is given. The first command, or none."""
 
     def begin_step(self, step: int) -> Answer[None]: ...
 

@@ -55,8 +55,8 @@ class Loss(Struct, kw_only=True, frozen=True):
 class Progress(Struct, kw_only=True):
     """Where the run is: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
 
-    `phase`: starting, evaluating, training, saving, finished or failed. `lost`: the newest loss of each name, until another
-    process has come in its place.
+    `phase`: starting, evaluating, training, recovering, saving, finished or failed. `lost`: the newest loss of each name, until
+    another process has come in its place.
     """
 
     phase: str = "starting"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -67,6 +68,10 @@ class Totals:
         self.timing: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self._idle_seconds: Counter[str] = Counter()
+
+    def copy(self) -> Totals:
+        """As it is now, whatever is added later."""
+        return copy.deepcopy(self)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         self.steps += 1

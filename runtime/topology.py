@@ -80,10 +80,9 @@ def uses_reference(config: Config) -> bool:
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
 
 
-def replaceable(config: Config) -> list[str]:
-    """The roles whose processes stand each for itself, so that another may come in the place of one that dies."""
-    alone = ["reference"] if config.services.reference.engine == "torch" else []
-    return ["rollout", "reward", "reward_model", *alone]
+def group_of(config: Config, member: Member) -> list[Member]:
+    """Who lives and dies with `member`, itself included: the ranks of its group in order, or itself alone."""
+    return [one for one in members(config) if one.role == member.role] if is_group(config, member.role) else [member]
 
 
 def block_size(parallel: Parallel) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from runtime import commands
 from runtime.batching import balance_each
 from runtime.config import Config, Deadlines, Publication
-from runtime.status import Status, Stop
+from runtime.topology import data_leaders
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,
@@ -22,25 +22,10 @@ from runtime.types import (
     ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest
+from services.group import GroupPeer
 from services.parts import Parts
+from services.peer import Peer
 from services.session import Session
-
-
-class Peer:
-    """A process of some role, behind one session."""
-
-    def __init__(self, session: Session, deadlines: Deadlines, publication: Publication):
-        self.session = session
-        self.name = session.name
-        self.machine = session.machine
-        self._deadlines = deadlines
-        self._publication = publication
-
-    async def status(self) -> Status:
-        return await self.session.unary("Process", "Status")
-
-    async def stop(self, drain_seconds: float) -> None:
-        await self.session.unary("Process", "Stop", Stop(drain_seconds=drain_seconds))
 
 
 def _longest_publication(deadlines: Deadlines, publication: Publication) -> float:
@@ -96,40 +81,38 @@ class ReferenceClient(ReplicaPeer):
         return await self.session.call("Logprobs", request, self._deadlines.score)
 
 
-class ReferenceGroupClient(ReplicaPeer):
-    """A reference that is a group of ranks, and is not replaced. Log-probabilities that are asked for together are computed
-    together."""
+class ReferenceGroupClient(GroupPeer):
+    """A reference that is a group of ranks. Log-probabilities that are asked for together are computed together."""
 
     def __init__(
-        self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
-    ):  # fmt: skip
-        super().__init__(sessions[0], deadlines, publication)
+        self,
+        sessions: Sequence[Session],
+        deadlines: Deadlines,
+        publication: Publication,
+        leaders: Sequence[int],
+        incarnation: int = 0,
+    ):
+        super().__init__(sessions, deadlines, publication, leaders, incarnation)
         # A payload has about as many bytes as it has tokens, times a constant.
         self._parts: Parts[LogprobRequest] = Parts(
             sessions, leaders, "Logprobs", commands.ComputeLogprobs, lambda request: len(request.payload), deadlines.score
         )
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
-        return await self._parts.ask(request)
+        return await self.answered(self._parts.ask(request))
 
 
-class UpdateClient(Peer):
-    """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself.
+class UpdateClient(GroupPeer):
+    """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself."""
 
-    `leaders` are the ranks that are given data; the others get it from them.
-    """
+    _part = 0
 
-    def __init__(
-        self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
-    ):  # fmt: skip
-        super().__init__(sessions[0], deadlines, publication)
-        self._sessions = sessions
-        self._leaders = leaders
-        self._part = 0
+    def restore(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self._post("Restore", commands.Restore(folder), self._deadlines.start)
 
     def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
         self._part = 0
-        return self.session.post("BeginStep", commands.BeginStep(step), self._deadlines.train)
+        return self._post("BeginStep", commands.BeginStep(step), self._deadlines.train)
 
     def accumulate(self, step: int, groups: list[TrainGroup], last: bool) -> Coroutine[Any, Any, None]:
         """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
@@ -137,45 +120,57 @@ class UpdateClient(Peer):
         tokens, mini_batches = [group.tokens for group in groups], [group.mini_batch for group in groups]
         shares = dict(zip(self._leaders, balance_each(tokens, mini_batches, len(self._leaders)), strict=True))
         of_rank = [[groups[i] for i in shares.get(rank, [])] for rank in range(len(self._sessions))]
-        return _all(
+        shared = _all(
             session.post("Accumulate", commands.Accumulate(step, part, share, last), self._deadlines.train)
             for session, share in zip(self._sessions, of_rank, strict=True)
         )
+        return self.answered(shared)
 
     def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
-        return self.session.post("Apply", commands.Apply(step), self._deadlines.train)
+        return self._post("Apply", commands.Apply(step), self._deadlines.train)
 
     def save(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self.session.post("Save", commands.Save(folder), self._deadlines.save)
+        return self._post("Save", commands.Save(folder), self._deadlines.save)
+
+    def _post(self, method: str, command: commands.Command, timeout: float) -> Coroutine[Any, Any, Any]:
+        """To rank 0, now."""
+        return self.answered(self.session.post(method, command, timeout))
 
 
 class TrainerClient(UpdateClient, WeightPeer):
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         command = commands.HostWeights(epoch, len(names), transport, tuple(names))
-        hosted: commands.WeightsHosted = await self.session.call("HostWeights", command, self._publication.join_timeout)
+        hosting = self.session.call("HostWeights", command, self._publication.join_timeout)
+        hosted: commands.WeightsHosted = await self.answered(hosting, alone=False)
         return hosted.address, hosted.manifest
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, commands.WeightsSent]:
         timeout = _longest_publication(self._deadlines, self._publication)
-        return self.session.post("SendWeights", commands.SendWeights(version, epoch), timeout)
+        sending = self.session.post("SendWeights", commands.SendWeights(version, epoch), timeout)
+        return self.answered(sending, alone=False)
 
     def export(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self.session.post("Export", commands.Export(folder), self._deadlines.save)
+        return self._post("Export", commands.Export(folder), self._deadlines.save)
 
 
 class CriticClient(UpdateClient):
     """Values that are asked for together are computed together."""
 
     def __init__(
-        self, sessions: Sequence[Session], deadlines: Deadlines, publication: Publication, leaders: Sequence[int]
-    ):  # fmt: skip
-        super().__init__(sessions, deadlines, publication, leaders)
+        self,
+        sessions: Sequence[Session],
+        deadlines: Deadlines,
+        publication: Publication,
+        leaders: Sequence[int],
+        incarnation: int = 0,
+    ):
+        super().__init__(sessions, deadlines, publication, leaders, incarnation)
         self._parts: Parts[ValueRequest] = Parts(
             sessions, leaders, "Values", commands.ComputeValues, lambda request: request.tokens, deadlines.train
         )
 
     async def values(self, request: ValueRequest) -> bytes:
-        return await self._parts.ask(request)
+        return await self.answered(self._parts.ask(request))
 
 
 def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
@@ -195,9 +190,22 @@ def service_of(role: str, config: Config) -> str:
     return "Reward" if role == "reward_model" else role.capitalize()
 
 
-CLIENTS: dict[str, type[ReplicaPeer]] = {  # of the roles whose processes may be replaced
+_ALONE: dict[str, type[ReplicaPeer]] = {
     "rollout": RolloutClient,
     "reward": RewardClient,
     "reward_model": RewardClient,
     "reference": ReferenceClient,
 }
+_GROUPS: dict[str, type[GroupPeer]] = {
+    "trainer": TrainerClient,
+    "critic": CriticClient,
+    "reference": ReferenceGroupClient,
+}
+
+
+def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> ReplicaPeer | GroupPeer:
+    """What stands for a process of `role`, or for the group whose ranks `sessions` lead to."""
+    settings = config.deadlines, config.publication
+    if role in _ALONE and service_of(role, config) != "ReferenceGroup":
+        return _ALONE[role](sessions[0], *settings, incarnation)
+    return _GROUPS[role](sessions, *settings, data_leaders(getattr(config.services, role)), incarnation)

@@ -29,10 +29,12 @@ from runtime.errors import SluiceError, UserError
 from runtime.ledger import Ledger
 from runtime.nodes import Death, NodePaths, Scale, Scaled
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
-from runtime.pipeline.run import INTERRUPTED, Material, Run
+from runtime.pipeline.lineage import INTERRUPTED
+from runtime.pipeline.material import Material
+from runtime.pipeline.run import Run
 from runtime.ports import Replaceable
 from runtime.status import Progress, Registration, Status, Stop, Topology
-from runtime.topology import slots
+from runtime.topology import is_group, slots
 from runtime.trackers import Trackers
 from services.fleet import Fleet
 from services.nodes import Nodes
@@ -170,6 +172,7 @@ class Coordinator:
             launched=self._launched,
             seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
             lost=self._fleet.lose,
+            regroup=self._fleet.regroup,
         )
 
     def _arrive(self, role: str, replica: Replaceable) -> None:
@@ -221,9 +224,15 @@ class Coordinator:
         log.warning("%s (incarnation %d, node %s) ended: %s", death.name, death.incarnation, death.node, death.reason)
         if self._failed.done():
             return
+        role = death.name.rpartition("-")[0]
         if death.mistake:
             self._failed.set_exception(UserError(death.reason))
-        elif self._progress.phase == "starting" or not self._fleet.others(death.name):
+        elif self._progress.phase == "starting":
+            self._failed.set_exception(SluiceError(death.reason))
+        elif is_group(self._config, role):
+            if not self._nodes.start_again(role, death.incarnation):
+                self._failed.set_exception(SluiceError(death.reason))
+        elif not self._fleet.others(role, death.name):
             self._failed.set_exception(SluiceError(death.reason))
 
     def status(self) -> Status:

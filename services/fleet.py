@@ -6,31 +6,30 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles
-from runtime.ports import ReferencePort, Replaceable, RewardPort
+from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
+from runtime.ports import Replaceable
 from runtime.status import Loss, Registration
-from runtime.topology import Member, data_leaders, replaceable
-from services.client import (
-    CLIENTS,
-    CriticClient,
-    Peer,
-    ReferenceClient,
-    ReferenceGroupClient,
-    RewardClient,
-    RolloutClient,
-    TrainerClient,
-    service_of,
-)
+from runtime.topology import Member, group_of
+from services.client import client, service_of
+from services.peer import Peer
 from services.session import Session
 
 log = logging.getLogger("sluice")
 
 
+UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other process can get, but from a checkpoint
+
+
 class Fleet:
-    """`lost` holds the newest loss of each name, until another process has come in its place."""
+    """A process that stands alone is one unit; so are the ranks of a group, which live and die together and have the name of
+    their first. Whoever starts the processes, a unit is there once all of it has registered with one incarnation.
+
+    `lost` holds the newest loss of each unit, until another has come in its place.
+    """
 
     def __init__(self, config: Config, changed: Callable[[], None]):
         """`changed` is called when `lost` has changed."""
@@ -42,9 +41,10 @@ class Fleet:
         self._arrived = asyncio.Event()
         self._arrive: Callable[[str, Replaceable], None]
         self._joining: set[asyncio.Task[None]] = set()
-        self._settings = config.deadlines, config.publication  # of every client
-        self._of_replicas = config.deadlines.start, self.lose
         self._sessions: dict[Member, Session] = {}  # none before all are there
+        self._groups: dict[str, Any] = {}  # of the roles UPDATED, the client of the newest that is connected
+        self._handed: dict[str, int] = {}  # their incarnations, as `regroup` or `roles` gave them away last
+        self._back = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------ who is there
 
@@ -63,15 +63,17 @@ class Fleet:
             if registration != former:
                 raise UserError(f"{registration.name}: its incarnation {former.incarnation} has registered already")
             return
-        if self._sessions and member.role not in replaceable(self._config):
-            raise UserError(f"{registration.name}: a {member.role} cannot be replaced while the run goes on")
         self._registered[member] = registration
         log.info("%s registered: pid %d at %s, %s", *_told(registration))
-        if self._sessions:
-            task = asyncio.create_task(self._take_in(member, registration))
+        unit = group_of(self._config, member)
+        if self._sessions and self._complete(unit):
+            task = asyncio.create_task(self._take_in(unit, registration.incarnation))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
         self._arrived.set()
+
+    def _complete(self, unit: Sequence[Member]) -> bool:
+        return len({self._registered[member].incarnation for member in unit}) == 1
 
     def newest(self, member: Member) -> int | None:
         """The incarnation of the newest process that registered as `member`."""
@@ -96,9 +98,8 @@ class Fleet:
             self.lost.pop(member.name, None)
         self._changed()
 
-    def others(self, name: str) -> bool:
-        """Whether another of its role is there, or comes."""
-        role = next((member.role for member in self._members if member.name == name), "")
+    def others(self, role: str, name: str) -> bool:
+        """Whether another unit of `role` is there, or comes."""
         return any(one.role == role and one.name != name and one.name not in self.lost for one in self._members)
 
     def lose(self, loss: Loss) -> None:
@@ -122,15 +123,33 @@ class Fleet:
             except asyncio.TimeoutError:
                 names = ", ".join(member.name for member in missing)
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
-        self._sessions = {member: self._session(self._registered[member]) for member in self._members}
+        self._sessions = {member: self._session(member) for member in self._members}
         await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
+
+    async def regroup(self) -> Updated:
+        """Trainer and critic, once all their ranks are there again: of later incarnations than those that were given away
+        before. Raises DeadlineExceeded, naming who is not there after `deadlines.start`, and the longest that a role's
+        `restarts` may put off a start.
+        """
+        policies = [getattr(self._config.services, role).restarts for role in self._groups]
+        timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
+        deadline = time.monotonic() + timeout
+        while missing := [role for role, one in self._groups.items() if one.incarnation <= self._handed[role]]:
+            self._back.clear()
+            try:
+                await asyncio.wait_for(self._back.wait(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                names = ", ".join(self._groups[role].name for role in missing)
+                raise DeadlineExceeded(names, "restart", "did not register again", timeout) from None
+        return self._updated()
 
     async def stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""
         for task in self._joining:
             task.cancel()
-        sessions = [session for member, session in self._sessions.items() if member.name not in self.lost]
-        stops = (asyncio.wait_for(Peer(session, *self._settings).stop(0.0), 1.0) for session in sessions)
+        config = self._config
+        sessions = [session for member, session in self._sessions.items() if group_of(config, member)[0].name not in self.lost]
+        stops = (asyncio.wait_for(Peer(session, config.deadlines, config.publication).stop(0.0), 1.0) for session in sessions)
         for session in sessions:
             session.ends()
         for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):
@@ -139,65 +158,73 @@ class Fleet:
         for session in self._sessions.values():
             await session.close()
 
-    def _session(self, registration: Registration) -> Session:
+    def _session(self, member: Member) -> Session:
+        registration = self._registered[member]
         service = service_of(registration.role, self._config)
         return Session(registration.address, registration.name, service, registration.machine)
 
-    async def _take_in(self, member: Member, registration: Registration) -> None:
-        """Talk to the process that has come in the place of another from now on."""
-        session = self._session(registration)
+    async def _take_in(self, unit: Sequence[Member], incarnation: int) -> None:
+        """Talk to the unit that has come in the place of another from now on."""
+        first, sessions = unit[0], [self._session(member) for member in unit]
         try:
-            await session.open(self._config.deadlines.start)
+            await asyncio.gather(*(session.open(self._config.deadlines.start) for session in sessions))
         except DeadlineExceeded as error:
-            await session.close()
-            self.lose(Loss(name=member.name, incarnation=registration.incarnation, reason=str(error)))
+            await asyncio.gather(*(session.close() for session in sessions))
+            self.lose(Loss(name=first.name, incarnation=incarnation, reason=str(error)))
             return
-        former = self._sessions.get(member)
-        self._sessions[member] = session
-        self._arrive(member.role, CLIENTS[member.role](session, *self._settings, registration.incarnation))
-        self.lost.pop(member.name, None)
+        former = [self._sessions[member] for member in unit if member in self._sessions]
+        self._sessions.update(zip(unit, sessions, strict=True))
+        self._settle(first.role, client(first.role, sessions, self._config, incarnation))
+        self.lost.pop(first.name, None)
         self._changed()
-        if former is not None:
-            await former.close()
+        await asyncio.gather(*(session.close() for session in former))
+
+    def _settle(self, role: str, arrived: Replaceable) -> None:
+        if role in UPDATED:
+            self._groups[role].lose(f"incarnation {arrived.incarnation} has come in its place")
+            self._groups[role] = arrived
+            self._back.set()
+        else:
+            self._arrive(role, arrived)
 
     # ------------------------------------------------------------------------------------------ the roles they play
 
     def roles(self) -> Roles:
         """Of a run that trains, once everybody is connected."""
-        answering, services = self.evaluation_roles(), self._config.services
-        critic = None
-        if self._config.critic is not None:
-            critic = CriticClient(self._of("critic"), *self._settings, data_leaders(services.critic))
+        answering = self.evaluation_roles()
+        self._groups = {role: clients[0] for role in UPDATED if (clients := self._clients(role))}
+        updated = self._updated()
         return Roles(
             rollouts=answering.rollouts,
             rewards=answering.rewards,
             reward_models=answering.reward_models,
-            references=self._references(),
-            trainer=TrainerClient(self._of("trainer"), *self._settings, data_leaders(services.trainer)),
-            critic=critic,
+            references=self._replicas("reference"),
+            trainer=updated.trainer,
+            critic=updated.critic,
         )
 
     def evaluation_roles(self) -> EvaluationRoles:
         """Of an evaluation alone, once everybody is connected."""
         return EvaluationRoles(
-            rollouts=[RolloutClient(session, *self._settings) for session in self._of("rollout")],
-            rewards=self._rewards("reward"),
-            reward_models=self._rewards("reward_model"),
+            rollouts=self._clients("rollout"),
+            rewards=self._replicas("reward"),
+            reward_models=self._replicas("reward_model"),
         )
 
-    def _rewards(self, role: str) -> Replicas[RewardPort]:
-        return Replicas([RewardClient(session, *self._settings) for session in self._of(role)], *self._of_replicas)
+    def _updated(self) -> Updated:
+        self._handed = {role: one.incarnation for role, one in self._groups.items()}
+        return Updated(self._groups["trainer"], self._groups.get("critic"))
 
-    def _references(self) -> Replicas[ReferencePort]:
-        settings, sessions = self._config.services.reference, self._of("reference")
-        references: list[ReferencePort] = [ReferenceClient(session, *self._settings) for session in sessions]
-        if sessions and settings.engine == "megatron":
-            references = [ReferenceGroupClient(sessions, *self._settings, data_leaders(settings))]
-        return Replicas(references, *self._of_replicas)
+    def _replicas(self, role: str) -> Replicas[Any]:
+        return Replicas(self._clients(role), self._config.deadlines.start, self.lose)
 
-    def _of(self, role: str) -> list[Session]:
-        """The sessions of a role, in the order of its names or ranks."""
-        return [session for member, session in self._sessions.items() if member.role == role]
+    def _clients(self, role: str) -> list[Any]:
+        """Of every unit of a role, in the order of their names."""
+        units = {tuple(group_of(self._config, member)): None for member in self._sessions if member.role == role}
+        return [
+            client(role, [self._sessions[member] for member in unit], self._config, self._registered[unit[0]].incarnation)
+            for unit in units
+        ]
 
 
 def _told(registration: Registration) -> tuple[str, int, str, str]:

@@ -13,6 +13,7 @@ from runtime.config import Config, Rollout
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.placement import Placement, Seat, place
+from runtime.restarts import Allowance
 from runtime.topology import Member, is_group, named_paths, with_rollouts
 from services.fleet import Fleet
 
@@ -36,6 +37,7 @@ class Nodes:
         self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
+        self._allowances: dict[str, Allowance] = {}  # of groups that span nodes
         self._incarnations: dict[str, int] = {}  # the lowest that may run, where that is not 0
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
         self._streams: dict[str, asyncio.Event] = {}  # set when there is a newer one to tell the node
@@ -140,10 +142,18 @@ class Nodes:
         """With as many rollouts as there are to be now."""
         return self._config
 
-    def again(self, role: str, incarnation: int) -> None:
-        """The group of `role` is to be ended where it runs still, and started as `incarnation` on all its nodes."""
-        self._incarnations[role] = incarnation
-        self._tell()
+    def start_again(self, role: str, incarnation: int) -> bool:
+        """A part of a group that spans nodes died: the whole of it is ended, and started as the next incarnation, after the
+        delay that its `restarts` say. False when they allow no further start."""
+        if incarnation < self._incarnations.get(role, 0):
+            return True  # it told of what is ended already
+        policy = getattr(self._config.services, role).restarts
+        delay = self._allowances.setdefault(role, Allowance(policy)).delay(time.monotonic())
+        if delay is None:
+            return False
+        self._incarnations[role] = incarnation + 1
+        asyncio.get_running_loop().call_later(delay, self._tell)
+        return True
 
     def _take_in(self, name: str) -> None:
         """A node that has come while the run goes on gets back what it had; a new one what has no room, or whose node left."""

@@ -220,6 +220,7 @@ METHODS: dict[tuple[str, str], Method] = {
             _struct(weights_pb2.SendWeightsReply, commands.WeightsSent),
         ),
         Method("Trainer", "AbortWeights", _weights(commands.AbortWeights), _empty, Priority.CONTROL),
+        Method("Trainer", "Restore", _struct(trainer_pb2.RestoreRequest, commands.Restore), _empty),
         Method("Trainer", "BeginStep", _struct(trainer_pb2.StepRequest, commands.BeginStep), _empty),
         Method("Trainer", "Accumulate", _struct(trainer_pb2.AccumulateRequest, commands.Accumulate), _empty),
         Method(
@@ -230,6 +231,7 @@ METHODS: dict[tuple[str, str], Method] = {
         ),
         Method("Trainer", "Save", _struct(trainer_pb2.SaveRequest, commands.Save), _empty),
         Method("Trainer", "Export", _struct(trainer_pb2.ExportRequest, commands.Export), _empty),
+        Method("Critic", "Restore", _struct(critic_pb2.CriticRestoreRequest, commands.Restore), _empty),
         Method("Critic", "BeginStep", _struct(critic_pb2.CriticStepRequest, commands.BeginStep), _empty),
         Method("Critic", "Accumulate", _struct(critic_pb2.CriticAccumulateRequest, commands.Accumulate), _empty),
         Method(

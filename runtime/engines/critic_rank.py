@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from runtime import checkpoint, codec
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Save
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Restore, Save
 from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import CriticEngine
@@ -18,7 +18,7 @@ from runtime.engines.update_rank import UpdateRank
 
 class CriticRank(UpdateRank[CriticEngine]):
     role = "critic"
-    relayed = BeginStep | Accumulate | Apply | ComputeValues | Save
+    relayed = Restore | BeginStep | Accumulate | Apply | ComputeValues | Save
     last = Apply
     seconds_of = {  # noqa: RUF012
         "onload": "timing/critic_onload",

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime import checkpoint, platform
-from runtime.commands import Accumulate, Apply, BeginStep, Export, Save, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, Export, Restore, Save, SendWeights
 from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import TrainEngine
@@ -21,7 +21,7 @@ from runtime.weights.sender import WeightSender
 
 class TrainRank(UpdateRank[TrainEngine]):
     role = "trainer"
-    relayed = BeginStep | Accumulate | Apply | SendWeights | Save | Export
+    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export
     last = SendWeights
     seconds_of = {  # noqa: RUF012
         "onload": "timing/resharding_to_train",

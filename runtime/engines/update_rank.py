@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec.structs import replace
 
 from runtime import checkpoint
-from runtime.commands import Accumulate, Apply, BeginStep, Export, Save
+from runtime.commands import Accumulate, Apply, BeginStep, Export, Restore, Save
 from runtime.config import Config, Trainer
 from runtime.engines.group_rank import GroupRank
 from runtime.engines.train_base import UpdateEngine
@@ -41,12 +41,6 @@ class UpdateRank(GroupRank, Generic[Engine]):
         self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
         self._saving: Future[None] | None = None
-        if config.run.resume:
-            folder = Path(config.run.resume)
-            self.version = checkpoint.read_position(folder).version
-            before = time.monotonic()
-            engine.load(str(self.state(folder)))
-            log.info("restored %s in %.1f s", self.state(folder), time.monotonic() - before)
 
     def state(self, folder: Path) -> Path:
         """Where in the checkpoint `folder` this role's state lies. Raises UserError when it is not there."""
@@ -73,9 +67,17 @@ class UpdateRank(GroupRank, Generic[Engine]):
             return replace(result, metrics=result.metrics | seconds)
         elif isinstance(command, Save):
             return self._save(Path(command.folder))
+        elif isinstance(command, Restore):
+            self._restore(Path(command.folder))
         else:
             raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
         return None
+
+    def _restore(self, folder: Path) -> None:
+        before = time.monotonic()
+        self.version = checkpoint.read_position(folder).version
+        self.engine.load(str(self.state(folder)))
+        log.info("restored %s in %.1f s", self.state(folder), time.monotonic() - before)
 
     def _save(self, folder: Path) -> Future[None] | None:
         with self._counted("save"), checkpoint.full_disk_told(folder):

@@ -74,6 +74,7 @@ class Books:
         meter: BusyMeter,
         world_size: int,
         pool: RolloutPool,
+        totals: Totals,
         dynamic_sampling: DynamicSampling | None = None,
     ):
         self._trackers = trackers
@@ -83,7 +84,7 @@ class Books:
         self._world_size = world_size
         self._pool = pool
         self._dynamic_sampling = dynamic_sampling
-        self.totals = Totals()
+        self._totals = totals
         self.newest: Metrics = {}
 
     async def step(self, trained: TrainedStep) -> Metrics:
@@ -114,7 +115,7 @@ class Books:
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )
-        self.totals.add(metrics)
+        self._totals.add(metrics)
         self.newest = metrics
         await self._trackers.log(trained.step + 1, metrics)
         return metrics

@@ -15,16 +15,27 @@ from runtime.errors import ServiceFault
 from runtime.ledger import Ledger
 from runtime.ledger_records import CheckpointSaved
 from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.history import History
 from runtime.pipeline.roles import Roles
 from runtime.ports import Answer
 from runtime.position import Position
+from runtime.summary import Totals
 from runtime.types import PolicyVersion
 
 
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(self, folder: Path, config: Config, roles: Roles, ledger: Ledger, stream: PromptStream, buffer: Buffer):
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        roles: Roles,
+        ledger: Ledger,
+        stream: PromptStream,
+        buffer: Buffer,
+        history: History,
+    ):
         self._folder = folder
         self._settings = config.checkpoint
         self._retain_bytes = config.ledger.retain_bytes
@@ -33,7 +44,8 @@ class Checkpoints:
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
-        self.accuracy: dict[int, float] = {}
+        self._history = history
+        self.accuracy = history.accuracy
 
     def resume(self, incarnation: int, position: Position) -> None:
         """Go on after `position`, as `incarnation`."""
@@ -46,13 +58,13 @@ class Checkpoints:
     def newest_accuracy(self) -> float | None:
         return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
-    async def due(self, step: int) -> Callable[[], Answer[None]] | None:
-        """What orders the checkpoint of version `step`, if there is to be one; asked before the step that makes it is applied,
-        when every group of it has been taken."""
+    async def due(self, step: int) -> Callable[[asyncio.Future[None]], Answer[None]] | None:
+        """What orders the checkpoint of version `step`, if there is to be one, given the end of the step that makes it; asked
+        before that is applied, when every group of it has been taken."""
         if not self._settings.every or step % self._settings.every:
             return None
         position = await self.position(step)
-        return lambda: self.save(step, position)
+        return lambda finishing: self.save(step, position, finishing)
 
     async def position(self, step: int) -> bytes:
         """Where the run is once version `step` is made."""
@@ -69,9 +81,10 @@ class Checkpoints:
         )
         return codec.encode(position)
 
-    def save(self, step: int, position: bytes) -> Answer[None]:
+    def save(self, step: int, position: bytes, finishing: asyncio.Future[None] | None = None) -> Answer[None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
+        It counts only once its step is in the books, when `finishing` is done: who goes back to it repeats all that is not.
         Raises StorageFull when there is no room for it.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
@@ -82,21 +95,47 @@ class Checkpoints:
         saving = [roles.trainer.save(str(partial))]
         if roles.critic is not None:
             saving.append(roles.critic.save(str(partial / checkpoint.CRITIC)))
-        return self._saved_at(step, folder, partial, saving, position)
+        return self._saved_at(step, folder, partial, saving, position, self._entered(finishing))
 
-    async def _saved_at(self, step: int, folder: Path, partial: Path, saving: list[Answer[None]], position: bytes) -> None:
+    async def _saved_at(
+        self,
+        step: int,
+        folder: Path,
+        partial: Path,
+        saving: list[Answer[None]],
+        position: bytes,
+        entered: asyncio.Future[Totals],
+    ) -> None:
         try:
             await asyncio.gather(*saving)
+            totals = await entered
         except BaseException:
             checkpoint.discard(partial)
             raise
         with _faults_told(folder):
             await asyncio.to_thread(checkpoint.complete, partial, folder, {checkpoint.POSITION: position})
+        self._history.saved(folder, totals)
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=time.time()))
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, best)
         oldest = min(checkpoint.steps(self._folder), default=step)
         await self._ledger.trim(oldest, self._retain_bytes)
+
+    def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:
+        """The totals as they are once `finishing` is done, when the steps after it are not in them."""
+        entered: asyncio.Future[Totals] = asyncio.get_running_loop().create_future()
+
+        def copy(finished: asyncio.Future[None] | None = None) -> None:
+            if finished is None or not (finished.cancelled() or finished.exception()):
+                entered.set_result(self._history.totals.copy())
+            else:
+                entered.cancel()
+
+        if finishing is None:
+            copy()
+        else:
+            finishing.add_done_callback(copy)
+        return entered
 
     def _best(self, steps: Iterable[int]) -> int | None:
         return max(steps, key=lambda step: self.accuracy[step], default=None)

@@ -93,6 +93,7 @@ class GroupStage:
 
     async def close(self) -> None:
         """Withdraw every group that is on its way."""
+        self._pool.unsubscribe(self._buffer.room_changed.set)
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
@@ -194,6 +195,9 @@ class GroupStage:
     async def _value(self, group: Group, payload: bytes) -> None:
         assert self._roles.critic is not None
         request = ValueRequest(group_id=group.group_id, tokens=group.tokens, payload=payload)
-        with self._spans.span("critic_model"):
-            values = await self._roles.critic.values(request)
+        try:
+            with self._spans.span("critic_model"):
+                values = await self._roles.critic.values(request)
+        except Unreachable:
+            return  # the run goes back to its checkpoint, with another critic, which is asked for what is missing
         self._buffer.valued(group.group_id, values)

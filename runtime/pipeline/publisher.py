@@ -85,6 +85,11 @@ class Publisher:
             async with self._lock:
                 await self._renew()
 
+    def close(self) -> None:
+        """The trainer publishes no more: who does needs another epoch."""
+        self._pool.unsubscribe(self._changed.set)
+        self._pool.membership.break_up(self._pool.membership.epoch.number)
+
     async def begin(self, version: PolicyVersion) -> Transaction:
         """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
 

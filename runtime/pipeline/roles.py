@@ -95,6 +95,14 @@ class EvaluationRoles:
         {"reward": self.rewards, "reward_model": self.reward_models}[role].arrive(replica)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Updated:
+    """The groups under training."""
+
+    trainer: TrainerPort
+    critic: CriticPort | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Roles(EvaluationRoles):
     trainer: TrainerPort

@@ -52,6 +52,10 @@ class RolloutPool:
         """`watcher` is called whenever somebody arrived, was lost, or began to serve."""
         self._watchers.append(watcher)
 
+    def unsubscribe(self, watcher: Callable[[], None]) -> None:
+        """Idempotent."""
+        self._watchers = [other for other in self._watchers if other != watcher]
+
     def arrive(self, rollout: RolloutPort) -> None:
         """A newcomer, or a late word of one that was seen before, which changes nothing."""
         member = _member(rollout)

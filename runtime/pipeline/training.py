@@ -37,7 +37,7 @@ class TrainedStep(Struct, kw_only=True):
 
 class TrainStage:
     """`checkpoint(step)` is asked once a batch is complete, before it is applied: it returns what orders the checkpoint of the
-    version that the batch makes, if one is due. `finished` is awaited after each step."""
+    version that the batch makes, if one is due, given the end of the step. `finished` is awaited after each step."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TrainStage:
         *,
         streams: bool,
         groups_per_update: int,
-        checkpoint: Callable[[int], Awaitable[Callable[[], Answer[None]] | None]],
+        checkpoint: Callable[[int], Awaitable[Callable[[asyncio.Future[None]], Answer[None]] | None]],
         finished: Callable[[TrainedStep], Awaitable[None]],
     ):
         self._updated: list[tuple[UpdatePort, str]] = [(roles.trainer, UPDATE)]
@@ -92,9 +92,9 @@ class TrainStage:
             applying = [tasks.create_task(self._applied(model.apply(step), phase)) for model, phase in self._updated]
             self.first_applied = self.first_applied or time.monotonic()
             publication = await self._publisher.begin(version)
-            if saving is not None:
-                self._saving = tasks.create_task(self._save(saving()))
             self._running = tasks.create_task(self._finish(step, batch, applying, publication))
+            if saving is not None:
+                self._saving = tasks.create_task(self._save(saving(self._running)))
         if self._running is not None:
             await self._running
 

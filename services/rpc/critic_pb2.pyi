@@ -31,6 +31,12 @@ class CriticApplyReply(_message.Message):
     result: bytes
     def __init__(self, result: _Optional[bytes] = ...) -> None: ...
 
+class CriticRestoreRequest(_message.Message):
+    __slots__ = ("folder",)
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...
+
 class CriticSaveRequest(_message.Message):
     __slots__ = ("folder",)
     FOLDER_FIELD_NUMBER: _ClassVar[int]

@@ -30,6 +30,12 @@ class ApplyReply(_message.Message):
     result: bytes
     def __init__(self, result: _Optional[bytes] = ...) -> None: ...
 
+class RestoreRequest(_message.Message):
+    __slots__ = ("folder",)
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...
+
 class SaveRequest(_message.Message):
     __slots__ = ("folder",)
     FOLDER_FIELD_NUMBER: _ClassVar[int]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from runtime import checkpoint
 from runtime.commands import WeightsSent
+from runtime.errors import Unreachable
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 
@@ -42,13 +43,55 @@ class FakeModel:
 
     name: str
 
-    def __init__(self, apply_seconds: Callable[[], float] = no_time):
+    def __init__(self, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        self.incarnation = incarnation
+        self.gone = ""  # why
+        self.restored = ""
+        self._tell: list[Callable[[str], None]] = []
+        self._under_way: set[asyncio.Future[Any]] = set()
         self.posted: list[tuple[str, int]] = []
         self.done: list[tuple[str, int]] = []
         self.done_when_posted: list[frozenset[tuple[str, int]]] = []
         self.batches: dict[int, list[TrainGroup]] = {}
         self._apply_seconds = apply_seconds
         self._last: asyncio.Task[Any] | None = None
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        if self.gone:
+            tell(self.gone)
+        self._tell.append(tell)
+
+    def give_up(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        for call in self._under_way:
+            if not call.done():
+                call.set_exception(Unreachable(self.name, "call", self.gone))
+
+    def die(self, reason: str = "connection lost") -> None:
+        """Calls under way, and later ones, fail."""
+        self.give_up(reason)
+        told, self._tell = self._tell, []
+        for tell in told:
+            tell(reason)
+
+    async def reached(self, work: Awaitable[T]) -> T:
+        """`work`, unless the model is lost first."""
+        doing, lost = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
+        if self.gone:
+            lost.set_exception(Unreachable(self.name, "call", self.gone))
+        self._under_way.add(lost)
+        try:
+            await asyncio.wait({doing, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return doing.result() if not lost.done() else lost.result()
+        finally:
+            self._under_way.discard(lost)
+            doing.cancel()
+            lost.cancel()
+
+    def restore(self, folder: str) -> Coroutine[Any, Any, None]:
+        assert not self.posted  # it is the first command
+        self.restored = folder
+        return self.reached(self._nothing())
 
     def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
         return self._post("begin", step, lambda: self._nothing())
@@ -93,7 +136,7 @@ class FakeModel:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have gone
 
         async def answer() -> T:
-            return await asyncio.shield(task)
+            return await self.reached(asyncio.shield(task))
 
         return answer()
 
@@ -102,12 +145,13 @@ class FakeTrainer(FakeModel):
     name = "trainer-0"
     machine = "here"
 
-    def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time):
-        super().__init__(apply_seconds)
+    def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(apply_seconds, incarnation)
         self.calls: list[tuple[str, Any]] = []
         self._weights = weights
 
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        await self.reached(self._nothing())
         address = GroupAddress(
             epoch=epoch,
             host="127.0.0.1",
@@ -127,6 +171,7 @@ class FakeTrainer(FakeModel):
         return self._post("export", 0, lambda: self._nothing())
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.reached(self._nothing())
         self.calls.append(("abort", version.step))
 
     async def send(self, version: PolicyVersion) -> WeightsSent:
@@ -139,13 +184,13 @@ class FakeCritic(FakeModel):
 
     name = "critic-0"
 
-    def __init__(self, apply_seconds: Callable[[], float] = no_time):
-        super().__init__(apply_seconds)
+    def __init__(self, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(apply_seconds, incarnation)
         self.asked: list[ValueRequest] = []
 
     async def values(self, request: ValueRequest) -> bytes:
         self.asked.append(request)
-        await asyncio.sleep(self._apply_seconds())
+        await self.reached(asyncio.sleep(self._apply_seconds()))
         return b"values of " + request.payload
 
     def metrics(self) -> dict[str, float]:

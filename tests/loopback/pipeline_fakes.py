@@ -26,8 +26,9 @@ from runtime.errors import ServiceFault, Unreachable
 from runtime.evaluation_sets import evaluation_sets
 from runtime.ledger import Ledger
 from runtime.ledger_reader import GroupRow, LedgerReader
-from runtime.pipeline.roles import Replicas, Roles
-from runtime.pipeline.run import Material, Run
+from runtime.pipeline.material import Material
+from runtime.pipeline.roles import Replicas, Roles, Updated
+from runtime.pipeline.run import Run
 from runtime.pipeline.states import Phase
 from runtime.position import Position
 from runtime.status import Progress, Status
@@ -254,6 +255,7 @@ class Cast:
     critic: FakeCritic | None = None
     reward_model: FakeRewardModel | None = None
     patience: float = 20.0  # seconds that a request waits for a replica when there is none
+    regroup: Callable[[], Awaitable[Updated]] | None = None  # after the loss of trainer or critic
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -321,10 +323,10 @@ class RunFolder:
         """Execute one run; `course(run)` goes on beside it. Raises what the coordinator would tell."""
         return asyncio.run(asyncio.wait_for(self._execute(cast, course, resume), DEADLINE))
 
-    def fails(self, cast: Cast) -> ServiceFault:
+    def fails(self, cast: Cast, course: Callable[[Run], Awaitable[None]] | None = None) -> ServiceFault:
         """Execute one run that is to fail, and return the fault."""
         try:
-            self.run(cast)
+            self.run(cast, course)
         except ServiceFault as fault:
             return fault
         raise AssertionError("the run ended well")
@@ -344,6 +346,7 @@ class RunFolder:
                 text=Numbers(),
                 stop_token_ids=(0,),
                 report=self.progress.append,
+                regroup=cast.regroup,
                 launched=time.monotonic(),
             )
             run = Run(material, cast.roles)

@@ -15,7 +15,8 @@ from runtime import checkpoint, config
 from runtime.commands import WeightsSent
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger_reader import LedgerReader
-from runtime.pipeline.run import WHY_ENDED, Run
+from runtime.pipeline.lineage import WHY_ENDED
+from runtime.pipeline.run import Run
 from runtime.pipeline.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, Scores, StepResult
 from tests.loopback.model_fakes import checkpoint_step

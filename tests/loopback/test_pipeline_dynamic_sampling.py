@@ -11,7 +11,7 @@ import pytest
 from runtime import config
 from runtime.ledger_reader import LedgerReader
 from runtime.pipeline.dynamic_sampling import NO_SIGNAL
-from runtime.pipeline.run import WHY_ENDED
+from runtime.pipeline.lineage import WHY_ENDED
 from runtime.pipeline.states import Phase
 from runtime.types import LogprobRequest, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeReward, LongTail, RunFolder

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from runtime import config, evaluation, generations
-from runtime.pipeline.run import INTERRUPTED, Run
+from runtime.pipeline.lineage import INTERRUPTED
+from runtime.pipeline.run import Run
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_fakes import (

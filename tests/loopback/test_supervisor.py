@@ -7,10 +7,11 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from launcher.restarts import Allowance
+from runtime.restarts import Allowance
 from launcher.supervisor import DYING, Child, Supervisor
 from launcher.topology import ProcessSpec
 from runtime.config import Restarts
+from runtime.errors import UserError
 from runtime.os_process import INCARNATION
 
 DEADLINE = 60.0
@@ -105,12 +106,28 @@ def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: P
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 2)
         assert told == [first]
+        assert str(first.fault()) == "rollout-0: run: ended with exit code 1: (empty log) " + f"(log: {first.log})"
         assert supervisor.children == [trainer]
         trainer.process.kill()
         assert await failing is trainer
 
     (line,) = supervised(tmp_path, test)
-    assert line.endswith("it was started again often enough")
+    assert line.startswith("rollout-0: run: ended with exit code 1")
+
+
+def test_of_one_that_is_judged_elsewhere_every_death_is_told(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        told: list[Child] = []
+        supervisor.forsaken = told.append
+        supervisor.replace_from_now_on({}, judged=["trainer-0"])
+        part = await supervisor.start(spec("trainer-0", DIES))
+        failing = asyncio.create_task(supervisor.first_failure())
+        await fewer(supervisor, 1)
+        assert told == [part]
+        assert not failing.done()
+        failing.cancel()
+
+    supervised(tmp_path, test)
 
 
 def test_one_that_is_started_while_others_are_watched_is_watched_too(tmp_path: Path) -> None:
@@ -154,12 +171,46 @@ def test_one_that_waits_to_be_started_again_can_be_ended(tmp_path: Path) -> None
     supervised(tmp_path, test)
 
 
+def test_one_that_may_not_be_started_another_time_says_so(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        told: list[Child] = []
+        supervisor.forsaken = told.append
+        supervisor.replace_from_now_on({"trainer-0": Restarts(attempts=1, backoff=0.0)})
+        await supervisor.start(spec("trainer-0", DIES_FIRST))
+        failing = asyncio.create_task(supervisor.first_failure())
+        second = await started_again(supervisor, "trainer-0", 1)
+        second.process.kill()
+        await fewer(supervisor, 1)
+        line = "trainer-0: run: was killed by SIGKILL; services.trainer.restarts allows no further start"
+        assert [str(child.fault()) for child in told] == [line]
+        failing.cancel()
+
+    supervised(tmp_path, test)
+
+
 def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         supervisor.replace_from_now_on(allowed())
         child = await supervisor.start(spec("rollout-0", FAULTS.format(code=2)))
         assert await supervisor.first_failure() is child
         assert str(child.fault()) == "it cannot be"
+
+    supervised(tmp_path, test)
+
+
+def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(tmp_path: Path) -> None:
+    rank = tmp_path / "rank.py"
+    rank.write_text(FAULTS.format(code=2))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(rank))
+
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on({"trainer-0": Restarts()})
+        group = ProcessSpec(name="trainer-0", role="trainer", command=(sys.executable, *torchrun), env={})
+        child = await supervisor.start(group)
+        assert await supervisor.first_failure() is child
+        fault = child.fault()
+        assert isinstance(fault, UserError)
+        assert str(fault) == "it cannot be"
 
     supervised(tmp_path, test)
 

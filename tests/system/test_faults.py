@@ -1,5 +1,5 @@
-"""Processes that no other can replace, stopped or killed in the middle of a run: it ends in time, says who it was, and leaves
-nothing behind."""
+"""Processes in whose place no other may come, stopped or killed in the middle of a run: it ends in time, says who it was, and
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.system.runs import Live, check_gone, eventually, listening, one_line,
 pytestmark = pytest.mark.timeout(360)
 
 LONG = ("training.steps=100000",)  # nobody waits for its end
+NEVER = tuple(f"services.{role}.restarts.attempts=0" for role in ("reward", "reference", "trainer"))
 no_megatron = importlib.util.find_spec("megatron") is None
 TOLD = 60.0  # seconds until a run whose process was killed has ended
 STUCK = 90.0  # and one whose process does not answer: the deadlines below, and what it takes to end everything
@@ -52,8 +53,8 @@ class Ending:
 
 @pytest.mark.parametrize("name", ["trainer-0", "coordinator", "reward-0"])
 def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: str) -> None:
-    """One that holds what no other has, or the last of its role that may not be started again."""
-    with started(config, *LONG, "services.reward.restarts.attempts=0", folder=tmp_path / "run") as run:
+    """The coordinator, or the last of its role that may not be started again."""
+    with started(config, *LONG, *NEVER, folder=tmp_path / "run") as run:
         run.reaches(2)
         ending = Ending(run)
         run.member(name).kill()
@@ -75,7 +76,7 @@ MEGATRON_REFERENCE = ("services.reference.engine=megatron", "services.reference.
 def test_a_rank_that_is_killed_ends_its_group_and_the_run(
     config: Path, tmp_path: Path, role: str, settings: tuple[str, ...]
 ) -> None:
-    with started(config, *LONG, *settings, f"services.{role}.processes=2", folder=tmp_path / "run") as run:
+    with started(config, *LONG, *NEVER, *settings, f"services.{role}.processes=2", folder=tmp_path / "run") as run:
         run.reaches(2)
         ending = Ending(run)
         run.member(f"{role}-0", rank=1).kill()
@@ -84,7 +85,7 @@ def test_a_rank_that_is_killed_ends_its_group_and_the_run(
 
 def test_a_trainer_that_is_stopped_in_the_middle_of_training_is_named(config: Path, tmp_path: Path) -> None:
     deadlines = ("publication.transfer_timeout=3", "publication.commit_timeout=3", "deadlines.train=5")
-    with started(config, *LONG, *deadlines, folder=tmp_path / "run") as run:
+    with started(config, *LONG, *NEVER, *deadlines, folder=tmp_path / "run") as run:
         run.reaches(2)
         ending = Ending(run)
         run.member("trainer-0").suspend()

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.topology import ProcessSpec, coordinator_spec, service_specs
+from launcher.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.config import Config
-from runtime.nodes import NodeRegistration, launches
-from runtime.pipeline.run import accelerators
+from runtime.nodes import Launch, NodeRegistration, launches
+from runtime.pipeline.material import accelerators
 from runtime.placement import NodeOffer, place
-from runtime.topology import Member, members, replicas, uses_reference
+from runtime.topology import Member, group_of, members, replicas, uses_reference
 
 
 def make(**sections: Any) -> Config:
@@ -87,6 +87,32 @@ def test_every_rank_of_a_critic_is_a_member() -> None:
     config = make(critic={}, services={"critic": {"processes": 2}})
     assert members(config)[-2:] == [Member("critic", "critic-0", 0), Member("critic", "critic-1", 1)]
     assert accelerators(config) == 4
+
+
+def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
+    spread = {"engine": "megatron", "processes": 2}
+    config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"critic": {"processes": 2}, "reference": spread})
+    units = {member.name: [one.name for one in group_of(config, member)] for member in members(config)}
+    assert units == {
+        "rollout-0": ["rollout-0"],
+        "reward-0": ["reward-0"],
+        "reference-0": ["reference-0", "reference-1"],
+        "reference-1": ["reference-0", "reference-1"],
+        "trainer-0": ["trainer-0"],
+        "critic-0": ["critic-0", "critic-1"],
+        "critic-1": ["critic-0", "critic-1"],
+    }
+    replicas = make(algorithm={"kl_coefficient": 0.1}, services={"reference": {"replicas": 2}})
+    assert [len(group_of(replicas, member)) for member in members(replicas)] == [1] * 5
+
+
+def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_its_first_rank() -> None:
+    critic = {"processes": 2, "restarts": {"attempts": 7}}
+    config = make(critic={}, services={"rollout": {"replicas": 2}, "critic": critic})
+    allowed = restarts(config)
+    assert list(allowed) == ["rollout-0", "rollout-1", "reward-0", "trainer-0", "critic-0"]
+    assert (allowed["critic-0"].attempts, allowed["trainer-0"].attempts) == (7, 3)
+    assert {spec.name for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8)} == set(allowed)
 
 
 def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:

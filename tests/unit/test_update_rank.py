@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from runtime import checkpoint, codec
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Save, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Restore, Save, SendWeights
 from runtime.config import Checkpoint, Config, Run, Services, Trainer
 from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
@@ -61,9 +61,9 @@ class Engine(CriticEngine):
         self.seen.append(("load", folder))
 
 
-def make(resume: str = "", **settings: Any) -> tuple[CriticRank, Engine]:
+def make(**settings: Any) -> tuple[CriticRank, Engine]:
     engine, saved = Engine(), Checkpoint(async_save=settings.pop("async_save", False))
-    config = Config(run=Run(name="a", resume=resume), services=Services(critic=Trainer(**settings)), checkpoint=saved)
+    config = Config(run=Run(name="a"), services=Services(critic=Trainer(**settings)), checkpoint=saved)
     return CriticRank(engine, config, 0, 1), engine
 
 
@@ -135,9 +135,10 @@ def test_a_critic_goes_on_from_its_part_of_the_checkpoint(tmp_path: Path) -> Non
     stream = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
     position = Position(version=PolicyVersion(2, 9), stream=stream, trained=[])
     (tmp_path / checkpoint.POSITION).write_bytes(codec.encode(position))
+    rank, engine = make()
     with pytest.raises(UserError, match="has no folder critic"):
-        make(str(tmp_path))
+        rank.execute(Restore(str(tmp_path)))
     (tmp_path / checkpoint.CRITIC).mkdir()
-    rank, engine = make(str(tmp_path))
+    rank.execute(Restore(str(tmp_path)))
     assert rank.version == PolicyVersion(2, 9)
     assert engine.seen == [("load", str(tmp_path / "critic"))]

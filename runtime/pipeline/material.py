@@ -1,0 +1,58 @@
+"""What a run is made of, besides its roles; and what follows from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.chosen_algorithm import choose
+from runtime.config import Config
+from runtime.data.held_out import HeldOut
+from runtime.data.prompts import Prompts
+from runtime.errors import UserError
+from runtime.generations import TextDecoder
+from runtime.ledger import Ledger
+from runtime.pipeline.roles import Updated
+from runtime.pipeline.states import Mark
+from runtime.status import Loss, Progress
+from runtime.topology import members, replicas, uses_reference
+from runtime.trackers import Trackers
+
+
+@dataclass
+class Material:
+    """What a run is made of, besides its roles."""
+
+    config: Config
+    folder: Path
+    ledger: Ledger
+    trackers: Trackers
+    train: Prompts
+    held_out: list[HeldOut]
+    text: TextDecoder
+    stop_token_ids: tuple[int, ...]
+    report: Callable[[Progress], None]
+    launched: float  # when the run was asked for, on the clock of time.monotonic
+    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that the run does without
+    regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run
+    seconds: dict[str, float] = field(default_factory=dict)  # of the start-up, by phase
+
+
+def needs(config: Config) -> Mark:
+    """What a group must have before it is trained on. Raises UserError for an advantage whose critic is missing."""
+    wanted = Mark.SCORED
+    if uses_reference(config):
+        wanted |= Mark.REFERENCED
+    if config.critic is not None:
+        wanted |= Mark.VALUED
+    elif choose(config).advantage.needs_values:
+        raise UserError(f"critic: missing; algorithm.advantage {config.algorithm.advantage} needs one")
+    return wanted
+
+
+def accelerators(config: Config) -> int:
+    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes."""
+    rollouts = replicas(config)
+    ways = (rollouts[member.name].tensor_parallel if member.name in rollouts else 1 for member in members(config))
+    return sum(ways) - sum(member.role == "reward" for member in members(config))

@@ -1,0 +1,253 @@
+"""Groups of ranks behind real sessions: what is the loss of one, and when another has come in its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.config import Config
+from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserError
+from runtime.ports import Replaceable
+from runtime.status import Loss, Registration
+from runtime.types import PolicyVersion
+from services import group
+from services.client import ReferenceGroupClient, TrainerClient
+from services.fleet import Fleet
+from services.server import Server
+from tests.loopback.session_peers import PATIENCE, run
+
+SERVED = {
+    "trainer": ("Trainer", ("Apply", "SendWeights")),
+    "reference": ("ReferenceGroup", ("Logprobs",)),
+    "rollout": ("Rollout", ("Generate",)),
+}
+FAULT = ServiceFault("trainer-0", "Apply", "a collective failed")
+
+
+class Rank:
+    """A process that has loaded. It answers a command once `gate` is set, with `fault` if there is one."""
+
+    def __init__(self, role: str, rank: int, incarnation: int):
+        self.fault: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        service, methods = SERVED[role]
+        self._server = Server({service: dict.fromkeys(methods, self._carry_out)}, {})
+        address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0)}"
+        name = f"{role}-{rank}"
+        self.registration = Registration(
+            role=role, name=name, rank=rank, address=address, pid=1, host="here", incarnation=incarnation
+        )
+
+    async def _carry_out(self, message: Any, timeout: float | None) -> Any:
+        await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        raise AssertionError("nothing is answered here")
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def dies(self) -> None:
+        await self._server.stop(0)
+
+
+class Here:
+    """A fleet of one rollout and a trainer of two ranks, or of a reference of as many besides, connected."""
+
+    def __init__(self, **sections: Any):
+        services = {"trainer": {"processes": 2, "restarts": {"backoff": 0.0}}, **sections.pop("services", {})}
+        made = {"run": {"name": "a"}, "services": services, **sections}
+        self.config = msgspec.convert(made, Config)
+        self.fleet = Fleet(self.config, True, lambda: None)
+        self.arrived: list[tuple[str, Replaceable]] = []
+        self._stack = AsyncExitStack()
+
+    async def rank(self, role: str, rank: int, incarnation: int = 0) -> Rank:
+        """Not registered yet."""
+        made = Rank(role, rank, incarnation)
+        await made.start()
+        self._stack.push_async_callback(made.dies)
+        return made
+
+    async def register(self, role: str, rank: int, incarnation: int = 0) -> Rank:
+        made = await self.rank(role, rank, incarnation)
+        self.fleet.register(made.registration)
+        return made
+
+    async def close(self) -> None:
+        await self.fleet.stop_all()
+        await self._stack.aclose()
+
+
+@asynccontextmanager
+async def connected(**sections: Any) -> AsyncIterator[tuple[Here, list[Rank], TrainerClient]]:
+    here = Here(**sections)
+    ranks = [await here.register("trainer", rank) for rank in range(2)]
+    await here.register("rollout", 0)
+    if here.config.algorithm.kl_coefficient:
+        ranks += [await here.register("reference", rank) for rank in range(2)]
+    await here.fleet.connect(asyncio.get_running_loop().time(), lambda role, one: here.arrived.append((role, one)))
+    try:
+        trainer = here.fleet.roles().trainer
+        assert isinstance(trainer, TrainerClient)
+        yield here, ranks, trainer
+    finally:
+        await here.close()
+
+
+async def told(trainer: TrainerClient) -> str:
+    """Why it is lost, once it is."""
+    reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    trainer.when_lost(lambda why: reason.done() or reason.set_result(why))
+    return await asyncio.wait_for(reason, PATIENCE)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
+        await asyncio.sleep(0.001)
+
+
+def test_the_loss_of_one_rank_is_that_of_the_group() -> None:
+    async def test() -> None:
+        async with connected() as (_, ranks, trainer):
+            ranks[0].gate.clear()
+            applying = asyncio.ensure_future(trainer.apply(0))
+            await ranks[1].dies()
+            assert (await told(trainer)).startswith("trainer-1: ")
+            with pytest.raises(Unreachable, match=r"trainer-0: Apply: trainer-1: "):
+                await applying
+            with pytest.raises(Unreachable):  # although rank 0 lives
+                await trainer.apply(1)
+
+    run(test())
+
+
+def test_a_fault_that_comes_before_the_loss_that_caused_it_is_that_loss() -> None:
+    async def test() -> None:
+        async with connected() as (_, ranks, trainer):
+            ranks[0].fault = FAULT
+            applying = asyncio.ensure_future(trainer.apply(0))
+            await asyncio.sleep(0.05)
+            assert not applying.done()
+            await ranks[1].dies()
+            with pytest.raises(Unreachable, match="trainer-1: "):
+                await applying
+
+    run(test())
+
+
+def test_a_fault_of_ranks_that_live_is_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "DYING", 0.05)
+
+    async def test() -> None:
+        async with connected() as (_, ranks, trainer):
+            ranks[0].fault = FAULT
+            with pytest.raises(ServiceFault, match="a collective failed") as raised:
+                await trainer.apply(0)
+            assert not isinstance(raised.value, Unreachable)
+
+    run(test())
+
+
+def test_a_transfer_that_fails_is_told_at_once_as_it_may_be_the_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "DYING", 100 * PATIENCE)
+
+    async def test() -> None:
+        async with connected() as (_, ranks, trainer):
+            ranks[0].fault = FAULT
+            with pytest.raises(ServiceFault, match="a collective failed"):
+                await asyncio.wait_for(trainer.send_weights(PolicyVersion(), 1), PATIENCE)
+
+    run(test())
+
+
+def test_a_rank_that_the_others_find_silent_is_the_loss_of_the_group() -> None:
+    async def test() -> None:
+        async with connected() as (_, ranks, trainer):
+            ranks[0].fault = DeadlineExceeded("trainer rank 1", "relay", "silent", 10.0)
+            with pytest.raises(Unreachable, match="trainer rank 1: silent"):
+                await trainer.apply(0)
+            assert await told(trainer) == "trainer rank 1: silent"
+
+    run(test())
+
+
+def test_a_group_that_does_not_answer_in_time_is_lost() -> None:
+    async def test() -> None:
+        async with connected(deadlines={"train": 0.1}) as (_, ranks, trainer):
+            ranks[0].gate.clear()
+            with pytest.raises(Unreachable, match="did not answer"):
+                await trainer.apply(0)
+            assert "did not answer" in await told(trainer)
+
+    run(test())
+
+
+def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> None:
+    async def test() -> None:
+        async with connected() as (here, ranks, trainer):
+            await ranks[1].dies()
+            here.fleet.lose(Loss(name="trainer-0", reason=await told(trainer)))
+            back = asyncio.ensure_future(here.fleet.regroup())
+            await here.register("trainer", 0, incarnation=1)  # whose other rank dies while it loads
+            await here.register("trainer", 1, incarnation=2)
+            await asyncio.sleep(0.05)
+            assert not back.done()
+            assert "trainer-0" in here.fleet.lost
+            await here.register("trainer", 0, incarnation=2)
+            updated = await asyncio.wait_for(back, PATIENCE)
+            assert updated.trainer.incarnation == 2
+            assert updated.critic is None
+            await until(lambda: not here.fleet.lost)
+            late = await here.rank("trainer", 1, incarnation=1)
+            with pytest.raises(UserError, match="its incarnation 2 has registered already"):
+                here.fleet.register(late.registration)
+
+    run(test())
+
+
+def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_are() -> None:
+    async def test() -> None:
+        async with connected() as (here, _, trainer):
+            for rank in range(2):
+                await here.register("trainer", rank, incarnation=1)
+            assert await told(trainer) == "incarnation 1 has come in its place"
+            with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
+                await trainer.apply(0)
+            updated = await asyncio.wait_for(here.fleet.regroup(), PATIENCE)
+            assert updated.trainer.incarnation == 1
+
+    run(test())
+
+
+def test_a_group_that_does_not_come_back_is_named_at_its_deadline() -> None:
+    async def test() -> None:
+        async with connected(deadlines={"start": 0.3}) as (here, _, _):
+            await here.register("trainer", 1, incarnation=1)
+            with pytest.raises(DeadlineExceeded, match=r"trainer-0: restart: did not register again \(deadline 0.3 s\)"):
+                await here.fleet.regroup()
+
+    run(test())
+
+
+def test_a_reference_of_several_ranks_arrives_as_one() -> None:
+    spread = {"engine": "megatron", "processes": 2, "parallel": {"pipeline": 2}}
+
+    async def test() -> None:
+        async with connected(algorithm={"kl_coefficient": 0.1}, services={"reference": spread}) as (here, _, _):
+            await here.register("reference", 1, incarnation=1)
+            assert here.arrived == []
+            await here.register("reference", 0, incarnation=1)
+            await until(lambda: bool(here.arrived))
+            ((role, arrived),) = here.arrived
+            assert role == "reference"
+            assert isinstance(arrived, ReferenceGroupClient)
+            assert (arrived.name, arrived.incarnation) == ("reference-0", 1)
+
+    run(test())
