@@ -25,10 +25,11 @@ PLANS = {
 }
 STAND_INS = {
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
-    # As many tasks as there are other nodes, each on its own.
+    # A task on each of the other nodes, to which it passes signals on.
     "srun": """
         echo "$@" >> srun.called
         while [[ $1 == -* ]]; do shift; done
+        trap 'kill -TERM $(jobs -p)' TERM
         for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n +2); do SLURMD_NODENAME=$node "$@" & done
         wait
     """,
