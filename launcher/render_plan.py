@@ -112,6 +112,8 @@ def _faults(config: Config, device: Device, devices: int | None) -> Iterator[str
         return
     if not config.cluster.nodes:
         yield "cluster.nodes: empty; must be auto, or name at least one node"
+    names = [node.name for node in config.cluster.nodes]
+    yield from (f"cluster.nodes: '{name}' is the name of several" for name in sorted({n for n in names if names.count(n) > 1}))
     for index, node in enumerate(config.cluster.nodes):
         if device == "cpu" and node.devices:
             yield f"cluster.nodes.{index}.devices: {node.devices}, but --device is cpu; must be 0, or --device be cuda or npu"
@@ -131,7 +133,6 @@ def check_names(names: Sequence[str], where: str) -> None:
         for index, name in enumerate(names)
         if not LABEL.fullmatch(name) or len(name) > LONGEST_LABEL
     ]
-    faults += [f"cluster.nodes: '{name}' is the name of several" for name in sorted({n for n in names if names.count(n) > 1})]
     if faults:
         raise ConfigError(faults)
 

@@ -68,6 +68,7 @@ def test_a_folder_that_would_hide_others_is_refused(directory: str) -> None:
         ({"device": "cuda", "devices": 0}, "--devices: 0 is not an integer of at least 1"),
         (listed(a=8), "cluster.nodes.0.devices: 8, but --device is cpu"),
         ({"cluster": {"nodes": []}}, "cluster.nodes: empty"),
+        ({"cluster": {"nodes": [{"name": "a"}, {"name": "a"}]}}, "cluster.nodes: 'a' is the name of several"),
         ({"run": {"name": "..."}}, "run.name: '...' has neither"),
     ],
 )
@@ -80,8 +81,8 @@ def test_what_cannot_be_planned_is_told(arguments: dict[str, Any], said: str) ->
 @pytest.mark.parametrize("target", [render_kubernetes, render_compose])
 def test_nodes_that_cannot_name_hosts_are_refused(target: Any) -> None:
     with pytest.raises(ConfigError) as refused:
-        target.render(made(cluster={"nodes": [{"name": "Node_1"}, {"name": "b"}, {"name": "b"}]}))
-    assert [fault.partition(":")[0] for fault in refused.value.faults] == ["cluster.nodes.0.name", "cluster.nodes"]
+        target.render(made(cluster={"nodes": [{"name": "Node_1"}, {"name": "b"}, {"name": "c-"}]}))
+    assert [fault.partition(":")[0] for fault in refused.value.faults] == ["cluster.nodes.0.name", "cluster.nodes.2.name"]
 
 
 @pytest.mark.parametrize("target", [render_slurm, render_kubernetes, render_compose])
