@@ -35,6 +35,8 @@ from runtime.errors import ConfigError
 RESOURCES: dict[Device, str] = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 STORAGE = "100Gi"
 
+_NAME_SECONDS = 120  # until a new pod's name is known
+_UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -178,12 +180,24 @@ def _pod(plan: Plan, group: _Group, coordinator: str, claim: str) -> dict[str, A
                 "labelSelector": {"matchLabels": _labels(plan)},
             }
         ],
+        **({"initContainers": [_name_is_known(plan, coordinator.rpartition(":")[0])]} if group.leads else {}),
         "containers": [_container(plan, group, coordinator)],
         "volumes": [
             {"name": "config", "configMap": {"name": plan.name}},
             {"name": "shared", "persistentVolumeClaim": {"claimName": claim}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
         ],
+    }
+
+
+def _name_is_known(plan: Plan, host: str) -> dict[str, Any]:
+    """The agent runs the coordinator if `host` is its own name, which the DNS has a moment after the pod has begun."""
+    wait = 'until getent hosts "$0"; do sleep 1; done'
+    return {
+        "name": "name-is-known",
+        "image": plan.image,
+        "command": ["timeout", str(_NAME_SECONDS), "sh", "-c", wait, host],
+        "securityContext": _UNPRIVILEGED,
     }
 
 
@@ -201,7 +215,7 @@ def _container(plan: Plan, group: _Group, coordinator: str) -> dict[str, Any]:
         ],
         **({"resources": {"limits": {RESOURCES[plan.device]: group.devices}}} if group.devices else {}),
         **(_coordinator_probes(plan) if group.leads else _node_probe(coordinator)),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": _UNPRIVILEGED,
         "volumeMounts": [
             {"name": "config", "mountPath": str(PurePosixPath(CONFIG_PATH).parent), "readOnly": True},
             {"name": "shared", "mountPath": shared_folder(plan.config)},

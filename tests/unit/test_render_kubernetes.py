@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_the_coordinators_node_is_probed_by_grpc_and_the_others_ask_for_it(plan:
         assert "livenessProbe" not in other
 
 
+def test_the_coordinators_node_waits_until_its_name_is_known() -> None:
+    """Its agent would not know that it is the one; for how long is bounded."""
+    first, others = of_kind("Job", PLANS["three"])
+    (wait,) = first["spec"]["template"]["spec"]["initContainers"]
+    assert wait["command"][:2] == ["timeout", "120"]
+    assert wait["command"][-1] == "sluice-a-run-first-0.sluice-a-run"
+    assert "initContainers" not in others["spec"]["template"]["spec"]
+    for name, code in (("localhost", 0), ("nowhere.invalid", 124)):
+        command = ["timeout", "2", *wait["command"][2:-1], name]
+        assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=30, check=False).returncode == code
+
+
 def test_a_warm_up_comes_before_the_coordinator_serves() -> None:
     (container,) = containers(made(warmup={"max_seconds": 500}, deadlines={"start": 100}))
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 600
@@ -122,10 +135,8 @@ def test_pods_are_ordinary_users_with_the_run_on_shared_storage(plan: Plan) -> N
     for job in of_kind("Job", plan):
         pod = job["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["containers"][0]["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert {"name": "shared", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} in pod["volumes"]
         assert {"name": "shared", "mountPath": "/home/sluice/runs"} in pod["containers"][0]["volumeMounts"]
         assert pod["terminationGracePeriodSeconds"] > 30  # what torchrun leaves an agent
