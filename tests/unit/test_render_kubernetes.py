@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,12 @@ def test_the_coordinators_node_is_probed_by_grpc_and_the_others_ask_for_it(plan:
 
 
 def test_the_coordinators_node_waits_until_its_name_is_known() -> None:
-    """Its agent would not know that it is the one; for how long is bounded."""
+    """Its agent would not know that it is the one. tests/loopback carries the command out."""
     first, others = of_kind("Job", PLANS["three"])
     (wait,) = first["spec"]["template"]["spec"]["initContainers"]
     assert wait["command"][:2] == ["timeout", "120"]
     assert wait["command"][-1] == "sluice-a-run-first-0.sluice-a-run"
     assert "initContainers" not in others["spec"]["template"]["spec"]
-    for name, code in (("localhost", 0), ("nowhere.invalid", 124)):
-        command = ["timeout", "2", *wait["command"][2:-1], name]
-        assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=30, check=False).returncode == code
 
 
 def test_a_warm_up_comes_before_the_coordinator_serves() -> None:
