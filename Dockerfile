@@ -2,6 +2,9 @@
 # Three images of one file. On CPUs, which is the default:
 #   docker build --tag sluice .
 #   docker run --rm --volume "$PWD/runs:/home/sluice/runs" sluice train configs/quickstart.yaml
+# Whether a run in it serves is asked by gRPC, once its address is fixed and told:
+#   docker run --env SLUICE_HEALTH=127.0.0.1:29400 ... sluice train configs/quickstart.yaml services.coordinator.port=29400
+# On several machines: docs/guides/cluster.md.
 # On CUDA:        docker build --target cuda --tag sluice:cuda .      (docs/guides/cuda.md)
 # On Ascend NPUs: docker build --target ascend --tag sluice:ascend .  (docs/guides/ascend.md)
 ARG ASCEND_IMAGE=quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.12
@@ -31,7 +34,8 @@ ENV PIP_NO_CACHE_DIR=1 \
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
 # CANN's images are of Ubuntu or of openEuler; the versions are the distribution's own.
-# hadolint ignore=DL3008,DL3041
+# The linter does not see the cleaning up behind the second one's installation.
+# hadolint ignore=DL3008,DL3040,DL3041
 RUN if command -v apt-get; then \
         apt-get update && apt-get install --yes --no-install-recommends libjemalloc2 && rm -rf /var/lib/apt/lists/*; \
     else \
@@ -43,6 +47,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY launcher launcher
 COPY services services
 COPY runtime runtime
+COPY configs configs
 
 # Two environments, as vLLM's requirements are not the trainer's: /opt/trainer runs everything but the rollouts.
 RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
@@ -78,9 +83,15 @@ RUN if [ -n "${MINDSPEED_SOURCE}" ]; then \
 
 RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs
 COPY configs /home/sluice/configs
-USER sluice
+# By number, so that Kubernetes can tell that it is not root.
+USER 1000:1000
 WORKDIR /home/sluice
 ENV PATH=/opt/trainer/bin:$PATH
+
+# No address, nothing to ask.
+ENV SLUICE_HEALTH=""
+HEALTHCHECK --interval=30s --timeout=10s --start-period=120s --retries=3 \
+    CMD ["sh", "-c", "[ -z \"$SLUICE_HEALTH\" ] || exec python3 -m services.health_check \"$SLUICE_HEALTH\""]
 
 ENTRYPOINT ["with-cann", "sluice"]
 CMD ["--help"]
@@ -107,13 +118,21 @@ COPY pyproject.toml README.md LICENSE ./
 COPY launcher launcher
 COPY services services
 COPY runtime runtime
+# The package takes its presets from here, by links.
+COPY configs configs
 RUN pip install --constraint constraints.txt .
 
 # Runs are written under the working folder: one that belongs to an ordinary user.
 RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs
 COPY configs /home/sluice/configs
-USER sluice
+# By number, so that Kubernetes can tell that it is not root.
+USER 1000:1000
 WORKDIR /home/sluice
+
+# No address, nothing to ask.
+ENV SLUICE_HEALTH=""
+HEALTHCHECK --interval=30s --timeout=10s --start-period=120s --retries=3 \
+    CMD ["sh", "-c", "[ -z \"$SLUICE_HEALTH\" ] || exec python3 -m services.health_check \"$SLUICE_HEALTH\""]
 
 ENTRYPOINT ["sluice"]
 CMD ["--help"]

@@ -30,6 +30,8 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("schema", help="print the configuration's JSON Schema")
 
+    _add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
+
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
@@ -107,6 +109,33 @@ def _parser() -> argparse.ArgumentParser:
     accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
     accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
     return parser
+
+
+def _add_render(parser: argparse.ArgumentParser) -> None:
+    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
+    for name, what in {
+        "slurm": "a batch script, and the configuration beside it",
+        "kubernetes": "manifests, the configuration among them",
+        "compose": "a Compose file for containers of one machine, and the configuration beside it",
+    }.items():
+        target = targets.add_parser(name, help=what, description=f"Write {what}.")
+        target.add_argument("config", type=Path, help="a YAML file")
+        target.add_argument("overrides", nargs="*", metavar="key.path=value")
+        target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
+        target.add_argument(
+            "--device",
+            choices=("cpu", "cuda", "npu"),
+            help="what the nodes compute on (default: npu where services.environment is ascend, otherwise cpu)",
+        )
+        target.add_argument(
+            "--devices", type=int, metavar="N", help="accelerators of each node for which cluster.nodes has none"
+        )
+        if name != "slurm":
+            target.add_argument("--image", default="", help="(default: sluice, sluice:cuda or sluice:ascend)")
+        if name == "kubernetes":
+            target.add_argument(
+                "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -225,6 +254,14 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
+def _render(options: argparse.Namespace) -> int:
+    from launcher import render
+
+    for path in render.render(options):
+        print(path)
+    return 0
+
+
 def _status(options: argparse.Namespace) -> int:
     from launcher import status
 
@@ -297,6 +334,7 @@ _COMMANDS = {
     "eval": _eval,
     "validate": _validate,
     "schema": _schema,
+    "render": _render,
     "status": _status,
     "scale": _scale,
     "samples": _samples,

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from runtime.restarts import Allowance
 from launcher.supervisor import DYING, Child, Supervisor
 from launcher.topology import ProcessSpec
 from runtime.config import Restarts
 from runtime.errors import UserError
 from runtime.os_process import INCARNATION
+from runtime.restarts import Allowance
 
 DEADLINE = 60.0
 LIVES = "import time; time.sleep(600)"

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.config import Config
-from runtime.nodes import Launch, NodeRegistration, launches
+from runtime.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.pipeline.material import accelerators
 from runtime.placement import NodeOffer, place
 from runtime.topology import Member, group_of, members, replicas, uses_reference
@@ -20,12 +20,15 @@ def make(**sections: Any) -> Config:
     return msgspec.convert({"run": {"name": "a"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}, Config)
 
 
-def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
-    """Of a machine without accelerators, which is the only one."""
+def started(config: Config, trains: bool = True) -> list[Launch]:
+    """On a machine without accelerators, which is the only one."""
     here = NodeRegistration(name="here", address="127.0.0.1")
     placement = place(config, [NodeOffer("here")], trains=trains)
-    started = launches(config, placement, {"here": here}, {})["here"]
-    return list(service_specs(config, started, Path("c.yaml"), "python", "host:1", 8).values())
+    return launches(config, placement, {"here": here}, {})["here"]
+
+
+def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
+    return list(service_specs(config, started(config, trains), Path("c.yaml"), "python", "host:1", 8).values())
 
 
 def names(config: Config) -> list[str]:
@@ -109,10 +112,20 @@ def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
 def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_its_first_rank() -> None:
     critic = {"processes": 2, "restarts": {"attempts": 7}}
     config = make(critic={}, services={"rollout": {"replicas": 2}, "critic": critic})
-    allowed = restarts(config)
-    assert list(allowed) == ["rollout-0", "rollout-1", "reward-0", "trainer-0", "critic-0"]
+    allowed = restarts(config, started(config))
+    assert set(allowed) == {"rollout-0", "rollout-1", "reward-0", "trainer-0", "critic-0"}
     assert (allowed["critic-0"].attempts, allowed["trainer-0"].attempts) == (7, 3)
-    assert {spec.name for spec in service_specs(config, Path("c.yaml"), "python", "host:1", 8)} == set(allowed)
+    assert {spec.name for spec in specs(config)} == set(allowed)
+
+
+def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -> None:
+    config = make(services={"trainer": {"processes": 2}})
+    meeting = Rendezvous(host="10.0.0.1", port=7001, nodes=2, node_rank=1)
+    part = Launch(role="trainer", name="trainer-1", ranks=[1], rendezvous=meeting)
+    assert restarts(config, [part]) == {}
+    spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8)["trainer-1"]
+    where = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "7001", "--nproc-per-node", "1")
+    assert spec.command[2 : 4 + len(where) - 1] == ("torch.distributed.run", *where)
 
 
 def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:

@@ -1,0 +1,167 @@
+"""What the files for every scheduler are made from: a run's nodes, their devices, and the configuration they share. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import yaml
+from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime.config import Config
+from runtime.errors import ConfigError
+
+Device = Literal["cpu", "cuda", "npu"]
+
+PORT = 29400  # the coordinator's, where the configuration leaves it open
+# torchrun kills an agent 30 s after it passed a SIGTERM on: what waits for an agent's end has to wait longer.
+GRACE = 45  # seconds
+RETURNS = 3  # times that a node may come back by itself
+HOME = PurePosixPath("/home/sluice")  # the images' working folder
+CONFIG_PATH = "/etc/sluice/config.yaml"
+AGENT = ("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "launcher.node")
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+LONGEST_LABEL = 63
+
+_LOOPBACK = ("127.0.0.1", "localhost")
+_IMAGES: dict[Device, str] = {"cpu": "sluice", "cuda": "sluice:cuda", "npu": "sluice:ascend"}
+
+
+class PlannedNode(Struct, frozen=True):
+    """`devices`: accelerators, 0 on CPUs. `name` is "" where the scheduler gives it."""
+
+    name: str
+    devices: int
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """`nodes`: the first one runs the coordinator. `named`: whether the configuration names them, or takes whoever comes."""
+
+    name: str  # of the run, as host names may be
+    config: Config
+    nodes: tuple[PlannedNode, ...]
+    named: bool
+    device: Device
+    port: int
+    image: str
+
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """What starts an agent in one of the images."""
+        return ("with-cann", "torchrun") if self.device == "npu" else ("torchrun",)
+
+    @property
+    def start_seconds(self) -> float:
+        """Until the coordinator serves: a warm-up comes before it."""
+        warmup = self.config.warmup
+        return self.config.deadlines.start + (warmup.max_seconds if warmup is not None else 0.0)
+
+    @property
+    def restartable(self) -> bool:
+        """Whether a coordinator that is started again goes on; otherwise it would refuse the folder, or begin anew in it."""
+        return self.config.run.resume == "auto"
+
+    def placed_at(self, host: str) -> Config:
+        """The configuration for all nodes, whose coordinator is reached at `host`."""
+        config = self.config
+        coordinator = replace(config.services.coordinator, host=host, port=self.port)
+        return replace(config, services=replace(config.services, coordinator=coordinator))
+
+
+def plan(config: Config, device: Device | None = None, devices: int | None = None, image: str = "") -> Plan:
+    """`config` is resolved. `device` is taken from its environment when None; `devices` is how many accelerators the nodes have
+    of which the configuration does not say it. Raises ConfigError.
+    """
+    device = device or ("npu" if config.services.environment == "ascend" else "cpu")
+    faults = list(_faults(config, device, devices))
+    if faults:
+        raise ConfigError(faults)
+    cluster, network = config.cluster, config.network
+    named = cluster.nodes != "auto"
+    if cluster.nodes == "auto":
+        cluster = replace(cluster, min_nodes=max(1, cluster.min_nodes))
+        nodes = [PlannedNode("", devices or 0)] * cluster.min_nodes
+    else:
+        nodes = [PlannedNode(node.name, (devices if node.devices is None else node.devices) or 0) for node in cluster.nodes]
+    if network.interface in _LOOPBACK:
+        network = replace(network, interface="auto")
+    return Plan(
+        name=f"sluice-{label(config.run.name)}",
+        config=replace(config, cluster=cluster, network=network),
+        nodes=tuple(nodes),
+        named=named,
+        device=device,
+        port=config.services.coordinator.port or PORT,
+        image=image or _IMAGES[device],
+    )
+
+
+def _faults(config: Config, device: Device, devices: int | None) -> Iterator[str]:
+    if not label(config.run.name):
+        yield f"run.name: '{config.run.name}' has neither a letter from a to z nor a digit to name things by"
+    if devices is not None and devices < 1:
+        yield f"--devices: {devices} is not an integer of at least 1"
+    if device == "cpu" and devices is not None:
+        yield f"--devices: {devices}, but --device is cpu; must be left out, or --device be cuda or npu"
+    if config.cluster.nodes == "auto":
+        if device != "cpu" and devices is None:
+            yield f"--devices: missing; with --device {device} and cluster.nodes: auto it says how many each node has"
+        return
+    if not config.cluster.nodes:
+        yield "cluster.nodes: empty; must be auto, or name at least one node"
+    names = [node.name for node in config.cluster.nodes]
+    yield from (f"cluster.nodes: '{name}' is the name of several" for name in sorted({n for n in names if names.count(n) > 1}))
+    for index, node in enumerate(config.cluster.nodes):
+        if device == "cpu" and node.devices:
+            yield f"cluster.nodes.{index}.devices: {node.devices}, but --device is cpu; must be 0, or --device be cuda or npu"
+        elif device != "cpu" and node.devices is None and devices is None:
+            yield f"cluster.nodes.{index}.devices: not set; with --device {device} it is needed, or --devices for all"
+
+
+def label(text: str) -> str:
+    """`text` with what a host name may not have replaced by hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def check_names(names: Sequence[str], where: str) -> None:
+    """Raises ConfigError unless every one of `cluster.nodes` may be the name of a host."""
+    faults = [
+        f"cluster.nodes.{index}.name: '{name}' cannot name a host {where}; must be up to {LONGEST_LABEL} of a-z, 0-9, -"
+        for index, name in enumerate(names)
+        if not LABEL.fullmatch(name) or len(name) > LONGEST_LABEL
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def shared_folder(config: Config) -> str:
+    """The folder of the images over which what the nodes share is mounted: the one that holds the run's.
+
+    Raises ConfigError when that would hide others.
+    """
+    folder = (HOME / config.run.dir).parent
+    if ".." in folder.parts or folder in (HOME, *HOME.parents):
+        raise ConfigError([f"run.dir: '{config.run.dir}' needs a folder of its own above it, which the nodes share: runs/NAME"])
+    return str(folder)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Files within files stay readable."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def to_yaml(header: Sequence[str], *documents: dict[str, Any]) -> str:
+    """Documents of YAML below a comment of the lines `header`, keys in their order."""
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in header)
+    return comment + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,65 @@
+"""`python -m services.health_check HOST:PORT`: whether a process serves, for what can run a command but not speak gRPC.
+
+Asks `grpc.health.v1`, which every process of a run answers. One line says what came of it. Exit codes: 0 it serves, 1 it does
+not, or does not answer, 2 the user's mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
+_STATES = health_pb2.HealthCheckResponse.ServingStatus
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.health_check", description=__doc__.split("\n\n")[0])
+    parser.add_argument("address", type=_address, help="host:port")
+    parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
+    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="until an answer (default: 5)")
+    options = parser.parse_args(arguments)
+    serves, word = check(options.address, options.service, options.timeout)
+    print(f"{options.address}: {word}", file=sys.stdout if serves else sys.stderr)
+    return 0 if serves else 1
+
+
+def check(address: str, service: str = "", timeout: float = 5.0) -> tuple[bool, str]:
+    """Whether `service` of the process at `address` ("" = the process as a whole) serves, and what to say of it."""
+    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return False, f"no answer within {timeout:g} s"
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return False, f"has no service {service!r}"
+            return False, f"{error.code().name}: {error.details()}"
+    return reply.status == _STATES.SERVING, _STATES.Name(reply.status).lower().replace("_", " ")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"'{text}' is not host:port")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
