@@ -12,8 +12,9 @@ import psutil
 from msgspec import Struct
 from rich.table import Table
 
-from runtime import layout
+from runtime import layout, startup
 from runtime.errors import UserError
+from runtime.startup import Startup
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +26,8 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     accuracy_after: float | None
     rl_seconds: float  # from the first prompt admitted to the last step
     total_seconds: float  # from the command to the end
-    startup: dict[str, float]  # seconds by phase, up to the first training step
+    startup: dict[str, float]  # `runtime.startup.Startup.phases`
+    startup_processes: dict[str, dict[str, float]] = {}  # ... and its `processes`
     samples_per_second: float  # trained samples
     tokens_per_second: float  # trained reply tokens
     staleness_mean: float
@@ -115,7 +117,8 @@ def render(summary: Summary) -> Table:
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
     table.add_row("groups", _groups(summary) or "–")
     table.add_row("time by phase", _phases(summary.timing))
-    table.add_row("start-up", _phases(summary.startup))
+    if startup.TOTAL in summary.startup:
+        table.add_row("start-up", startup.line(Startup(phases=summary.startup)))
     table.add_row("peak memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)")
     return table
 

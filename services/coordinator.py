@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+import services
 from runtime import config_loading, layout, os_process
 from runtime.aio import first_error
 from runtime.config import Config
@@ -31,6 +32,7 @@ from runtime.nodes import Death, NodePaths, Scale, Scaled
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.ports import Replaceable
+from runtime.startup import Phases, Startup, in_order
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.trackers import Trackers
 from services.fleet import Fleet
@@ -45,14 +47,14 @@ T = TypeVar("T")
 class Coordinator:
     """One coordinator process, from binding its port to its end."""
 
-    def __init__(self, config: Config, trains: bool = True):
-        """`trains`: False for an evaluation alone."""
+    def __init__(self, config: Config, phases: Phases, trains: bool = True):
+        """`phases`: of the start-up so far. `trains`: False for an evaluation alone."""
         self._config = config
+        self._phases = phases
         self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
-        # CLOCK_MONOTONIC is one for all processes of a machine.
-        self._launched = float(os.environ.get("SLUICE_LAUNCHED", self._started))
+        self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
         self._fleet = Fleet(config, lambda: self._report(self._progress))
@@ -107,9 +109,10 @@ class Coordinator:
         self._fleet.expect(await self._nodes.placed(self._started))
         material = await self._material()
         try:
-            seconds = time.monotonic()
+            before = time.monotonic()
             await self._fleet.connect(self._started, self._arrive)
-            material.seconds["services"] = time.monotonic() - seconds
+            material.startup.phases["services"] = time.monotonic() - before
+            material.startup.processes |= {one.name: in_order(one.seconds) for one in self._fleet.processes}
             self._run = Run(material, self._fleet.roles())
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -151,6 +154,7 @@ class Coordinator:
     async def _material(self) -> Material:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
+        phases = {"launcher": self._phases.born - self._launched, "coordinator": before - self._phases.born}
         tokenizer = _tokenizer(config)
         train = training_prompts(config.data, tokenizer)
         log.info("prompts: %s", train.report())
@@ -166,7 +170,9 @@ class Coordinator:
             stop_token_ids=tokenizer.stop_ids,
             report=self._report,
             launched=self._launched,
-            seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
+            startup=Startup(
+                phases={**phases, "data": time.monotonic() - before}, processes={"coordinator": self._phases.seconds}
+            ),
             lost=self._fleet.lose,
         )
 
@@ -291,10 +297,13 @@ def main() -> None:
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    phases = Phases()
+    phases.mark("interpreter", services.BEGAN)
+    phases.mark("imports")
     try:
         config = config_loading.load(arguments.config, ())
         uvloop.install()
-        asyncio.run(Coordinator(config, trains=not arguments.evaluate).serve(arguments.ready_fd))
+        asyncio.run(Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd))
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

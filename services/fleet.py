@@ -11,6 +11,7 @@ from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles
 from runtime.ports import ReferencePort, Replaceable, RewardPort
+from runtime.startup import in_order
 from runtime.status import Loss, Registration
 from runtime.topology import Member, data_leaders, replaceable
 from services.client import (
@@ -201,5 +202,5 @@ class Fleet:
 
 
 def _told(registration: Registration) -> tuple[str, int, str, str]:
-    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in registration.seconds.items())
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in in_order(registration.seconds).items())
     return registration.name, registration.pid, registration.address, seconds

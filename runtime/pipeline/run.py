@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime import checkpoint, codec, evaluation, layout
+from runtime import checkpoint, codec, evaluation, layout, startup
 from runtime.aio import TaskGroup
 from runtime.chosen_algorithm import choose, groups_per_update, streams
 from runtime.config import Config
@@ -35,6 +35,7 @@ from runtime.pipeline.states import Mark
 from runtime.pipeline.training import TrainedStep, TrainStage
 from runtime.ports import Replaceable
 from runtime.position import Position
+from runtime.startup import Startup
 from runtime.status import Loss, Progress
 from runtime.summary import Summary
 from runtime.topology import members, replicas, slots, uses_reference
@@ -60,7 +61,7 @@ class Material:
     report: Callable[[Progress], None]
     launched: float  # when the run was asked for, on the clock of time.monotonic
     lost: Callable[[Loss], None] = lambda loss: None  # told of every process that the run does without
-    seconds: dict[str, float] = field(default_factory=dict)  # of the start-up, by phase
+    startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
 
 class Run:
@@ -170,7 +171,7 @@ class Run:
             journal = tasks.create_task(self._material.ledger.run(config.ledger.tick))
             await self._begin()
             keepers = [tasks.create_task(self._publisher.run()), tasks.create_task(self._pool.guard())]
-            before = await self._evaluate_alone(config.evaluation.before)
+            before = await self._evaluate_before()
             meter = tasks.create_task(self._meter.run())
             seconds = await self._train()
             meter.cancel()
@@ -191,7 +192,14 @@ class Run:
             await self._restore(self._position)
         before = time.monotonic()
         await self._publisher.publish(PolicyVersion(self._incarnation, self._buffer.step))
-        self._material.seconds["first publication"] = time.monotonic() - before
+        self._material.startup.phases["first publication"] = time.monotonic() - before
+
+    async def _evaluate_before(self) -> float | None:
+        began = time.monotonic()
+        accuracy = await self._evaluate_alone(self._config.evaluation.before)
+        if accuracy is not None:
+            self._material.startup.phases[startup.NOT_COUNTED] = time.monotonic() - began
+        return accuracy
 
     async def _train(self) -> float:
         """Admission and training until the last step; returns the seconds."""
@@ -220,6 +228,8 @@ class Run:
         """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
         config, step = self._config, trained.step + 1
         await self._books.step(trained)
+        if startup.TOTAL not in self._material.startup.phases:
+            self._started_up()
         if config.stop.hours and time.monotonic() - self._rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         every = config.evaluation.every
@@ -229,6 +239,13 @@ class Run:
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
         self._report("training")
+
+    def _started_up(self) -> None:
+        """The first step is done: it is known when its batch was whole in the trainer's hands."""
+        phases, submitted = self._material.startup.phases, self._training.first_applied
+        phases["first step"] = submitted - self._rl_began
+        phases[startup.TOTAL] = submitted - self._material.launched - phases.get(startup.NOT_COUNTED, 0.0)
+        self._material.startup.write(self._material.folder)
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None
@@ -257,7 +274,6 @@ class Run:
         if evaluating.cancelled():
             return None
         found = evaluating.result()
-        self._material.seconds.setdefault("evaluation", found.seconds)
         await self._note(step, found)
         return found.accuracy
 
@@ -320,7 +336,8 @@ class Run:
             accuracy_before=before,
             accuracy_after=after,
             total_seconds=time.monotonic() - self._started,
-            startup={**self._material.seconds, "to first step": self._training.first_applied - self._material.launched},
+            startup=self._material.startup.phases,
+            startup_processes=self._material.startup.processes,
             groups=final,
             dropped=dropped,
             peak_pss_bytes=0,
