@@ -76,7 +76,7 @@ class Job(ABC, Generic[Result]):
         """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
-            self.supervisor = Supervisor(logs, self.view.say)
+            self.supervisor = Supervisor(logs, self.view.say, self.config.logs, self.view.output if self.view.verbose else None)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)

@@ -12,13 +12,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launcher.logs import Log
 from launcher.restarts import Allowance
 from launcher.topology import ProcessSpec
 from runtime import os_process
-from runtime.config import Restarts
+from runtime.config import Logs, Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 
 DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
@@ -28,10 +30,11 @@ FAULT = "error: "  # how a process begins the line that says why it ends
 class Child:
     """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, log: Path, incarnation: int = 0):
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
         self.spec = spec
         self.process = process
-        self.log = log
+        self.output = output
+        self.log = output.path
         self.incarnation = incarnation
         self.given_up = ""  # why it was ended from here, while the others go on
 
@@ -61,7 +64,7 @@ class Child:
             return ServiceFault(self.spec.name, "run", self.given_up)
         if code < 0:
             return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}")
-        lines = self.log.read_text(errors="replace").strip().splitlines() or ["(empty log)"]
+        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if code == 2 and own:
             return UserError("\n".join(own))
@@ -73,10 +76,19 @@ class Child:
 class Supervisor:
     """The children of one run, in the order in which they were started."""
 
-    def __init__(self, logs: Path, say: Callable[[str], None] = lambda line: None):
-        """`say` shows a line to the user."""
+    def __init__(
+        self,
+        logs: Path,
+        say: Callable[[str], None] = lambda line: None,
+        settings: Logs = Logs(),  # noqa: B008  immutable
+        show: Callable[[str, str], None] | None = None,
+    ):
+        """`say` shows a line to the user; `show(name, line)`, if given, every line that a process writes."""
         self._logs = logs
         self._say = say
+        self._settings = settings
+        self._show = show
+        self._outputs: list[Log] = []
         self.forsaken: Callable[[Child], None] = lambda child: None
         """Told of each that died, and has been started again as often as it may be."""
         self.children: list[Child] = []
@@ -112,8 +124,9 @@ class Supervisor:
     ) -> Child:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
         interpreter that is not there."""
-        log = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
-        with log.open("wb") as out:
+        path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
+        output = Log(path, self._settings, self._say, partial(self._show, spec.name) if self._show else None)
+        with output.writer() as out:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -128,7 +141,8 @@ class Supervisor:
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
         self._started.set()
-        child = Child(spec, process, log, incarnation)
+        child = Child(spec, process, output, incarnation)
+        self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
         return child
@@ -232,3 +246,4 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # also what the child left in its group
         for child in self.children:
             await child.process.wait()
+        await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))

@@ -515,6 +515,13 @@ class Ledger(Section, frozen=True):
     retain_bytes: Positive = 1 << 30  # retired payloads kept for `sluice samples`
 
 
+class Logs(Section, frozen=True):
+    """Of each process: the file that it writes, and `keep` older ones, of `max_bytes` each."""
+
+    max_bytes: Positive = 64 << 20
+    keep: NonNegative = 3
+
+
 class Node(Section, frozen=True):
     """A machine, by the name that its agent gives. `supernode`: nodes of one are near each other, and an SPMD group is put into
     one that holds it.
@@ -585,6 +592,7 @@ class Config(Section, frozen=True):
     publication: Publication = Publication()
     checkpoint: Checkpoint = Checkpoint()
     ledger: Ledger = Ledger()
+    logs: Logs = Logs()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
