@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launcher import cpus
 from launcher.logs import Log
 from launcher.restarts import Allowance
 from launcher.topology import ProcessSpec
@@ -123,7 +125,7 @@ class Supervisor:
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
     ) -> Child:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
-        interpreter that is not there."""
+        interpreter that is not there, or processors that are not."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         output = Log(path, self._settings, self._say, partial(self._show, spec.name) if self._show else None)
         with output.writer() as out:
@@ -136,10 +138,12 @@ class Supervisor:
                     env={**os.environ, os_process.INCARNATION: str(incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
-                    preexec_fn=os_process.die_with_parent,  # torchrun does not ask for it by itself
+                    preexec_fn=partial(os_process.before_exec, spec.cpus),  # torchrun does not ask for it by itself
                 )
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
+            except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
+                raise UserError(f"services.{spec.role}.cpus: this machine gives none of {cpus.shown(spec.cpus)}") from None
         self._started.set()
         child = Child(spec, process, output, incarnation)
         self._outputs.append(output)

@@ -337,6 +337,7 @@ class Process(Section, frozen=True):
     python: str = ""  # its own interpreter; the launcher's when empty
     env: dict[str, str] = {}
     threads: NonNegative = 0  # of torch; 0 = the cores shared out among the local processes
+    cpus: str = ""  # those that the role's processes may run on, as taskset writes them: 0-15,32; all when empty
     jemalloc: bool | str = "auto"  # preloaded: auto = on NPU machines that have it, for what computes; or a library's path
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -53,6 +54,13 @@ def follow_parent() -> None:
 def lead_children() -> None:
     """Tell the processes that this one will start who their parent is."""
     os.environ[_PARENT] = str(os.getpid())
+
+
+def before_exec(cpus: Sequence[int] = ()) -> None:
+    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = on all of ours."""
+    die_with_parent()
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def die_with_parent(parent: int | None = None) -> None:

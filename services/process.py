@@ -164,8 +164,9 @@ class Process:
 
     async def _load(self) -> None:
         with uncollected():
-            await asyncio.to_thread(self._import_libraries)
-            self._phases.mark("libraries")
+            if self._service.libraries:
+                await asyncio.to_thread(self._import_libraries)
+                self._phases.mark("libraries")
             await asyncio.to_thread(self._service.load)
         await self._service.start()
         self._loaded = True
