@@ -97,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser(
         "bench",
-        help="measure this machine (engine, engines, packing, publication, rewards, rollout, train), or the cost of staleness",
+        help="measure this machine, or the cost of staleness",
     )
     bench.add_argument(
-        "name", choices=("engine", "engines", "packing", "publication", "rewards", "rollout", "train", "staleness")
+        "name", choices=("engine", "engines", "packing", "publication", "rewards", "rollout", "startup", "train", "staleness")
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")

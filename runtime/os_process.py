@@ -57,7 +57,7 @@ def lead_children() -> None:
 
 
 def before_exec(cpus: Sequence[int] = ()) -> None:
-    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = on all of ours."""
+    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = all of ours."""
     die_with_parent()
     if cpus:
         os.sched_setaffinity(0, cpus)
