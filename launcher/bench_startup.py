@@ -7,14 +7,17 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from typing import IO
 
 import psutil
 from msgspec import Struct
+from rich.markup import escape
 from rich.table import Table
 
 from runtime import memory, startup
@@ -95,18 +98,25 @@ async def _run(folder: Path, steps: int) -> RunStart:
 
 
 async def _idle(system: str, count: int) -> Start:
+    with tempfile.TemporaryFile() as errors:
+        return await _idle_processes(system, count, errors)
+
+
+async def _idle_processes(system: str, count: int, errors: IO[bytes]) -> Start:
     began = time.monotonic()
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "launcher.startup_trial", system, str(count)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=errors,
     )
     assert child.stdin is not None and child.stdout is not None
     try:
         while (line := await asyncio.wait_for(child.stdout.readline(), DEADLINE)) != b"ready\n":
             if not line:
-                raise ServiceFault(system, "start", f"ended before {count} processes were there")
+                errors.seek(0)
+                why = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise ServiceFault(system, "start", f"ended before {count} processes were there: {why}")
         seconds = time.monotonic() - began
         parent = psutil.Process(child.pid)
         pids = [child.pid, *(one.pid for one in parent.children(recursive=True))]
@@ -168,7 +178,7 @@ def _of_idle_processes(report: Report) -> Table:
             _mebibytes(largest.memory.rss_bytes),
             _mebibytes(largest.memory.pss_bytes),
         )
-    table.caption = report.note or "from the command until each idle process has answered"
+    table.caption = escape(report.note) or "from the command until each idle process has answered"
     table.caption_justify = "left"
     return table
 
