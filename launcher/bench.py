@@ -49,6 +49,7 @@ def run(
         bench_rewards,
         bench_rollout,
         bench_staleness,
+        bench_startup,
         bench_train,
     )
 
@@ -90,6 +91,9 @@ def run(
         elif name == "publication":
             report = asyncio.run(bench_publication.measure(FOLDER, bench_publication.settings(sizes, receivers), status.update))
             tables = bench_publication.render(report)
+        elif name == "startup":
+            report = asyncio.run(bench_startup.measure(FOLDER / name, bench_startup.Settings(), status.update))
+            tables = bench_startup.render(report)
         elif name == "packing":
             report = asyncio.run(bench_packing.measure(FOLDER / name, bench_packing.Settings(), status.update))
             tables = bench_packing.render(report)

@@ -16,9 +16,20 @@ if TYPE_CHECKING:
     from launcher.here import Here
     from runtime.config import Config
 
+EXIT_CODES = """exit codes:
+  0    done; or stopped in order by Ctrl-C or SIGTERM, what was learnt being saved
+  1    a fault, which the last line names; of accept: a check has failed
+  2    the user's to mend: the command, the configuration, what it names, a full disk; each fault is a line
+  130  stopped at once, by a second Ctrl-C or because stopping in order took too long"""
+
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sluice", description="Post-train language models by asynchronous RL, without Ray.")
+    parser = argparse.ArgumentParser(
+        prog="sluice",
+        description="Post-train language models by asynchronous RL, without Ray.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run a whole topology on this machine")
@@ -27,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, evaluate, validate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", metavar="key.path=value")
+    for command in (train, evaluate):
+        command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
     commands.add_parser("schema", help="print the configuration's JSON Schema")
 
@@ -86,10 +99,10 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser(
         "bench",
-        help="measure this machine (engine, engines, packing, publication, rewards, rollout, train), or the cost of staleness",
+        help="measure this machine, or the cost of staleness",
     )
     bench.add_argument(
-        "name", choices=("engine", "engines", "packing", "publication", "rewards", "rollout", "train", "staleness")
+        "name", choices=("engine", "engines", "packing", "publication", "rewards", "rollout", "startup", "train", "staleness")
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
@@ -139,7 +152,7 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done, 1 a fault of the system, 2 the user's mistake."""
+    """Ends with one of EXIT_CODES."""
     options = _parser().parse_args(arguments)
     sys.exit(told(lambda: _COMMANDS[options.command](options)))
 
@@ -167,11 +180,12 @@ def _train(options: argparse.Namespace) -> int:
     from runtime import config_loading
 
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
-    return run_training(config, Here.of(config))
+    return run_training(config, Here.of(config), options.verbose)
 
 
-def run_training(config: Config, here: Here) -> int:
-    """Train, with this machine as the coordinator's node, and print what came of it. Raises SluiceError."""
+def run_training(config: Config, here: Here, verbose: bool = False) -> int:
+    """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
+    writes. Raises SluiceError."""
     from rich.console import Console
 
     from launcher.job import Interrupted
@@ -181,7 +195,7 @@ def run_training(config: Config, here: Here) -> int:
 
     console = Console()
     try:
-        with View(console) as view:
+        with View(console, verbose=verbose) as view:
             result = asyncio.run(train(config, view, here))
     except Interrupted as how:
         console.print(str(how))
@@ -204,7 +218,7 @@ def _eval(options: argparse.Namespace) -> int:
     console = Console()
     config = own_folder(config_loading.resolve(config_loading.load(options.config, options.overrides)))
     try:
-        with View(console) as view:
+        with View(console, verbose=options.verbose) as view:
             result = asyncio.run(evaluate(config, view))
     except Interrupted as how:
         console.print(str(how))

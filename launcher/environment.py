@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from launcher import cpus
 from launcher.machine import VISIBLE, Machine
 from runtime.config import Computing, Config, Network, Process, Spread
 from runtime.topology import processes
@@ -20,7 +21,7 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
 
     Several pools of threads on the same cores slow each other down severely.
     """
-    count = str(role.threads or threads)
+    count = str(role.threads or min(threads, len(affinity(role)) or threads))
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
@@ -39,6 +40,11 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
         others = made.get("LD_PRELOAD", machine.preload)
         made["LD_PRELOAD"] = f"{library}:{others}" if others else library
     return made
+
+
+def affinity(role: Process) -> tuple[int, ...]:
+    """The processors that the role's processes may run on; () = those that the launcher has."""
+    return cpus.parse(role.cpus) if role.cpus else ()
 
 
 def _jemalloc(role: Process, machine: Machine) -> str:
@@ -80,6 +86,7 @@ def faults(config: Config, machine: Machine) -> Iterator[str]:
     """What the configuration asks of this machine that it has not, one line each."""
     for path, role in processes(config).items():
         yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
+        yield from _cpu_faults(f"{path}.cpus", role, machine)
 
 
 def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
@@ -87,3 +94,13 @@ def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]
         yield f"{key}: true, but libjemalloc.so.2 was not found; install libjemalloc2 (openEuler: jemalloc), or name its path"
     elif isinstance(role.jemalloc, str) and role.jemalloc != "auto" and not Path(role.jemalloc).is_file():
         yield f"{key}: '{role.jemalloc}' is not a file; must be auto, true, false or a library's path"
+
+
+def _cpu_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
+    try:
+        missing = set(affinity(role)) - machine.cpus
+    except ValueError as error:
+        yield f"{key}: {error}; must be a list such as 0-15,32"
+        return
+    if missing:
+        yield f"{key}: {role.cpus}, but this machine gives no {cpus.shown(missing)}; must be of {cpus.shown(machine.cpus)}"

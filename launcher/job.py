@@ -20,9 +20,10 @@ from launcher.known import known_names
 from launcher.machine import on_this_machine
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
-from runtime import config_checks, config_loading, layout, os_process
+from runtime import config_checks, config_loading, layout, os_process, startup
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
+from runtime.startup import Startup
 from services import session
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class Job(ABC, Generic[Result]):
         self._twice = asyncio.Event()
         self._coordinator: Child | None = None
         self._agent: Agent
+        self._told_startup = False
         self._began = False  # whether it has come to have something to keep
 
     @abstractmethod
@@ -74,7 +76,7 @@ class Job(ABC, Generic[Result]):
         """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
-            self.supervisor = Supervisor(logs, self.view.say)
+            self.supervisor = Supervisor(logs, self.view.say, self.config.logs, self.view.output if self.view.verbose else None)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
@@ -99,15 +101,17 @@ class Job(ABC, Generic[Result]):
 
     async def warmed_up(self, config: Config) -> Config:
         """The configuration with what the warm-up makes."""
+        before = time.monotonic()
         config = await self.guarded(jobs.warm_up(self.supervisor, config, self.view))
+        self.launched += time.monotonic() - before  # it is no part of the start-up
         config = config_loading.resolve(config)
         self.check(config)
-        self.launched = time.monotonic()
         return config
 
     async def _start(self, config: Config) -> str:
         """Start the coordinator, and this node's agent, which is to start the others; returns the coordinator's address."""
         self.view.phase("starting")
+        (self.folder / layout.STARTUP).unlink(missing_ok=True)  # of the run that this one resumes
         reader, writer = os.pipe()
         path, python = self.folder / layout.CONFIG, sys.executable
         try:
@@ -151,7 +155,15 @@ class Job(ABC, Generic[Result]):
             async for progress in session.watch(address):
                 self._began = self._began or progress.phase != "starting"
                 self._agent.heed(progress)
+                if progress.phase == "training":
+                    self._tell_startup()
                 self.view.progress(progress)
+
+    def _tell_startup(self) -> None:
+        """Once, when it is known."""
+        if not self._told_startup and (found := Startup.read(self.folder)) is not None:
+            self._told_startup = True
+            self.view.say(startup.line(found))
 
     async def guarded(self, work: Awaitable[T]) -> T:
         """Wait for `work`, or for the first process that dies: then for the coordinator's word on it, then its own."""

@@ -16,12 +16,15 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from rich.console import Console
+
 from launcher import environment
 from launcher.agent import AGAIN, Agent
 from launcher.cli import run_training, told
 from launcher.here import Here
 from launcher.machine import on_this_machine
 from launcher.supervisor import Supervisor
+from launcher.view import View
 from runtime import config_loading, layout, network
 from runtime.config import Config
 from runtime.errors import ConfigError, ServiceFault, UserError
@@ -36,13 +39,15 @@ _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD
 class Follower:
     """A node without the coordinator."""
 
-    def __init__(self, config: Config, here: Here):
+    def __init__(self, config: Config, here: Here, verbose: bool):
         """Raises UserError."""
         own = on_this_machine(config, here.address)
         coordinator = config.services.coordinator
         self._address = network.host_port(coordinator.host, coordinator.port)
         self._deadlines = config.deadlines
-        self._supervisor = Supervisor(Path(config.run.dir) / layout.LOGS, lambda line: print(line, flush=True))
+        view = View(Console(), verbose=verbose)
+        show = view.output if verbose else None
+        self._supervisor = Supervisor(Path(config.run.dir) / layout.LOGS, view.say, config.logs, show)
         self._agent = Agent(here.registration(config, own), own, self._address, self._supervisor, here.machine, sys.executable)
         self._leaves = asyncio.Event()
 
@@ -95,6 +100,7 @@ def main() -> None:
     parser.add_argument("--name", default="", help="what cluster.nodes calls this node (default: its host name)")
     parser.add_argument("--address", default="", metavar="IP", help="this node's, instead of what network.interface gives")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of its accelerators are for the run (default: all)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show what each process of this node writes to its log")
     options = parser.parse_intermixed_args()
     for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
         del os.environ[variable]
@@ -107,17 +113,17 @@ def run_node(options: argparse.Namespace) -> int:
     here = Here.of(config, options.name, options.address, options.devices)
     coordinator = config.services.coordinator
     if not coordinator.host or network.is_own(coordinator.host):
-        return run_training(config, here)
+        return run_training(config, here, options.verbose)
     if not coordinator.port:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
     if faults := list(environment.faults(config, here.machine)):
         raise ConfigError(faults)
-    asyncio.run(follow(config, here))
+    asyncio.run(follow(config, here, options.verbose))
     return 0
 
 
-async def follow(config: Config, here: Here) -> None:
-    await Follower(config, here).run()
+async def follow(config: Config, here: Here, verbose: bool) -> None:
+    await Follower(config, here, verbose).run()
 
 
 if __name__ == "__main__":

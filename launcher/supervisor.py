@@ -10,15 +10,19 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launcher import cpus
+from launcher.logs import Log
 from launcher.topology import ProcessSpec
 from runtime import os_process
-from runtime.config import Restarts
+from runtime.config import Logs, Restarts
 from runtime.engines.vllm import leftovers
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.restarts import Allowance
@@ -34,10 +38,11 @@ _RANK_ENDED = re.compile(
 class Child:
     """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, log: Path, incarnation: int = 0):
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
         self.spec = spec
         self.process = process
-        self.log = log
+        self.output = output
+        self.log = output.path
         self.incarnation = incarnation
         self.given_up = ""  # why it was ended from here, while the others go on
         self.last = ""  # why no other comes in its place
@@ -54,7 +59,7 @@ class Child:
     def mistaken(self) -> bool:
         """Whether it, or a rank that it started, ended with what its user has to mend: it would only happen again."""
         code = self.process.returncode
-        return code == MISTAKE or (bool(code) and _RANK_ENDED.search(self._told()) is not None)
+        return code == MISTAKE or (bool(code) and _RANK_ENDED.search(self.output.tail()) is not None)
 
     def give_up(self, reason: str) -> None:
         """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
@@ -74,7 +79,7 @@ class Child:
             return ServiceFault(self.spec.name, "run", self.given_up + self.last)
         if code < 0:
             return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
-        lines = self._told().strip().splitlines() or ["(empty log)"]
+        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if own and self.mistaken:
             return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
@@ -82,17 +87,23 @@ class Child:
             return SluiceError(f"{own[-1]} (log: {self.log}){self.last}")
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
 
-    def _told(self) -> str:
-        return self.log.read_text(errors="replace")
-
 
 class Supervisor:
     """The children of one run, in the order in which they were started."""
 
-    def __init__(self, logs: Path, say: Callable[[str], None] = lambda line: None):
-        """`say` shows a line to the user."""
+    def __init__(
+        self,
+        logs: Path,
+        say: Callable[[str], None] = lambda line: None,
+        settings: Logs = Logs(),  # noqa: B008  immutable
+        show: Callable[[str, str], None] | None = None,
+    ):
+        """`say` shows a line to the user; `show(name, line)`, if given, every line that a process writes."""
         self._logs = logs
         self._say = say
+        self._settings = settings
+        self._show = show
+        self._outputs: list[Log] = []
         self.forsaken: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
         self.children: list[Child] = []
@@ -128,9 +139,10 @@ class Supervisor:
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
     ) -> Child:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
-        interpreter that is not there."""
-        log = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
-        with log.open("wb") as out:
+        interpreter that is not there, or processors that are not."""
+        path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
+        output = Log(path, self._settings, self._say, partial(self._show, spec.name) if self._show else None)
+        with output.writer() as out:
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -140,12 +152,15 @@ class Supervisor:
                     env={**os.environ, os_process.INCARNATION: str(incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
-                    preexec_fn=os_process.die_with_parent,  # torchrun does not ask for it by itself
+                    preexec_fn=partial(os_process.before_exec, spec.cpus),  # torchrun does not ask for it by itself
                 )
             except FileNotFoundError:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
+            except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
+                raise UserError(f"services.{spec.role}.cpus: this machine gives none of {cpus.shown(spec.cpus)}") from None
         self._started.set()
-        child = Child(spec, process, log, incarnation)
+        child = Child(spec, process, output, incarnation)
+        self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
         return child
@@ -255,4 +270,5 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # also what the child left in its group
         for child in self.children:
             await child.process.wait()
+        await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))
         leftovers.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from launcher.environment import environment, hccl_ports
+from launcher.environment import affinity, environment, hccl_ports
 from launcher.machine import Machine
 from runtime.config import Config, Restarts
 from runtime.nodes import Launch
@@ -21,6 +21,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     role: str
     command: tuple[str, ...]
     env: dict[str, str]
+    cpus: tuple[int, ...] = ()  # that it may run on; () = all
 
 
 def coordinator_spec(
@@ -40,6 +41,7 @@ def coordinator_spec(
         role="coordinator",
         command=(settings.python or python, "-m", "services.coordinator", *arguments),
         env={"SLUICE_LAUNCHED": repr(launched), **environment(settings, 1, machine)},
+        cpus=affinity(settings),
     )
 
 
@@ -71,6 +73,7 @@ def service_specs(
                 *(f"services.{launch.role}", "--name", launch.name, *arguments),
             ),
             env={**ports.get(launch.name, {}), **env},
+            cpus=affinity(role),
         )
     return specs
 

@@ -13,7 +13,8 @@ from launcher.here import Here
 from launcher.job import Interrupted, Job
 from launcher.view import View
 from runtime.config import Config
-from runtime.summary import PeakMemory, Summary
+from runtime.memory import PeakMemory
+from runtime.summary import LAUNCHER, Summary
 
 MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
 
@@ -31,7 +32,7 @@ class _Training(Job[Summary]):
 
     def __init__(self, config: Config, view: View, here: Here):
         super().__init__(config, view, here)
-        self._memory = PeakMemory()
+        self._memory = PeakMemory(LAUNCHER, self._names)
 
     async def run(self) -> Summary:
         watching = asyncio.create_task(self._watch_memory())
@@ -53,9 +54,19 @@ class _Training(Job[Summary]):
         if summary.steps:
             with suppress(Interrupted):  # everything is saved: only the picture is missing
                 await self.guarded(jobs.plot(self.supervisor, self.folder))
-        summary = replace(summary, total_seconds=time.monotonic() - self.started, peak_pss_bytes=self._memory.peak_bytes)
+        memory = self._memory
+        summary = replace(
+            summary,
+            total_seconds=time.monotonic() - self.started,
+            peak_pss_bytes=memory.pss_bytes,
+            memory=memory.by_process,
+        )
         summary.write(self.folder)
         return summary
+
+    def _names(self) -> dict[int, str]:
+        """By pid, once there are any."""
+        return {child.pid: child.spec.name for child in self.supervisor.children} if hasattr(self, "supervisor") else {}
 
     async def _watch_memory(self) -> None:
         while True:

@@ -17,10 +17,12 @@ LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 class View:
     """A context manager. One line a phase, the newest with figures beside its bar.
 
-    Without a terminal a line is printed at most every `line_interval` seconds.
+    Without a terminal a line is printed at most every `line_interval` seconds. `verbose`: `output` is wanted.
     """
 
-    def __init__(self, console: Console, line_interval: float = LINE_INTERVAL):
+    def __init__(self, console: Console, line_interval: float = LINE_INTERVAL, verbose: bool = False):
+        self.verbose = verbose
+        self._width = 0  # of the longest name so far
         self._console = console
         self._line_interval = line_interval
         self._bars = Progress(
@@ -61,6 +63,11 @@ class View:
     def say(self, line: str) -> None:
         """A line of its own, which stays."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def output(self, name: str, line: str) -> None:
+        """What a process wrote, with its name before it. May be called from any thread."""
+        self._width = max(self._width, len(name))
+        self.say(f"{name:<{self._width}} | {line}")
 
     def _close(self) -> None:
         """The phase before is over: its bar stands still, and full."""

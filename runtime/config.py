@@ -337,6 +337,7 @@ class Process(Section, frozen=True):
     python: str = ""  # its own interpreter; the launcher's when empty
     env: dict[str, str] = {}
     threads: NonNegative = 0  # of torch; 0 = the cores shared out among the local processes
+    cpus: str = ""  # those that the role's processes may run on, as taskset writes them: 0-15,32; all when empty
     jemalloc: bool | str = "auto"  # preloaded: auto = on NPU machines that have it, for what computes; or a library's path
 
 
@@ -516,6 +517,13 @@ class Ledger(Section, frozen=True):
     retain_bytes: Positive = 1 << 30  # retired payloads kept for `sluice samples`
 
 
+class Logs(Section, frozen=True):
+    """Of each process: the file that it writes, and `keep` older ones, of `max_bytes` each."""
+
+    max_bytes: Positive = 64 << 20
+    keep: NonNegative = 3
+
+
 class Node(Section, frozen=True):
     """A machine, by the name that its agent gives. `supernode`: nodes of one are near each other, and an SPMD group is put into
     one that holds it.
@@ -586,6 +594,7 @@ class Config(Section, frozen=True):
     publication: Publication = Publication()
     checkpoint: Checkpoint = Checkpoint()
     ledger: Ledger = Ledger()
+    logs: Logs = Logs()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])

@@ -1,20 +1,24 @@
-"""What a run came to: summary.json, the short table that ends it, and the memory of its processes."""
+"""What a run came to: summary.json, and the short table that ends it."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 from msgspec import Struct
 from rich.table import Table
 
-from runtime import layout
+from runtime import layout, startup
 from runtime.errors import UserError
+from runtime.memory import Memory
+from runtime.startup import Startup
+
+LAUNCHER = "launcher"
+CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +30,8 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     accuracy_after: float | None
     rl_seconds: float  # from the first prompt admitted to the last step
     total_seconds: float  # from the command to the end
-    startup: dict[str, float]  # seconds by phase, up to the first training step
+    startup: dict[str, float]  # `runtime.startup.Startup.phases`
+    startup_processes: dict[str, dict[str, float]] = {}  # ... and its `processes`
     samples_per_second: float  # trained samples
     tokens_per_second: float  # trained reply tokens
     staleness_mean: float
@@ -38,6 +43,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     dropped: dict[str, int] = {}  # of these, the dropped ones by reason
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
     peak_pss_bytes: int  # of all processes together
+    memory: dict[str, Memory] = {}  # of each process with what it started, and of the launcher, at its largest
 
     def write(self, run_dir: str | Path) -> None:
         """Write summary.json under `run_dir`, whole or not at all."""
@@ -120,8 +126,9 @@ def render(summary: Summary) -> Table:
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
     table.add_row("groups", _groups(summary) or "–")
     table.add_row("time by phase", _phases(summary.timing))
-    table.add_row("start-up", _phases(summary.startup))
-    table.add_row("peak memory", f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)")
+    if startup.TOTAL in summary.startup:
+        table.add_row("start-up", startup.line(Startup(phases=summary.startup)))
+    table.add_row("peak memory", _memory(summary))
     return table
 
 
@@ -133,6 +140,13 @@ def _groups(summary: Summary) -> str:
     return ", ".join(told.values())
 
 
+def _memory(summary: Summary) -> str:
+    """In all, and of those that do not compute."""
+    told = [f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)"]
+    resident = {name: summary.memory[name].rss_bytes for name in CONTROL if name in summary.memory}
+    return ", ".join(told + [f"{name} {size / 2**20:.0f} MiB resident" for name, size in resident.items()])
+
+
 def _percent(accuracy: float | None) -> str:
     return "not measured" if accuracy is None else f"{accuracy:.1%}"
 
@@ -141,33 +155,3 @@ def _phases(seconds: Mapping[str, float]) -> str:
     """The phases from long to short; `all` and the non-overlapping parts are in summary.json."""
     shown = {name: value for name, value in seconds.items() if name != "all" and not name.startswith("non_overlap_")}
     return ", ".join(f"{name} {value:.1f} s" for name, value in sorted(shown.items(), key=lambda item: -item[1])) or "–"
-
-
-def pss_of(pids: Iterable[int]) -> int:
-    """Proportional set size in bytes of these processes together: shared pages count once. Those that are gone count 0."""
-    total = 0
-    for pid in pids:
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        total += next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
-    return total
-
-
-class PeakMemory:
-    """The largest PSS seen of a process and all that descend from it. One sample costs about a millisecond a process."""
-
-    def __init__(self, root: int | None = None):
-        self.peak_bytes = 0
-        self._root = psutil.Process(root)
-
-    def sample(self) -> int:
-        """Bytes now."""
-        try:
-            pids = [self._root.pid, *(child.pid for child in self._root.children(recursive=True))]
-        except psutil.NoSuchProcess:
-            return 0
-        now = pss_of(pids)
-        self.peak_bytes = max(self.peak_bytes, now)
-        return now

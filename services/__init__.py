@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+
+BEGAN = time.monotonic()  # the interpreter is up, and nothing is imported yet
 
 # Whatever is forked here becomes another program at once. Without this gRPC stops its own threads around every fork, which
 # now and then (in one start of a reward service in fourteen, with four workers) leaves calls under way without an answer.

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+import services
 from runtime import config_loading, layout, os_process
 from runtime.aio import first_error
 from runtime.config import Config
@@ -33,6 +34,7 @@ from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.material import Material
 from runtime.pipeline.run import Run
 from runtime.ports import Replaceable
+from runtime.startup import Phases, Startup, in_order
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.topology import is_group, slots
 from runtime.trackers import Trackers
@@ -48,14 +50,14 @@ T = TypeVar("T")
 class Coordinator:
     """One coordinator process, from binding its port to its end."""
 
-    def __init__(self, config: Config, trains: bool = True):
-        """`trains`: False for an evaluation alone."""
+    def __init__(self, config: Config, phases: Phases, trains: bool = True):
+        """`phases`: of the start-up so far. `trains`: False for an evaluation alone."""
         self._config = config
+        self._phases = phases
         self._trains = trains
         self._folder = Path(config.run.dir)
         self._started = time.monotonic()
-        # CLOCK_MONOTONIC is one for all processes of a machine.
-        self._launched = float(os.environ.get("SLUICE_LAUNCHED", self._started))
+        self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
         self._fleet = Fleet(config, lambda: self._report(self._progress))
@@ -111,9 +113,10 @@ class Coordinator:
         self._fleet.expect(await self._nodes.placed(self._started))
         material = await self._material()
         try:
-            seconds = time.monotonic()
+            before = time.monotonic()
             await self._fleet.connect(self._started, self._arrive)
-            material.seconds["services"] = time.monotonic() - seconds
+            material.startup.phases["services"] = time.monotonic() - before
+            material.startup.processes |= {one.name: in_order(one.seconds) for one in self._fleet.processes}
             self._run = Run(material, self._fleet.roles())
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -155,6 +158,7 @@ class Coordinator:
     async def _material(self) -> Material:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
+        phases = {"launcher": self._phases.born - self._launched, "coordinator": before - self._phases.born}
         tokenizer = _tokenizer(config)
         train = training_prompts(config.data, tokenizer)
         log.info("prompts: %s", train.report())
@@ -170,7 +174,9 @@ class Coordinator:
             stop_token_ids=tokenizer.stop_ids,
             report=self._report,
             launched=self._launched,
-            seconds={"coordinator": self._started - self._launched, "data": time.monotonic() - before},
+            startup=Startup(
+                phases={**phases, "data": time.monotonic() - before}, processes={"coordinator": self._phases.seconds}
+            ),
             lost=self._fleet.lose,
             regroup=self._fleet.regroup,
         )
@@ -305,10 +311,13 @@ def main() -> None:
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    phases = Phases()
+    phases.mark("interpreter", services.BEGAN)
+    phases.mark("imports")
     try:
         config = config_loading.load(arguments.config, ())
         uvloop.install()
-        asyncio.run(Coordinator(config, trains=not arguments.evaluate).serve(arguments.ready_fd))
+        asyncio.run(Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd))
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

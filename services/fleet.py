@@ -12,6 +12,7 @@ from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.ports import Replaceable
+from runtime.startup import in_order
 from runtime.status import Loss, Registration
 from runtime.topology import Member, group_of
 from services.client import client, service_of
@@ -228,5 +229,5 @@ class Fleet:
 
 
 def _told(registration: Registration) -> tuple[str, int, str, str]:
-    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in registration.seconds.items())
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in in_order(registration.seconds).items())
     return registration.name, registration.pid, registration.address, seconds

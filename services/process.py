@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -20,11 +21,13 @@ from typing import Any
 
 import uvloop
 
+import services
 from runtime import config_loading, os_process
 from runtime.actor import Actor, Letter
 from runtime.config import Config
 from runtime.errors import SluiceError, UserError
 from runtime.network import transport_variables
+from runtime.startup import Phases, uncollected
 from runtime.status import Registration, State, Status, Stop
 from runtime.types import PolicyVersion
 from services import session, wire
@@ -33,6 +36,9 @@ from services.server import Handler, Server
 log = logging.getLogger("sluice")
 
 RATE_WINDOW = 0.5  # seconds
+
+TORCH = ("torch",)
+TRANSFORMERS = ("torch", "runtime.engines.hf_policy", "transformers.modeling_utils")
 
 
 class Service(ABC):
@@ -51,6 +57,8 @@ class Service(ABC):
     @abstractmethod
     def load(self) -> None:
         """Import what is heavy, and build the engine."""
+
+    libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
 
     background: asyncio.Future[None] | None = None  # work whose end is the end of the process
 
@@ -94,13 +102,16 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    phases = Phases()
+    phases.mark("interpreter", services.BEGAN)
+    phases.mark("imports")
     try:
         config = config_loading.load(arguments.config, ())
         for name, value in transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
         uvloop.install()
-        asyncio.run(Process(service, arguments.coordinator).run())
+        asyncio.run(Process(service, arguments.coordinator, phases).run())
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -113,10 +124,12 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
 class Process:
     """One service process, from binding its port to its end."""
 
-    def __init__(self, service: Service, coordinator: str):
+    def __init__(self, service: Service, coordinator: str, phases: Phases):
+        """`phases`: of the start-up so far."""
         self._service = service
         self._coordinator = coordinator
-        self._started = time.monotonic() - os_process.age()
+        self._phases = phases
+        self._started = phases.born
         self._state: State = "starting"
         self._loaded = False
         self._address = ""
@@ -135,9 +148,9 @@ class Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         try:
-            seconds = await self._load()
+            await self._load()
             actor = asyncio.create_task(self._actor.run())
-            await self._register(seconds)
+            await self._register()
             self._state = "ready"
             await server.set_serving(True)
             log.info("%s serves on %s", service.name, self._address)
@@ -149,15 +162,21 @@ class Process:
                 await service.close()
             await server.stop(grace=0.5)
 
-    async def _load(self) -> dict[str, float]:
-        before = time.monotonic()
-        await asyncio.to_thread(self._service.load)
+    async def _load(self) -> None:
+        with uncollected():
+            if self._service.libraries:
+                await asyncio.to_thread(self._import_libraries)
+                self._phases.mark("libraries")
+            await asyncio.to_thread(self._service.load)
         await self._service.start()
         self._loaded = True
-        now = time.monotonic()
-        return {"interpreter": before - self._started, "load": now - before}
+        self._phases.mark("load")
 
-    async def _register(self, seconds: dict[str, float]) -> None:
+    def _import_libraries(self) -> None:
+        for library in self._service.libraries:
+            importlib.import_module(library)
+
+    async def _register(self) -> None:
         registration = Registration(
             role=self._service.role,
             name=self._service.name,
@@ -165,7 +184,7 @@ class Process:
             address=self._address,
             pid=os.getpid(),
             host=socket.gethostname(),
-            seconds=seconds,
+            seconds=self._phases.seconds,
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
             machine=os_process.machine(),
         )

@@ -28,6 +28,7 @@ class ReferenceService(process.Service):
     role = "reference"
     service = "Reference"
     batch = 256
+    libraries = process.TORCH
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)

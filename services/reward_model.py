@@ -22,6 +22,7 @@ class RewardModelService(process.Service):
     role = "reward_model"
     service = "Reward"
     batch = 256
+    libraries = process.TRANSFORMERS
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)

@@ -55,6 +55,7 @@ class RolloutService(process.Service):
     role = "rollout"
     service = "Rollout"
     batch = 1024
+    libraries = process.TORCH
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)

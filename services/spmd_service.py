@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from runtime.actor import Letter
 from runtime.commands import Shared, Slot
-from runtime.config import Config
+from runtime.config import Config, Spread
 from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion
 from services import process
@@ -45,6 +45,8 @@ class SpmdService(process.Service):
     def __init__(self, role: SpmdRole, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
         self.role, self.service = role.name, role.service
+        spread: Spread = getattr(config.services, role.name)
+        self.libraries = process.TRANSFORMERS if spread.engine == "torch" else process.TORCH
         self._make_rank = role.make_rank
         self._thread = ThreadPoolExecutor(1, "engine")
         self._worker: GroupRank

@@ -24,7 +24,6 @@ class History:
     skipped_evaluations: int = 0
     rl_began: float = 0.0  # when the first prompt was admitted, on the clock of time.monotonic
     rl_seconds: float = 0.0  # from then to the last step
-    first_applied: float = 0.0  # when the first step was submitted whole
     furthest: int = 0  # the last step of any lineage
     fruitless: int = 0  # lineages in a row that did not get further
     _at_folder: Totals = field(default_factory=Totals)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime import checkpoint, codec, evaluation, layout
+from runtime import checkpoint, codec, evaluation, layout, startup
 from runtime.aio import TaskGroup
 from runtime.chosen_algorithm import groups_per_update, streams
 from runtime.data.prompts import PromptStream, StreamState
@@ -195,7 +195,7 @@ class Lineage:
             await self._begin()
             keeper = tasks.create_task(self._publisher.run())
             if not history.evaluated_before:
-                history.accuracy_before = await self._evaluate_alone(config.evaluation.before)
+                history.accuracy_before = await self._evaluate_before()
                 history.evaluated_before = True
             await self._train(tasks)
             await self._end_groups()
@@ -210,9 +210,16 @@ class Lineage:
             await self._restore(self._position)
         before = time.monotonic()
         await self._publisher.publish(PolicyVersion(self._incarnation, self._buffer.step))
-        self._material.seconds.setdefault("first publication", time.monotonic() - before)
+        self._material.startup.phases.setdefault("first publication", time.monotonic() - before)
         self._begun = True
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
+
+    async def _evaluate_before(self) -> float | None:
+        began = time.monotonic()
+        accuracy = await self._evaluate_alone(self._config.evaluation.before)
+        if accuracy is not None:
+            self._material.startup.phases[startup.NOT_COUNTED] = time.monotonic() - began
+        return accuracy
 
     async def _train(self, tasks: TaskGroup) -> None:
         """Admission and training until the last step."""
@@ -241,8 +248,9 @@ class Lineage:
     async def _finished(self, trained: TrainedStep) -> None:
         """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
         config, step, history = self._config, trained.step + 1, self._history
-        history.first_applied = history.first_applied or self._training.first_applied
         await self._books.step(trained)
+        if startup.TOTAL not in self._material.startup.phases:
+            self._started_up()
         if config.stop.hours and time.monotonic() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         every = config.evaluation.every
@@ -252,6 +260,13 @@ class Lineage:
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
         self._report("training")
+
+    def _started_up(self) -> None:
+        """The first step is done: it is known when its batch was whole in the trainer's hands."""
+        phases, submitted = self._material.startup.phases, self._training.first_applied
+        phases["first step"] = submitted - self._history.rl_began
+        phases[startup.TOTAL] = submitted - self._material.launched - phases.get(startup.NOT_COUNTED, 0.0)
+        self._material.startup.write(self._material.folder)
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None
@@ -280,7 +295,6 @@ class Lineage:
         if evaluating.cancelled():
             return None
         found = evaluating.result()
-        self._material.seconds.setdefault("evaluation", found.seconds)
         await self._note(step, found)
         return found.accuracy
 

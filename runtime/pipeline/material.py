@@ -15,6 +15,7 @@ from runtime.generations import TextDecoder
 from runtime.ledger import Ledger
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.states import Mark
+from runtime.startup import Startup
 from runtime.status import Loss, Progress
 from runtime.topology import members, replicas, uses_reference
 from runtime.trackers import Trackers
@@ -36,7 +37,7 @@ class Material:
     launched: float  # when the run was asked for, on the clock of time.monotonic
     lost: Callable[[Loss], None] = lambda loss: None  # told of every process that the run does without
     regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run
-    seconds: dict[str, float] = field(default_factory=dict)  # of the start-up, by phase
+    startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
 
 def needs(config: Config) -> Mark:

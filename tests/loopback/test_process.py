@@ -179,7 +179,7 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
         async with registered(tmp_path) as (service, registration, session):
             assert (registration.role, registration.name, registration.rank) == ("reward", "reward-0", 0)
             assert registration.pid == service.process.pid
-            assert registration.seconds.keys() == {"interpreter", "load"}
+            assert registration.seconds.keys() == {"interpreter", "imports", "load"}
             await until_serving(registration.address)
             assert await serving_status(registration.address) == "SERVING"
             services = await asyncio.to_thread(reflected, registration.address)

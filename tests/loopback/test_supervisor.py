@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
 
 from launcher.supervisor import DYING, Child, Supervisor
 from launcher.topology import ProcessSpec
@@ -256,6 +260,35 @@ def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:
         failing.cancel()
         supervisor.replace_nobody()
         await supervisor.wait_all(1.0)
+        assert supervisor.children == []
+
+    supervised(tmp_path, test)
+
+
+AFFINITY = "import os; print('on', *sorted(os.sched_getaffinity(0)))"
+THROUGH_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {AFFINITY!r}])"
+
+
+@pytest.mark.parametrize("code", [AFFINITY, THROUGH_ANOTHER], ids=["itself", "what it starts"])
+def test_a_process_runs_on_its_own_processors_alone(tmp_path: Path, code: str) -> None:
+    all_of_them = sorted(os.sched_getaffinity(0))
+    own = all_of_them[-1]
+
+    async def test(supervisor: Supervisor) -> None:
+        bound = await supervisor.start(replace(spec("bound-0", code), cpus=(own,)))
+        free = await supervisor.start(spec("free-0", code))
+        assert [await bound.process.wait(), await free.process.wait()] == [0, 0]
+        assert bound.output.tail() == f"on {own}\n"
+        assert free.output.tail() == f"on {' '.join(map(str, all_of_them))}\n"
+
+    supervised(tmp_path, test)
+    assert sorted(os.sched_getaffinity(0)) == all_of_them
+
+
+def test_processors_that_are_not_there_are_the_users_to_mend(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        with pytest.raises(UserError, match=r"services\.bound\.cpus: this machine gives none of 1023"):
+            await supervisor.start(replace(spec("bound-0", LIVES), cpus=(1023,)))
         assert supervisor.children == []
 
     supervised(tmp_path, test)

@@ -160,7 +160,9 @@ class TestMachine:
         assert this_machine(tmp_path).devices == ("0", "1")
 
     def test_a_machine_without_either(self, tmp_path: Path) -> None:
-        assert this_machine(tmp_path) == Machine(preload=os.environ.get("LD_PRELOAD", ""))
+        assert this_machine(tmp_path) == Machine(
+            cpus=frozenset(os.sched_getaffinity(0)), preload=os.environ.get("LD_PRELOAD", "")
+        )
 
     def test_gpus_are_found_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

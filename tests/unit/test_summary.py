@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from runtime.errors import UserError
-from runtime.summary import PeakMemory, Summary, Totals, pss_of, render
+from runtime.memory import Memory
+from runtime.summary import Summary, Totals, render
 
 STEPS: list[dict[str, Any]] = [
     {
@@ -48,7 +47,7 @@ def summary(**changes: Any) -> Summary:
         "accuracy_before": 0.45,
         "accuracy_after": 0.93,
         "total_seconds": 9.0,
-        "startup": {"imports": 2.0, "register": 0.5},
+        "startup": {"services": 2.0, "first step": 0.5, "to first step": 2.5},
         "groups": {"retired": 16, "dropped": 1},
         "peak_pss_bytes": 3 << 29,
     }
@@ -88,7 +87,8 @@ def test_the_file(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "summary.json").read_text())
     expected = {"accuracy_before", "accuracy_after", "steps", "rl_seconds", "total_seconds", "peak_pss_bytes"}
     expected |= {"samples_per_second", "tokens_per_second", "staleness_mean", "staleness_max", "staleness_histogram"}
-    expected |= {"idle_trainer", "idle_rollout", "groups", "dropped", "timing", "startup", "stop_reason"}
+    expected |= {"idle_trainer", "idle_rollout", "groups", "dropped", "timing", "startup", "startup_processes", "memory"}
+    expected |= {"stop_reason"}
     assert data.keys() == expected
     assert data["staleness_histogram"] == {"0": 32, "1": 48, "2": 48}
     assert Summary.read(tmp_path) == found
@@ -120,7 +120,7 @@ def test_the_table() -> None:
         "trainer 65%, rollouts 30%",
         "16 retired, 1 dropped",
         "update 1.4 s, rollout 1.0 s",
-        "imports 2.0 s, register 0.5 s",
+        "2.5 s to the first step: services 2.0, first step 0.5",
         "1.50 GiB",
         "Stopped: steps",
     ):
@@ -128,39 +128,13 @@ def test_the_table() -> None:
     assert "non_overlap" not in shown
 
 
+def test_the_table_tells_the_memory_of_those_that_only_direct_others() -> None:
+    held = {"trainer-0": Memory(9 << 30, 8 << 30), "launcher": Memory(66 << 20, 40 << 20), "coordinator": Memory(80 << 20)}
+    shown = text_of(summary(memory=held))
+    assert "coordinator 80 MiB resident, launcher 66 MiB resident" in shown
+    assert "trainer-0" not in shown
+
+
 def test_the_table_says_why_groups_were_dropped() -> None:
     shown = text_of(summary(groups={"retired": 16, "dropped": 1204}, dropped={"no signal": 1200, "run ended": 4}))
     assert "16 retired, 1,204 dropped (1,200 no signal, 4 run ended)" in shown
-
-
-CHILD = "import sys; held = b'x' * (48 << 20); print('ready', flush=True); sys.stdin.read()"
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
-def test_peak_memory_covers_children_and_outlives_them() -> None:
-    memory = PeakMemory()
-    before = memory.sample()
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with child:
-        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        assert 48 << 20 <= pss_of([child.pid]) < 96 << 20
-        assert memory.sample() >= before + (48 << 20)
-    assert pss_of([child.pid]) == 0
-    assert memory.sample() < memory.peak_bytes
-    assert memory.peak_bytes >= before + (48 << 20)
-
-
-SHARER = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)\n"
-SHARER += "sum(m[i] for i in range(0, len(m), 4096)); print('ready', flush=True); sys.stdin.read()"
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
-def test_shared_pages_count_once(tmp_path: Path) -> None:
-    size = 64 << 20
-    (tmp_path / "shared").write_bytes(bytes(size))
-    command = [sys.executable, "-c", SHARER, str(tmp_path / "shared")]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
-    with children[0], children[1]:
-        for child in children:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        assert size <= pss_of([child.pid for child in children]) < size * 3 // 2

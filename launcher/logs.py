@@ -1,0 +1,151 @@
+"""What a process writes to its standard output and error, kept in files that do not grow for ever.
+
+A thread for each process carries it from a pipe to the file, whatever wrote it: Python, a C library, or another process that
+was started there. So nothing is lost when a file is full, and nothing waits for the launcher's event loop.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runtime.config import Logs
+
+CHUNK = 1 << 16
+PIPE_BYTES = 1 << 20  # as much as Linux lets every user have: what a process can write before it waits for the thread
+TAIL_BYTES = 1 << 20  # of a log, its newest part: there stands why the process ended
+CLOSING = 2.0  # seconds that the rest may take once the process is gone: what has left its group may go on writing
+
+
+class Log:
+    """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on.
+
+    `say` is told once when the file cannot be written, and `show` every line; both from the log's own thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Logs,
+        say: Callable[[str], None] = lambda line: None,
+        show: Callable[[str], None] | None = None,
+    ):
+        self.path = path
+        self._settings = settings
+        self._say = say
+        self._show = show
+        self._unshown = b""  # of a line that is not whole yet
+        self._lost = 0  # bytes since the file could be written last
+        self._lock = threading.Lock()  # who has it carries
+        for old in path.parent.glob(f"{path.name}.*"):
+            old.unlink()
+        self._file = path.open("wb", buffering=0)
+        self._reader = -1
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def writer(self) -> Iterator[int]:
+        """The file descriptor that the process is to be started with."""
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        with suppress(OSError):  # this user's pipes hold as much as they may already
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        try:
+            yield writer
+        finally:
+            os.close(writer)
+            self._thread = threading.Thread(target=self._follow, name=f"log-{self.path.stem}", daemon=True)
+            self._thread.start()
+
+    def tail(self) -> str:
+        """The newest part, with everything that was written until now."""
+        with self._lock:
+            self._carry()
+        data = b""
+        for path in (self._older(1), self.path):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                data += file.read()
+        return data[-TAIL_BYTES:].decode(errors="replace")
+
+    def close(self) -> None:
+        """Once the process is gone: what it wrote last is in the file."""
+        if self._thread is not None:
+            self._thread.join(CLOSING)
+
+    def _follow(self) -> None:
+        """Until nobody has the other end of the pipe any more."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        ended = False
+        while not ended:
+            poll.poll()
+            with self._lock:
+                ended = self._carry()
+        with self._lock:
+            if self._unshown:
+                self._tell(b"\n")
+            os.close(self._reader)
+            self._reader = -1
+            self._file.close()
+
+    def _carry(self) -> bool:
+        """Take all that lies in the pipe; whether it was the last."""
+        while self._reader >= 0:
+            try:
+                data = os.read(self._reader, CHUNK)
+            except BlockingIOError:
+                return False
+            if not data:
+                return True
+            self._keep(data)
+            self._tell(data)
+        return True
+
+    def _keep(self, data: bytes) -> None:
+        """In files of at most `max_bytes`, each of which ends with a whole line if there is one."""
+        try:
+            if self._lost:
+                self._write(f"[{self._lost} bytes were lost here]\n".encode())
+                self._lost = 0
+            while len(data) > (room := self._settings.max_bytes - self._file.tell()):
+                cut = data.rfind(b"\n", 0, room) + 1 or room
+                self._write(data[:cut])
+                data = data[cut:]
+                self._rotate()
+            self._write(data)
+        except OSError as error:  # the process shall go on
+            if not self._lost:
+                self._say(f"{self.path}: {(error.strerror or str(error)).lower()}: output of this process is being lost")
+            self._lost += len(data)
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[self._file.write(data) :]
+
+    def _rotate(self) -> None:
+        keep = self._settings.keep
+        self._older(keep).unlink(missing_ok=True)
+        for age in range(keep - 1, -1, -1):
+            with suppress(FileNotFoundError):
+                self._older(age).rename(self._older(age + 1))
+        full, self._file = self._file, self.path.open("wb", buffering=0)
+        full.close()
+
+    def _older(self, age: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{age}") if age else self.path
+
+    def _tell(self, data: bytes) -> None:
+        if self._show is None:
+            return
+        *lines, self._unshown = (self._unshown + data).split(b"\n")
+        try:
+            for line in lines:
+                self._show(line.decode(errors="replace"))
+        except (OSError, SystemExit):  # who reads the launcher's output has gone; rich ends the thread for it
+            self._show = None

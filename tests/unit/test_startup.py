@@ -1,0 +1,83 @@
+"""The report of a start-up, and what it is made of."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime import os_process, startup
+from runtime.startup import Phases, Startup
+
+FOUND = Startup(
+    phases={
+        "launcher": 0.5,
+        "coordinator": 0.4,
+        "data": 0.2,
+        "services": 3.9,
+        "first publication": 0.1,
+        "evaluation": 0.4,
+        "first step": 0.2,
+        "to first step": 5.3,
+    },
+    processes={
+        "coordinator": {"interpreter": 0.1, "imports": 9.0},
+        "rollout-0": {"interpreter": 0.1, "imports": 0.3, "libraries": 1.5, "load": 0.1},
+        "trainer-0": {"interpreter": 0.1, "imports": 0.3, "libraries": 3.0, "load": 0.4},
+    },
+)
+
+
+def test_the_line_has_the_phases_in_order_and_who_was_waited_for() -> None:
+    assert startup.line(FOUND) == (
+        "5.3 s to the first step: launcher 0.5, coordinator 0.4, data 0.2, "
+        "services 3.9 (trainer-0: interpreter 0.1, imports 0.3, libraries 3.0, load 0.4), "
+        "first publication 0.1, first step 0.2; not counted: evaluation 0.4"
+    )
+
+
+def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert Startup.read(tmp_path) is None
+    FOUND.write(tmp_path)
+    assert Startup.read(tmp_path) == FOUND
+    assert [path.name for path in tmp_path.iterdir()] == ["startup.json"]
+
+
+def test_a_message_may_shuffle_the_phases_of_a_process() -> None:
+    shuffled = {"load": 4.0, "imports": 2.0, "libraries": 3.0, "interpreter": 1.0}
+    assert list(startup.in_order(shuffled)) == ["interpreter", "imports", "libraries", "load"]
+
+
+def test_phases_follow_each_other_from_the_start_of_the_process() -> None:
+    phases = Phases()
+    before = time.monotonic()
+    phases.mark("interpreter", before)
+    phases.mark("imports")
+    assert phases.seconds["interpreter"] == pytest.approx(before - phases.born)
+    assert 0 <= phases.seconds["imports"] <= time.monotonic() - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere known to a second only")
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    """Not from its first line, nor from a second before."""
+    code = "import sys; from runtime import os_process; print(os_process.age(), flush=True)"
+    before = time.monotonic()
+    told = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+    assert 0 < told <= time.monotonic() - before + 1 / os.sysconf("SC_CLK_TCK")
+    assert os_process.age() > told
+
+
+def test_nothing_is_collected_while_an_engine_is_made() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with startup.uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
