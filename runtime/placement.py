@@ -3,7 +3,7 @@
 A role's processes come in units that have to be on one node: a replica with all its devices, or the ranks of an SPMD group
 that share every layer. SPMD groups are placed first, then replicas, those with the most devices first, so that what has the
 least choice chooses first; whoever is colocated comes after its host. Where no node has accelerators no process gets a device,
-and `placement` alone says where it runs. A replica whose turn it is on a node of a list that has not come yet waits for it.
+and `placement` alone says where it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
-from runtime.topology import Member, is_group, local_ranks, members, path_of, settings_of
+from runtime.topology import Member, is_group, local_ranks, members, path_of, place_in_fleet, settings_of
 
 
 class NodeOffer(Struct, frozen=True):
@@ -70,13 +70,13 @@ def place(
     for member in members(config, trains):
         if member not in seated:
             roles.setdefault(path_of(config, member), []).append(member)
-    table, faults, pending = _Table(config, nodes, kept), [], []
+    table, faults, pending = _Table(config, nodes, kept, waits), [], []
     for path, wanted in sorted(roles.items(), key=lambda item: _turn(config, item[1][0])):
         try:
             if is_group(config, wanted[0].role):
                 table.seat_group(path, wanted)
             else:
-                pending += table.seat_replicas(path, wanted, waits)
+                pending += table.seat_replicas(path, wanted)
         except _NoRoom as reason:
             faults.append(f"{path}{reason}")
     if faults:
@@ -103,14 +103,12 @@ def _devices_each(config: Config, member: Member) -> int:
 class _Table:
     """Who has what so far."""
 
-    def __init__(self, config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat]):
+    def __init__(self, config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat], waits: bool):
         self.seats = list(kept)
-        self._config = config
+        self._config, self._waits = config, waits
         self._nodes = {node.name: node for node in nodes}
-        self._named_nodes = () if config.cluster.nodes == "auto" else tuple(node.name for node in config.cluster.nodes)
         self._accelerated = any(node.devices for node in nodes)
         self._seats_of: dict[str, list[Seat]] = defaultdict(list)  # by the role's path
-        self._awaited: Counter[tuple[str, str]] = Counter()  # replicas by (role's path, node that has not come)
         self._owner: dict[tuple[str, int], str] = {}
         for seat in kept:
             self._seats_of[path_of(config, seat.member)].append(seat)
@@ -118,18 +116,17 @@ class _Table:
 
     # ------------------------------------------------------------------------------------------ whole roles
 
-    def seat_replicas(self, path: str, replicas: Sequence[Member], waits: bool) -> list[Member]:
-        """Each where `placement` puts it; returns those for which there is no room. Raises _NoRoom where none may wait."""
-        pending: list[Member] = []
-        reason = _NoRoom()
+    def seat_replicas(self, path: str, replicas: Sequence[Member]) -> list[Member]:
+        """Each where `placement` puts it; returns those for which there is no room."""
+        wanted = len(self._seats_of[path]) + len(replicas)
         for index, member in enumerate(replicas):
             try:
-                self._seat(path, member, *self._room_for(path, member, index))
-            except _NoRoom as why:
-                pending, reason = [*pending, member], why
-        if pending and not (waits and self._seats_of[path]):
-            raise reason
-        return pending
+                self._seat(path, member, *self._room_for(path, member, place_in_fleet(self._config, member), wanted))
+            except _NoRoom:
+                if not self._waits or not self._seats_of[path]:
+                    raise
+                return list(replicas[index:])
+        return []
 
     def seat_group(self, path: str, ranks: Sequence[Member]) -> None:
         """Ranks in order over the nodes, so that those that share every layer are on one."""
@@ -139,8 +136,6 @@ class _Table:
             for member, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
                 self._seat(path, member, node, () if device is None else (device,))
             return
-        if absent := self._absent(settings):
-            raise _NoRoom(f".placement: node '{absent[0]}' is not there, which a group cannot do without")
         block = local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
         ahead = list(ranks)
         for node, count in self._shares(path, settings, len(ranks), block):
@@ -182,8 +177,8 @@ class _Table:
             yield [node for node in allowed if self._nodes[node].supernode == supernode]
         yield sorted(allowed, key=lambda node: list(supernodes).index(self._nodes[node].supernode))
 
-    def _room_for(self, path: str, member: Member, index: int) -> tuple[str, tuple[int, ...]]:
-        """Node and devices of one replica, which is number `index` of those that are placed. Raises _NoRoom."""
+    def _room_for(self, path: str, member: Member, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
+        """Node and devices of one replica, number `index` of all the `wanted`. Raises _NoRoom."""
         settings, each = settings_of(self._config, member), _devices_each(self._config, member)
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
@@ -196,26 +191,13 @@ class _Table:
             node = self._node_of_named(path, settings, allowed)
             return node, tuple(settings.devices[index * each : (index + 1) * each])
         needed = each if self._accelerated else 0
-        fitting = [node for node in allowed if len(self._free(node)) >= needed]
-        if not fitting and not self._absent(settings):
+        mine, share = Counter(seat.node for seat in self._seats_of[path]), self._share(settings, wanted)
+        fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share]
+        if not fitting:
             raise _NoRoom(f": no node has {each} free devices for {member.name}; {self._told(allowed)}")
-        if settings.placement == "pack":
-            return fitting[0], tuple(self._free(fitting[0])[:needed])
-        return self._least_taken(path, settings, fitting, needed)
-
-    def _least_taken(self, path: str, settings: Placed, fitting: Sequence[str], needed: int) -> tuple[str, tuple[int, ...]]:
-        """Of the nodes that fit, and those that are yet to come, the one with the fewest of the role's replicas."""
-        taken = Counter(seat.node for seat in self._seats_of[path])
-        absent = self._absent(settings)
-        order = self._nodes if isinstance(settings.placement, str) else settings.placement
-        node = min(
-            (node for node in order if node in fitting or node in absent),
-            key=lambda node: taken[node] + self._awaited[path, node],
-        )
-        if node in absent:
-            self._awaited[path, node] += 1
-            raise _NoRoom(f".placement: node '{node}' is not there")
-        return node, tuple(self._free(node)[:needed])
+        if settings.placement != "pack":
+            fitting.sort(key=mine.__getitem__)
+        return fitting[0], tuple(self._free(fitting[0])[:needed])
 
     # ------------------------------------------------------------------------------------------ devices
 
@@ -235,17 +217,23 @@ class _Table:
         return [device for device in range(self._nodes[node].devices) if (node, device) not in self._owner]
 
     def _allowed(self, settings: Placed) -> list[str]:
-        """The nodes that a role may be on, and that are there. Raises _NoRoom for one that is unknown."""
+        """The nodes that a role may be on. Raises _NoRoom for one that is unknown."""
         if isinstance(settings.placement, str):
             return list(self._nodes)
-        for name in settings.placement:
-            if name not in self._nodes and name not in self._named_nodes:
-                raise _NoRoom(f".placement: there is no node '{name}'; nodes are {', '.join(self._named_nodes or self._nodes)}")
-        return [name for name in settings.placement if name in self._nodes]
+        named = self._config.cluster.nodes
+        known = self._nodes if named == "auto" else [node.name for node in named]
+        if unknown := [name for name in settings.placement if name not in known and not self._waits]:
+            raise _NoRoom(f".placement: there is no node '{unknown[0]}'; nodes are {', '.join(known)}")
+        if there := [name for name in settings.placement if name in self._nodes]:
+            return there
+        raise _NoRoom(f".placement: none of {', '.join(settings.placement)} has come; nodes are {', '.join(self._nodes)}")
 
-    def _absent(self, settings: Placed) -> list[str]:
-        """Nodes that a role is to be on, and that have not come."""
-        return [] if isinstance(settings.placement, str) else [name for name in settings.placement if name not in self._nodes]
+    def _share(self, settings: Placed, wanted: int) -> int:
+        """How many of `wanted` replicas one node takes at most, where they are to be even also with those that come later."""
+        if isinstance(settings.placement, list):
+            return -(-wanted // len(settings.placement))
+        named = self._config.cluster.nodes
+        return wanted if settings.placement == "pack" or named == "auto" else -(-wanted // len(named))
 
     def _named(self, settings: Computing, node: str) -> list[int]:
         return list(settings.devices) if self._accelerated else []
@@ -253,7 +241,7 @@ class _Table:
     def _node_of_named(self, path: str, settings: Computing, allowed: Sequence[str]) -> str:
         """The first node that has the devices which the role names. Raises _NoRoom when that is none, or they are taken."""
         if not self._accelerated:
-            return allowed[0]  # a group's, whose nodes are all there
+            return allowed[0]
         highest = max(settings.devices)
         having = [node for node in allowed if highest < self._nodes[node].devices]
         if not having:

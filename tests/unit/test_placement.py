@@ -150,26 +150,18 @@ def test_a_cluster_may_begin_small_and_its_replicas_wait() -> None:
     assert refused(config, nodes(1), waits=True)  # nobody of the role has room
 
 
-def test_replicas_wait_for_the_nodes_that_they_are_named_for() -> None:
-    named = {"nodes": [{"name": f"n{index}"} for index in range(3)]}
-    rollout = {"rollout": {"replicas": 3, "placement": ["n2", "n1"]}}
-    config = make(services=rollout, cluster=named)
-    both, two = nodes(0, 0, 0), nodes(0, 0)
-    assert seats(place(config, both), "rollout") == [("n2", ()), ("n1", ()), ("n2", ())]
-    first = place(config, two, waits=True)
-    assert seats(first, "rollout") == [("n1", ())]
-    assert [member.name for member in first.pending] == ["rollout-0", "rollout-2"]
-    second = place(config, both, first.seats, waits=True)
-    assert second.pending == ()
-    assert Counter(node for node, _ in seats(second, "rollout")) == {"n1": 1, "n2": 2}
-    (fault,) = refused(config, two)
-    assert fault == "services.rollout.placement: node 'n2' is not there"
-    assert refused(config, nodes(0), waits=True) == ["services.rollout.placement: node 'n2' is not there"]
-    assert refused(make(services=rollout), two) == ["services.rollout.placement: there is no node 'n2'; nodes are n0, n1"]
-    group = make(services={"trainer": {"processes": 2, "placement": ["n1", "n2"]}}, cluster=named)
-    assert refused(group, two, waits=True) == [
-        "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
-    ]
+def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
+    cluster = {"nodes": [{"name": name} for name in ("n0", "n1", "n2")], "min_nodes": 2}
+    for placement in ("spread", ["n1", "n2"]):
+        services = {"rollout": {"replicas": 2, "placement": placement}, "trainer": {"placement": ["n0"]}}
+        config = make(cluster=cluster, services=services)
+        first = place(config, nodes(0, 0), waits=True)
+        both = place(config, nodes(0, 0, 0), first.seats, waits=True)
+        assert len({node for node, _ in seats(both, "rollout")}) == 2
+        assert not both.pending
+    assert [member.name for member in first.pending] == ["rollout-1"]
+    nowhere = make(cluster=cluster, services={"rollout": {"placement": ["n2"]}})
+    assert refused(nowhere, nodes(0, 0), waits=True) == ["services.rollout.placement: none of n2 has come; nodes are n0, n1"]
 
 
 def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
