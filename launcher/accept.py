@@ -125,19 +125,25 @@ def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
 def placement(device: Device, count: int) -> list[str]:
     """Overrides that spread the quickstart over `count` accelerators: the trainer, with reference, apart from the rollouts.
 
-    Several ranks of one communicator need a device each, so that a single device publishes over gloo. What is accepted is the
-    device's own collective, where there are several.
+    Several ranks of one communicator need a device each, so that a single device publishes over gloo, and its roles take turns.
+    What is accepted is the device's own collective, where there are several.
     """
     if device == "cpu":
         return ["publication.backend=gloo"]
     if count == 1:
-        return ["publication.backend=gloo", "services.rollout.replicas=1"]
+        return [
+            "publication.backend=gloo",
+            "services.rollout.replicas=1",
+            "services.rollout.colocate=trainer",
+            "services.reference.colocate=trainer",
+            "training.staleness=1",
+        ]
     rollouts = list(range(1, min(count, 3)))
     return [
         f"services.rollout.replicas={len(rollouts)}",
         f"services.rollout.devices={rollouts}",
         "services.trainer.devices=[0]",
-        "services.reference.devices=[0]",
+        "services.reference.colocate=trainer",
         "publication.transport=collective",
     ]
 

@@ -40,19 +40,18 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
 
 
 def _shared_device(config: Config) -> Iterator[str]:
-    """NCCL and HCCL refuse two members on one device. Without `devices`, on accelerators, each takes the first."""
+    """NCCL and HCCL refuse two members on one device. Who names none has its own."""
     settings = config.publication
     transport = resolve(settings.transport, settings.backend, {"trainer-0": "this"})
     if settings.backend == "gloo" or transport not in ("collective", "delta"):
         return
-    named = settings.backend != "auto"  # else the kind of device is known once there are processes, unless `devices` tells
     taken: dict[int, str] = {}
     for name, devices in _publishing(config):
-        if not devices and not named:
+        if not devices:
             continue
-        device = devices[0] if devices else 0
+        device = devices[0]
         if device in taken:
-            key = f"backend: {settings.backend}" if named else f"transport: {transport}"
+            key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
             yield (
                 f"publication.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
                 "gloo, or transport shared_memory, or other services.*.devices"

@@ -110,6 +110,11 @@ class Roster:
         return absent if len(self._ready) < (least or len(nodes)) else []
 
     @property
+    def there(self) -> Mapping[str, NodeRegistration]:
+        """All that were admitted."""
+        return self._there
+
+    @property
     def nodes(self) -> Mapping[str, NodeRegistration]:
         """Those that count."""
         return self._ready

@@ -32,6 +32,7 @@ from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.run import INTERRUPTED, Material, Run
 from runtime.ports import Replaceable
 from runtime.status import Progress, Registration, Status, Stop, Topology
+from runtime.topology import slots
 from runtime.trackers import Trackers
 from services.fleet import Fleet
 from services.nodes import Nodes
@@ -91,6 +92,7 @@ class Coordinator:
             (self._folder / layout.ADDRESS).unlink(missing_ok=True)
             await self._fleet.stop_all()
             self._report(msgspec.structs.replace(self._progress, phase=end))
+            self._nodes.close()
             await server.stop(grace=0.2)
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
@@ -207,7 +209,10 @@ class Coordinator:
             self._died(death)
 
         async def scale(wanted: Scale, timeout: float | None) -> Scaled:
-            return self._nodes.scale(wanted)
+            scaled = self._nodes.scale(wanted)
+            if self._run is not None:
+                self._run.pool.slots = slots(self._nodes.config)
+            return scaled
 
         return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
 

@@ -16,6 +16,8 @@ from runtime.placement import Placement, Seat, place
 from runtime.topology import Member, is_group, named_paths, with_rollouts
 from services.fleet import Fleet
 
+POLL = 0.1  # seconds between two looks whether a node's former stream has ended
+
 log = logging.getLogger("sluice")
 
 
@@ -31,7 +33,7 @@ class Nodes:
         self._yaml = config_loading.to_yaml(config)
         self._trains = trains
         self._fleet = fleet
-        self._roster = Roster(config)
+        self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
         self._incarnations: dict[str, int] = {}  # the lowest that may run, where that is not 0
@@ -51,7 +53,8 @@ class Nodes:
                 self._own_name = node.name
             else:
                 await self._own_first(node)
-            self._roster.admit(node)
+            await self._namesake(node)
+            self.roster.admit(node)
         except UserError as error:
             self._refuse(str(error))
             raise
@@ -59,12 +62,18 @@ class Nodes:
         changed = self._streams[node.name] = asyncio.Event()
         try:
             yield Assignment(config=self._yaml)  # whose paths it is to look at
-            while True:
-                await changed.wait()
+            while await changed.wait() and self._streams.get(node.name) is changed:
                 changed.clear()
                 yield self._assignments[node.name]
         finally:
-            self._leave(node.name)
+            if self._streams.get(node.name) is changed:
+                self._leave(node.name)
+
+    def close(self) -> None:
+        """End all streams."""
+        for changed in self._streams.values():
+            changed.set()
+        self._streams = {}
 
     def report_paths(self, found: NodePaths) -> None:
         """A node has looked at what the configuration names: from now on it counts. Raises UserError."""
@@ -76,7 +85,7 @@ class Nodes:
             if faults:
                 self._refuse("\n".join(faults))
                 raise UserError("\n".join(faults))
-        self._roster.ready(found.node)
+        self.roster.ready(found.node)
         if self._placement is not None:
             self._take_in(found.node)
         self._came.set()
@@ -87,7 +96,7 @@ class Nodes:
         Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
         """
         timeout = self._config.deadlines.start
-        while missing := self._roster.missing:
+        while missing := self.roster.missing:
             self._came.clear()
             try:
                 await asyncio.wait_for(self._came.wait(), max(0.0, began + timeout - time.monotonic()))
@@ -95,7 +104,7 @@ class Nodes:
                 why = f"; refused: {self._refused}" if self._refused else ""
                 raise DeadlineExceeded(f"node {', '.join(missing)}", "start", f"did not come{why}", timeout) from None
         waits = bool(self._config.cluster.min_nodes)
-        self._placement = place(self._config, self._roster.offers, trains=self._trains, waits=waits)
+        self._placement = place(self._config, self.roster.offers, trains=self._trains, waits=waits)
         if self._placement.pending:
             log.info("no room yet for %s", _names(self._placement.pending))
         self._tell()
@@ -126,6 +135,11 @@ class Nodes:
             pending=[member.name for member in after.pending],
         )
 
+    @property
+    def config(self) -> Config:
+        """With as many rollouts as there are to be now."""
+        return self._config
+
     def again(self, role: str, incarnation: int) -> None:
         """The group of `role` is to be ended where it runs still, and started as `incarnation` on all its nodes."""
         self._incarnations[role] = incarnation
@@ -134,7 +148,7 @@ class Nodes:
     def _take_in(self, name: str) -> None:
         """A node that has come while the run goes on gets back what it had; a new one what has no room, or whose node left."""
         assert self._placement is not None
-        seats, there = self._placement.seats, self._roster.nodes
+        seats, there = self._placement.seats, self.roster.nodes
         mine = [seat.member for seat in seats if seat.node == name]
         if not mine:
             seats = tuple(seat for seat in seats if seat.node in there or is_group(self._config, seat.member.role))
@@ -143,7 +157,7 @@ class Nodes:
         self._start([*mine, *(seat.member for seat in after.seats if seat not in before)])
 
     def _place_beside(self, kept: Sequence[Seat]) -> Placement:
-        self._placement = place(self._config, self._roster.offers, kept, trains=self._trains, waits=True)
+        self._placement = place(self._config, self.roster.offers, kept, trains=self._trains, waits=True)
         return self._placement
 
     def _start(self, coming: Sequence[Member]) -> None:
@@ -155,7 +169,7 @@ class Nodes:
         self._tell()
 
     def _leave(self, name: str) -> None:
-        self._roster.leave(name)
+        self.roster.leave(name)
         self._streams.pop(name, None)
         log.warning("node %s left", name)
         if self._placement is not None:
@@ -174,13 +188,26 @@ class Nodes:
         except asyncio.TimeoutError:
             raise UserError(f"node {node.name}: the coordinator's own node has not come") from None
 
+    async def _namesake(self, node: NodeRegistration) -> None:
+        """The end of a node's former stream may be seen here after its next one has come: from the same agent at once, from
+        another within `deadlines.silence`."""
+        give_up = time.monotonic() + self._config.deadlines.silence
+        while (former := self.roster.there.get(node.name)) is not None:
+            if (former.pid, former.machine) == (node.pid, node.machine):
+                self._streams[node.name].set()
+                self._leave(node.name)
+            elif time.monotonic() > give_up:
+                return  # it is refused
+            else:
+                await asyncio.sleep(POLL)
+
     def _refuse(self, why: str) -> None:
         self._refused = why
         log.warning("a node was refused: %s", why)
 
     def _tell(self) -> None:
         assert self._placement is not None
-        nodes = self._roster.nodes
+        nodes = self.roster.nodes
         for name, started in launches(self._config, self._placement, nodes, self._incarnations).items():
             self._assignments[name] = Assignment(config=self._yaml, launches=started)
             self._streams[name].set()

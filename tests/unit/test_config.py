@@ -397,6 +397,7 @@ TWO_ROLLOUTS = {"replicas": 2, "devices": [0, 1]}
         {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "gloo"}},
         {"services": {"trainer": {"devices": [2]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "hccl"}},
         {"publication": {"transport": "collective"}},
+        {"publication": {"backend": "nccl"}},  # each has a device of its own
     ],
 )
 def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -508,7 +509,10 @@ def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dic
         ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
         ({"services": {"rollout": []}}, "services.rollout: an empty list; at least one fleet is needed"),
         (
-            {"publication": {"backend": "nccl"}},
+            {
+                "publication": {"backend": "nccl", "transport": "collective"},
+                "services": {"trainer": {"devices": [0]}, "rollout": TWO_ROLLOUTS},
+            },
             "publication.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo",
         ),
         (

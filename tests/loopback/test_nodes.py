@@ -1,0 +1,272 @@
+"""Nodes join a coordinator over gRPC, get their share, leave, come back, and are refused when they do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime import os_process
+from runtime.config import Config
+from runtime.errors import ConfigError, DeadlineExceeded, UserError
+from runtime.nodes import Assignment, NodePaths, NodeRegistration, Scale
+from runtime.status import Registration
+from services import session, wire
+from services.fleet import Fleet
+from services.nodes import Nodes
+from services.server import Server
+
+PATIENCE = 20.0
+JOIN = wire.METHODS["Coordinator", "Join"]
+PATHS = wire.METHODS["Coordinator", "ReportPaths"]
+
+
+def make(**sections: Any) -> Config:
+    given = {"run": {"name": "a", "dir": "/r"}, "rewards": {"rules": [{"name": "gsm8k"}]}, "model": {"path": "/m"}}
+    return msgspec.convert({**given, **sections}, Config)
+
+
+def registration(name: str, own: bool = False, **values: Any) -> NodeRegistration:
+    """`own`: as of the node whose agent started this process."""
+    pid, machine = (os.getppid(), os_process.machine()) if own else (1, "another")
+    given = {"address": "127.0.0.1", "devices": 4, "config": "c", "version": "1", "ports": [1, 2, 3]}
+    return NodeRegistration(name=name, pid=pid, machine=machine, **{**given, **values})
+
+
+class Desk:
+    """A coordinator's part of it, served."""
+
+    def __init__(self, config: Config):
+        self.fleet = Fleet(config, lambda: None)
+        self.nodes = Nodes(config, True, self.fleet)
+        self.address = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Desk]:
+        async def paths(found: NodePaths, timeout: float | None) -> None:
+            self.nodes.report_paths(found)
+
+        server = Server({"Coordinator": {"ReportPaths": paths}}, {("Coordinator", "Join"): self.nodes.join})
+        self.address = server.bind("127.0.0.1", 0)
+        await server.start()
+        try:
+            yield self
+        finally:
+            self.nodes.close()
+            await server.stop(0)
+
+
+class Member:
+    """A node's agent that starts nothing."""
+
+    def __init__(self, desk: Desk, node: NodeRegistration, found: dict[str, str] | None = None):
+        self._desk, self._node = desk, node
+        self._found = {"run.dir": "1", "model.path": "2"} if found is None else found
+        self._told: asyncio.Queue[Assignment] = asyncio.Queue()
+        self.life = asyncio.create_task(self._live())
+
+    async def _live(self) -> None:
+        first = True
+        async with (
+            session.open_channel(self._desk.address) as channel,
+            aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments,
+        ):
+            async for assignment in assignments:
+                if first:
+                    await session.call(channel, "coordinator", PATHS, NodePaths(node=self._node.name, found=self._found))
+                else:
+                    self._told.put_nowait(assignment)
+                first = False
+
+    async def told(self) -> dict[str, int]:
+        """The next word: names, and the lowest incarnation of each."""
+        waiting = asyncio.create_task(self._told.get())
+        await asyncio.wait({waiting, self.life}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            self.life.result()
+        return {launch.name: launch.incarnation for launch in waiting.result().launches}
+
+    async def leave(self) -> None:
+        self.life.cancel()
+        await asyncio.gather(self.life, return_exceptions=True)
+
+
+def run(config: Config, test: Callable[[Desk], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with Desk(config).serving() as desk:
+            await asyncio.wait_for(test(desk), PATIENCE)
+
+    asyncio.run(within())
+
+
+def register(desk: Desk, name: str, incarnation: int = 0) -> None:
+    role = name.rpartition("-")[0]
+    desk.fleet.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
+        await asyncio.sleep(0.01)
+
+
+NAMED = {"nodes": [{"name": "a"}, {"name": "b"}]}
+ON_B = {"rollout": {"replicas": 2, "placement": ["b"]}, "trainer": {"placement": ["a"]}}
+
+
+def test_each_node_is_told_its_own_once_all_have_come() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        b = Member(desk, registration("b"))  # it waits for the coordinator's own
+        a = Member(desk, registration("a", own=True))
+        assert {member.name for member in await placing} == {"trainer-0", "rollout-0", "rollout-1", "reward-0"}
+        assert await a.told() == {"trainer-0": 0, "reward-0": 0}
+        assert await b.told() == {"rollout-0": 0, "rollout-1": 0}
+
+    run(make(cluster=NAMED, services=ON_B), test)
+
+
+def test_a_node_that_never_comes_is_named_and_so_is_why_it_was_refused() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        Member(desk, registration("a", own=True))
+        other = Member(desk, registration("b", config="another"))
+        with pytest.raises(UserError, match=r"^node b was started with another configuration \(hash another\) than a \(c\)"):
+            await other.told()
+        with pytest.raises(DeadlineExceeded, match=r"^node b: start: did not come; refused: node b was started .*deadline 2 s"):
+            await placing
+
+    run(make(cluster=NAMED, deadlines={"start": 2.0}), test)
+
+
+def test_a_model_that_differs_on_a_node_is_refused_there() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        Member(desk, registration("a", own=True))
+        wrong = Member(desk, registration("b"), {"run.dir": "1", "model.path": "3"})
+        with pytest.raises(UserError, match=r"^model.path: /m is not the same on node b \(hash 3\) as on a \(2\)$"):
+            await wrong.told()
+        right = Member(desk, registration("b"))  # mended, and started again
+        await placing
+        assert "rollout-0" in await right.told()
+
+    run(make(cluster=NAMED, services=ON_B), test)
+
+
+def test_what_cannot_be_placed_ends_the_run_before_anything_starts() -> None:
+    async def test(desk: Desk) -> None:
+        a = Member(desk, registration("a", own=True, devices=2))
+        with pytest.raises(ConfigError, match=r"^services.trainer: 3 processes do not fit; node a has 2 of 2 devices free$"):
+            await desk.nodes.placed(time.monotonic())
+        assert not a.life.done()
+
+    run(make(services={"trainer": {"processes": 3}}), test)
+
+
+def test_a_node_that_leaves_and_comes_back_gets_what_it_had_as_new_incarnations() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        Member(desk, registration("a", own=True))
+        b = Member(desk, registration("b"))
+        desk.fleet.expect(await placing)
+        await b.told()
+        register(desk, "rollout-0", incarnation=3)
+        await b.leave()
+        await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
+        back = Member(desk, registration("b"))
+        assert await back.told() == {"rollout-0": 4, "rollout-1": 0}
+
+    run(make(cluster=NAMED, services=ON_B), test)
+
+
+def test_an_agent_that_reconnects_is_not_its_own_namesake_and_another_waits_for_its_end() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        Member(desk, registration("a", own=True))
+        b = Member(desk, registration("b"))
+        await placing
+        await b.told()
+        again = Member(desk, registration("b"))  # whose former connection is still there
+        assert set(await again.told()) == {"rollout-0", "rollout-1"}
+        await b.life
+        with pytest.raises(UserError, match=r"^node b: 127.0.0.1 has this name already; one of them needs another --name$"):
+            await Member(desk, msgspec.structs.replace(registration("b"), pid=2)).told()
+        assert not again.life.done()
+
+    run(make(cluster=NAMED, services=ON_B, deadlines={"silence": 0.5}), test)
+
+
+def test_a_node_that_comes_late_gets_what_had_no_room() -> None:
+    async def test(desk: Desk) -> None:
+        a = Member(desk, registration("a", own=True))
+        members = await desk.nodes.placed(time.monotonic())
+        assert {member.name for member in members} == {"trainer-0", "rollout-0", "rollout-1", "rollout-2", "reward-0"}
+        await a.told()
+        b = Member(desk, registration("b"))
+        assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
+
+    run(make(cluster={"min_nodes": 1}, services={"rollout": {"replicas": 5}}), test)
+
+
+def test_another_node_takes_over_what_one_that_left_had() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        Member(desk, registration("a", own=True))
+        b = Member(desk, registration("b"))
+        desk.fleet.expect(await placing)
+        assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
+        register(desk, "rollout-3")
+        await b.leave()
+        await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
+        c = Member(desk, registration("c"))
+        assert await c.told() == {"rollout-3": 1, "rollout-4": 0}
+
+    run(make(cluster={"min_nodes": 2}, services={"rollout": {"replicas": 5}}), test)
+
+
+def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
+    async def test(desk: Desk) -> None:
+        a = Member(desk, registration("a", own=True))
+        desk.fleet.expect(await desk.nodes.placed(time.monotonic()))
+        assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0"}
+        done = desk.nodes.scale(Scale(role="rollout", replicas=4))
+        assert (done.started, done.stopped, done.pending) == (["rollout-1", "rollout-2"], [], ["rollout-3"])
+        assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0", "rollout-1", "rollout-2"}
+        register(desk, "rollout-1")
+        done = desk.nodes.scale(Scale(role="rollout", replicas=1))
+        assert (done.started, done.stopped) == ([], ["rollout-1", "rollout-2"])
+        assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0"}
+        with pytest.raises(UserError, match=r"rollout-1 .*is not in this run's topology"):
+            register(desk, "rollout-1", incarnation=1)
+        desk.nodes.scale(Scale(role="rollout", replicas=2))
+        assert (await a.told())["rollout-1"] == 1
+        register(desk, "rollout-1", incarnation=1)
+
+    run(make(), test)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "services", "said"),
+    [
+        (Scale(role="trainer", replicas=2), {}, "scale: trainer=2: only rollout can be scaled, where it is one fleet"),
+        (Scale(role="rollout", replicas=2), {"rollout": [{}, {}]}, "scale: rollout=2: only rollout can be scaled"),
+        (Scale(role="rollout", replicas=0), {}, "scale: rollout=0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_scaled_is_one_line(wanted: Scale, services: dict[str, Any], said: str) -> None:
+    async def test(desk: Desk) -> None:
+        with pytest.raises(UserError, match=r"^scale: the run has not started yet$"):
+            desk.nodes.scale(wanted)
+        a = Member(desk, registration("a", own=True))
+        await desk.nodes.placed(time.monotonic())
+        await a.told()
+        with pytest.raises(UserError, match=f"^{said}"):
+            desk.nodes.scale(wanted)
+
+    run(make(services=services), test)
