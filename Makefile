@@ -9,7 +9,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run test test-all check format proto install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
-	contract-wheels
+	contract-wheels cluster-demo
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -68,6 +68,10 @@ accept-cuda:
 
 accept-cpu: install
 	$(BIN)/sluice accept --device cpu
+
+# Three nodes on this machine, whose links are cut and which are killed (docs/guides/network.md). Takes root.
+cluster-demo: install-dev
+	$(TEST_ENV) $(BIN)/python -m tests.system.cluster_demo
 
 # What tests/contract reads; they fetch it themselves when it is not there.
 contract-wheels: install-dev

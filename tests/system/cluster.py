@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from tests.system import namespaces
 from tests.system.namespaces import Network, Node
-from tests.system.runs import ROOT, Live
+from tests.system.runs import ROOT, Live, steps
 
 NAMES = ("first", "second", "third")
 PORT = 7077  # the coordinator's: in a namespace all ports are free
@@ -19,7 +20,6 @@ AGENT = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
 
 # What a shell that is itself within a torchrun would hand on, which the agents must not take for theirs.
 OUTER = {
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "RANK": "3",
     "WORLD_SIZE": "8",
     "MASTER_ADDR": "192.0.2.99",
@@ -60,8 +60,31 @@ class Cluster:
         """What every agent printed."""
         return "\n".join(f"{name}: {live.output}{live.errors}" for name, live in self.agents.items())
 
+    def steps(self) -> int:
+        """Done so far."""
+        assert self.run.process.poll() is None, self.said()
+        return self.run.steps()
+
+    def serving(self) -> int:
+        """How many rollouts served in the newest step."""
+        done = steps(self.folder) if (self.folder / "metrics.jsonl").exists() else []
+        return int(done[-1]["rollout/serving"]) if done else 0
+
+    def lost(self) -> list[str]:
+        """The rollouts that were given up, in this order."""
+        return re.findall(r"WARNING (\S+) \(incarnation \d+\) is lost: ", self.log("coordinator"))
+
+    def registered(self) -> list[tuple[str, str]]:
+        """(name, address) of every process, in the order in which they came."""
+        return re.findall(r" (\S+) registered: pid \d+ at ([\d.]+):", self.log("coordinator"))
+
+    def where(self, name: str) -> list[str]:
+        """The addresses at which processes called `name` registered, in this order."""
+        return [address for one, address in self.registered() if one == name]
+
     def log(self, name: str) -> str:
-        return (self.folder / "logs" / f"{name}.log").read_text()
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
 
 
 @contextmanager
