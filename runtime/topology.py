@@ -79,6 +79,22 @@ def uses_reference(config: Config) -> bool:
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
 
 
+def takes_turns(config: Config) -> bool:
+    """Whether rollouts and trainer have the same devices, one after the other."""
+    return any(fleet.colocate == "trainer" for fleet in fleets(config).values())
+
+
+def reference_takes_part(config: Config) -> bool:
+    """Whether the reference has a turn of its own between them."""
+    return takes_turns(config) and uses_reference(config) and config.services.reference.colocate == "trainer"
+
+
+def alternates(config: Config) -> bool:
+    """Whether trainer and critic have the same devices, and one's state is off them while the other updates."""
+    trainer, critic = config.services.trainer, config.services.critic
+    return config.critic is not None and critic.colocate == "trainer" and bool(trainer.offloaded or critic.offloaded)
+
+
 def replaceable(config: Config) -> list[str]:
     """The roles whose processes stand each for itself, so that another may come in the place of one that dies."""
     alone = ["reference"] if config.services.reference.engine == "torch" else []

@@ -85,6 +85,10 @@ class RolloutClient(ReplicaPeer, WeightPeer):
         )
         return committed.pause_seconds
 
+    async def move(self, level: commands.Level) -> None:
+        """As long may it take as to take over a version."""
+        await self.session.call("Move", commands.Move(level), self._publication.commit_timeout)
+
 
 class RewardClient(ReplicaPeer):
     async def score(self, request: ScoreRequest) -> Scores:
@@ -92,11 +96,17 @@ class RewardClient(ReplicaPeer):
 
 
 class ReferenceClient(ReplicaPeer):
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self.session.post("Onload", commands.Onload(), self._deadlines.score)
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self.session.post("Offload", commands.Offload(), self._deadlines.score)
+
     async def logprobs(self, request: LogprobRequest) -> bytes:
         return await self.session.call("Logprobs", request, self._deadlines.score)
 
 
-class ReferenceGroupClient(ReplicaPeer):
+class ReferenceGroupClient(ReferenceClient):
     """A reference that is a group of ranks, and is not replaced. Log-probabilities that are asked for together are computed
     together."""
 
@@ -144,6 +154,12 @@ class UpdateClient(Peer):
 
     def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
         return self.session.post("Apply", commands.Apply(step), self._deadlines.train)
+
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self.session.post("Onload", commands.Onload(), self._deadlines.train)
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self.session.post("Offload", commands.Offload(), self._deadlines.train)
 
     def save(self, folder: str) -> Coroutine[Any, Any, None]:
         return self.session.post("Save", commands.Save(folder), self._deadlines.save)

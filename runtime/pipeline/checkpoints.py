@@ -16,8 +16,9 @@ from runtime.ledger import Ledger
 from runtime.ledger_records import CheckpointSaved
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.roles import Roles
-from runtime.ports import Answer
+from runtime.ports import Answer, CriticPort, TrainerPort
 from runtime.position import Position
+from runtime.topology import alternates
 from runtime.types import PolicyVersion
 
 
@@ -27,6 +28,7 @@ class Checkpoints:
     def __init__(self, folder: Path, config: Config, roles: Roles, ledger: Ledger, stream: PromptStream, buffer: Buffer):
         self._folder = folder
         self._settings = config.checkpoint
+        self._alternates = alternates(config)
         self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
         self._ledger = ledger
@@ -79,10 +81,19 @@ class Checkpoints:
             partial = checkpoint.begin(folder.absolute())
             if roles.critic is not None:
                 (partial / checkpoint.CRITIC).mkdir()
+        if roles.critic is not None and self._alternates:
+            return self._saved_at(step, folder, partial, [self._one_by_one(partial, roles.trainer, roles.critic)], position)
         saving = [roles.trainer.save(str(partial))]
         if roles.critic is not None:
             saving.append(roles.critic.save(str(partial / checkpoint.CRITIC)))
         return self._saved_at(step, folder, partial, saving, position)
+
+    async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: CriticPort) -> None:
+        """Where both have the same devices."""
+        await trainer.offload()
+        await critic.save(str(partial / checkpoint.CRITIC))
+        await critic.offload()
+        await trainer.save(str(partial))
 
     async def _saved_at(self, step: int, folder: Path, partial: Path, saving: list[Answer[None]], position: bytes) -> None:
         try:

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime import checkpoint, codec, evaluation, layout
 from runtime.aio import TaskGroup
 from runtime.chosen_algorithm import choose, groups_per_update, streams
-from runtime.config import Config
+from runtime.config import Computing, Config, Rollout
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream, StreamState
 from runtime.errors import UserError
@@ -33,11 +34,14 @@ from runtime.pipeline.roles import Roles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.states import Mark
 from runtime.pipeline.training import TrainedStep, TrainStage
+from runtime.pipeline.turn_stage import TurnStage
+from runtime.pipeline.turn_taking import TurnTaking
+from runtime.pipeline.updates import AlternatingUpdates, Updates
 from runtime.ports import Replaceable
 from runtime.position import Position
 from runtime.status import Loss, Progress
 from runtime.summary import Summary
-from runtime.topology import members, replicas, slots, uses_reference
+from runtime.topology import alternates, members, reference_takes_part, replicas, slots, takes_turns, uses_reference
 from runtime.trackers import Trackers
 from runtime.types import PolicyVersion
 
@@ -106,17 +110,8 @@ class Run:
             self._spans,
             self._dynamic,
         )
-        self._training = TrainStage(
-            roles,
-            self._publisher,
-            self._buffer,
-            material.ledger,
-            self._spans,
-            streams=streams(config),
-            groups_per_update=groups_per_update(config),
-            checkpoint=self._checkpoints.due,
-            finished=self._finished,
-        )
+        self._turns = self._turn_taking() if takes_turns(config) else None
+        self._training = self._train_stage()
         self._evaluator = (
             Evaluator(config, material.held_out, roles, self._pool, material.text, material.stop_token_ids)
             if material.held_out and config.rewards.rules
@@ -158,7 +153,7 @@ class Run:
     def arrive(self, role: str, replica: Replaceable) -> None:
         """A process has come in the place of one that was lost."""
         if role == "rollout":
-            self._pool.arrive(replica)  # type: ignore[arg-type]
+            (self._turns or self._pool).arrive(replica)  # type: ignore[arg-type]
         else:
             self._roles.arrive(role, replica)
 
@@ -189,8 +184,12 @@ class Run:
         self._report("starting")
         if self._position is not None:
             await self._restore(self._position)
-        before = time.monotonic()
-        await self._publisher.publish(PolicyVersion(self._incarnation, self._buffer.step))
+        before, version = time.monotonic(), PolicyVersion(self._incarnation, self._buffer.step)
+        if self._turns is None:
+            await self._publisher.publish(version)
+        else:
+            await self._turns.take()
+            await self._turns.give(version)
         self._material.seconds["first publication"] = time.monotonic() - before
 
     async def _train(self) -> float:
@@ -222,13 +221,45 @@ class Run:
         await self._books.step(trained)
         if config.stop.hours and time.monotonic() - self._rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
-        every = config.evaluation.every
-        if self._evaluator and every and step % every == 0 and step < self._training.last_step:
+        if self._evaluates(step):
             if self._evaluating is not None and not self._evaluating.done():
                 self._skipped_evaluations += 1  # training waits for none
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
+                self._evaluating.add_done_callback(lambda _: self._buffer.ready_changed.set())
         self._report("training")
+
+    def _evaluates(self, step: int) -> bool:
+        """Whether version `step` is to be evaluated beside training."""
+        every = self._config.evaluation.every
+        return self._evaluator is not None and every > 0 and step % every == 0 and step < self._training.last_step
+
+    def _turn_taking(self) -> TurnTaking:
+        refers, brings = reference_takes_part(self._config), not alternates(self._config)
+        return TurnTaking(self._roles, self._pool, self._publisher, self._spans, refers=refers, brings=brings)
+
+    def _train_stage(self) -> TrainStage:
+        config, roles = self._config, self._roles
+        updates = Updates(roles.trainer, roles.critic, self._spans)
+        if alternates(config) and roles.critic is not None:
+            updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
+        make: Callable[..., TrainStage] = TrainStage
+        if self._turns is not None:
+            make = partial(TurnStage, self._turns, self._evaluates, self._is_evaluating, self._dynamic is not None)
+        return make(
+            updates=updates,
+            publisher=self._publisher,
+            buffer=self._buffer,
+            ledger=self._material.ledger,
+            spans=self._spans,
+            streams=streams(config),
+            groups_per_update=groups_per_update(config),
+            checkpoint=self._checkpoints.due,
+            finished=self._finished,
+        )
+
+    def _is_evaluating(self) -> bool:
+        return self._evaluating is not None and not self._evaluating.done()
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None
@@ -271,6 +302,8 @@ class Run:
         self._report("saving")
         step = self._buffer.committed
         await self._training.saved()  # it may be of the same step
+        if self._turns is not None:
+            await self._turns.take()
         await self._checkpoints.save(step, await self._checkpoints.position(step))
         folder = self._material.folder / layout.MODEL
         await self._roles.trainer.export(str(folder.absolute()))
@@ -353,7 +386,9 @@ def _needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes."""
-    rollouts = replicas(config)
-    ways = (rollouts[member.name].tensor_parallel if member.name in rollouts else 1 for member in members(config))
-    return sum(ways) - sum(member.role == "reward" for member in members(config))
+    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes.
+    What lies on another role's devices has none of its own."""
+    fleets = replicas(config)
+    roles = [fleets.get(member.name) or getattr(config.services, member.role) for member in members(config)]
+    own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
+    return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)

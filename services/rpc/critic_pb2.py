@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc import common_pb2 as services_dot_rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/critic.proto\x12\tsluice.v1\x1a\x19services/rpc/common.proto\"!\n\x11\x43riticStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\"S\n\x17\x43riticAccumulateRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\"\n\x10\x43riticApplyReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"#\n\x11\x43riticSaveRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"-\n\rValuesRequest\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0e\n\x06groups\x18\x02 \x01(\x0c\"\x1d\n\x0bValuesReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x32\xfd\x02\n\x06\x43ritic\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12;\n\tBeginStep\x12\x1c.sluice.v1.CriticStepRequest\x1a\x10.sluice.v1.Empty\x12\x42\n\nAccumulate\x12\".sluice.v1.CriticAccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x42\n\x05\x41pply\x12\x1c.sluice.v1.CriticStepRequest\x1a\x1b.sluice.v1.CriticApplyReply\x12\x36\n\x04Save\x12\x1c.sluice.v1.CriticSaveRequest\x1a\x10.sluice.v1.Empty\x12:\n\x06Values\x12\x18.sluice.v1.ValuesRequest\x1a\x16.sluice.v1.ValuesReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/critic.proto\x12\tsluice.v1\x1a\x19services/rpc/common.proto\"!\n\x11\x43riticStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\"S\n\x17\x43riticAccumulateRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\"\n\x10\x43riticApplyReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"#\n\x11\x43riticSaveRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"-\n\rValuesRequest\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0e\n\x06groups\x18\x02 \x01(\x0c\"\x1d\n\x0bValuesReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x32\xda\x03\n\x06\x43ritic\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12;\n\tBeginStep\x12\x1c.sluice.v1.CriticStepRequest\x1a\x10.sluice.v1.Empty\x12\x42\n\nAccumulate\x12\".sluice.v1.CriticAccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x42\n\x05\x41pply\x12\x1c.sluice.v1.CriticStepRequest\x1a\x1b.sluice.v1.CriticApplyReply\x12\x36\n\x04Save\x12\x1c.sluice.v1.CriticSaveRequest\x1a\x10.sluice.v1.Empty\x12:\n\x06Values\x12\x18.sluice.v1.ValuesRequest\x1a\x16.sluice.v1.ValuesReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,5 +45,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VALUESREPLY']._serialized_start=307
   _globals['_VALUESREPLY']._serialized_end=336
   _globals['_CRITIC']._serialized_start=339
-  _globals['_CRITIC']._serialized_end=720
+  _globals['_CRITIC']._serialized_end=813
 # @@protoc_insertion_point(module_scope)

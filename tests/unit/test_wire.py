@@ -186,6 +186,12 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Trainer", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"grad_norm": 0.5}, seconds=1.25)),
     ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),
+    ("Rollout", "Move"): (commands.Move(commands.Level.WEIGHTS.value), None),
+    **{
+        (service, name): (command, None)
+        for service in ("Trainer", "Critic", "Reference", "ReferenceGroup")
+        for name, command in (("Onload", commands.Onload()), ("Offload", commands.Offload()))
+    },
     ("Critic", "BeginStep"): (commands.BeginStep(7), None),
     ("Critic", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
     ("Critic", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"critic/value_loss": 0.5}, seconds=1.25)),
