@@ -32,7 +32,9 @@ class TrainRank(UpdateRank[TrainEngine]):
 
     def __init__(self, engine: TrainEngine, config: Config, rank: int, world_size: int, device: torch.device):
         super().__init__(engine, config, rank, world_size, takes_turns(config) or alternates(config))
-        self.publication_backend = platform.collective_backend(config.publication.backend, device)
+        # Members that share a device have neither NCCL nor HCCL.
+        backend = "gloo" if takes_turns(config) else config.publication.backend
+        self.publication_backend = platform.collective_backend(backend, device)
         dtype = config.publication.dtype
         specs = engine.tensor_specs()
         if dtype != "auto":

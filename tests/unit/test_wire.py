@@ -315,7 +315,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in wire.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "Cancel", "HostWeights"),
+        *("Status", "Stop", "Cancel", "HostWeights", "Move"),
         *("JoinWeights", "ReceiveWeights", "CommitWeights", "AbortWeights"),
     }
 
