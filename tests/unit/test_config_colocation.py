@@ -93,8 +93,8 @@ TURNS = {"rollout": {"colocate": "trainer"}}
         ),
         (
             {"services": TURNS, "publication": {"in_flight": "recompute"}},
-            "publication.in_flight: recompute, but no sample is in flight at a swap where rollouts and trainer take turns; must "
-            "be auto",
+            "publication.in_flight: recompute, but no sample is in flight at a swap where rollouts and trainer take turns; "
+            "must be auto",
         ),
         (
             {"services": TURNS, "publication": {"backend": "nccl"}},
