@@ -34,6 +34,7 @@ PURE = (
     "runtime/pipeline/staleness.py",
     "runtime/pipeline/publication.py",
     "runtime/pipeline/membership.py",
+    "runtime/pipeline/turns.py",
 )
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
