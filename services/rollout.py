@@ -161,10 +161,14 @@ class RolloutService(process.Service):
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
     async def _move(self, level: Level) -> None:
-        """Raises InvariantViolated when samples are running that nobody has withdrawn."""
+        """Whoever puts it to sleep wants no group any more: those that are under way have been withdrawn, though the word of it
+        may come later than this."""
         if level == self._level:
             return
         if level == Level.ASLEEP:
+            for letter in list(self._open.values()):
+                letter.fail(Cancelled("the rollout was put to sleep"))
+            await asyncio.sleep(0)  # the letters' futures tell `_settled`
             self._abort_withdrawn()
             await self._engine.sleep()
         else:

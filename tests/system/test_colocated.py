@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import started, steps, summary, trained
+from tests.system.runs import START, eventually, started, steps, summary, trained
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -24,22 +24,19 @@ def test_rollouts_and_trainer_take_turns(config: Path, tmp_path: Path, staleness
     timed = {"timing/resharding_to_train", "timing/ref_onload", "timing/ref_offload"}
     assert all(timed <= point.keys() for point in points[:: 1 + staleness])
     assert all("timing/resharding_to_infer" in point for point in points[staleness :: 1 + staleness])
-    assert max(point["mismatch/max"] for point in points) < 1e-4  # each version arrived whole
+    assert max(point.get("mismatch/max", 0.0) for point in points) < 1e-4  # each version arrived whole
 
 
 def test_a_rollout_that_is_killed_comes_back_in_its_turn(config: Path, tmp_path: Path) -> None:
     with started(config, *TURNS, "training.staleness=1", "training.steps=100000", folder=tmp_path / "run") as run:
         run.reaches(3)
         run.member("rollout-0").kill()
-        before = run.steps()
-        run.says("rollout-0")  # is lost, and told
-        run.reaches(before + 4)
-        run.member("rollout-0")
-        lost = sum(point["rollout/lost"] for point in steps(run.folder))
-        assert lost == 1
-        run.interrupt()
-        assert run.wait(60) == 0, run.output + run.errors
-    assert max(point["rollout/serving"] for point in steps(run.folder)[-2:]) == 2
+        eventually(lambda: steps(run.folder)[-1]["rollout/serving"] == 1, START, "a step without it")
+        run.reaches(run.steps() + 3)
+        eventually(lambda: steps(run.folder)[-1]["rollout/serving"] == 2, START, "its successor in training")
+        run.reaches(run.steps() + 3)
+        assert sum(point["rollout/lost"] for point in steps(run.folder)) == 1
+        assert max(point["staleness/max"] for point in steps(run.folder)) == 1.0
 
 
 PPO = ("algorithm.preset=ppo", "critic={}", "services.critic.colocate=trainer")
