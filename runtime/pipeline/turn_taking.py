@@ -110,9 +110,9 @@ class TurnTaking:
             return
         for former in set(formers) & set(self._pool.membership.living):
             self._pool.lose(self._pool.port(former), f"incarnation {member.incarnation} has come in its place")
-        self._arriving[member] = rollout
+        self._arriving = {one: port for one, port in self._arriving.items() if one not in formers} | {member: rollout}
         self._handle(Arrived(member))
-        if self._turns.level(member) == Level.ASLEEP and not self._turns.told(member):
+        if not self._turns.told(member):
             self._join(member)
 
     def _join(self, member: Member) -> None:

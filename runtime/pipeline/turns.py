@@ -137,10 +137,6 @@ class Turns:
     def members(self) -> frozenset[Member]:
         return frozenset(self._levels)
 
-    def level(self, member: Member) -> Level:
-        """What it has for certain."""
-        return min(self._levels[member], self._told.get(member, Level.AWAKE))
-
     def told(self, member: Member) -> bool:
         """Whether it has not yet come to where it was told."""
         return member in self._told
