@@ -10,18 +10,19 @@ import torch
 from msgspec.structs import replace
 
 from runtime import checkpoint, platform
-from runtime.commands import Accumulate, Apply, BeginStep, Export, Restore, Save, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save, SendWeights
 from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.update_rank import UpdateRank
+from runtime.topology import alternates, takes_turns
 from runtime.weights.plan import Manifest
 from runtime.weights.sender import WeightSender
 
 
 class TrainRank(UpdateRank[TrainEngine]):
     role = "trainer"
-    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export
+    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export | Onload | Offload
     last = SendWeights
     seconds_of = {  # noqa: RUF012
         "onload": "timing/resharding_to_train",
@@ -30,8 +31,10 @@ class TrainRank(UpdateRank[TrainEngine]):
     }
 
     def __init__(self, engine: TrainEngine, config: Config, rank: int, world_size: int, device: torch.device):
-        super().__init__(engine, config, rank, world_size)
-        self.publication_backend = platform.collective_backend(config.publication.backend, device)
+        super().__init__(engine, config, rank, world_size, takes_turns(config) or alternates(config))
+        # Members that share a device have neither NCCL nor HCCL.
+        backend = "gloo" if takes_turns(config) else config.publication.backend
+        self.publication_backend = platform.collective_backend(backend, device)
         dtype = config.publication.dtype
         specs = engine.tensor_specs()
         if dtype != "auto":

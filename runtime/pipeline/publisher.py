@@ -62,6 +62,7 @@ class Publisher:
             abort=settings.abort_timeout,
         )
         self._lock = asyncio.Lock()  # held by the publication that is under way
+        self._held = False  # whether nothing is published but what is asked for
         self._awaited = False  # whether the next version, which is being made, waits for it
         self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
         self._members: dict[str, RolloutPort] = {}
@@ -99,18 +100,33 @@ class Publisher:
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
+        if self._held:
+            return await self._begun(version, lambda: None)
         self._awaited = True
         try:
             await self._lock.acquire()
         finally:
             self._awaited = False
+        return await self._begun(version, self._lock.release)
+
+    async def _begun(self, version: PolicyVersion, closed: Callable[[], None]) -> Transaction:
         try:
             if self._pool.membership.stale:
                 await self._open_epoch()
-            return Transaction(self, version, self._lock.release)
+            return Transaction(self, version, closed)
         except BaseException:
-            self._lock.release()
+            closed()
             raise
+
+    async def hold(self) -> None:
+        """Once this returns, nothing is published until `free` but what `begin` and `publish` are asked for."""
+        await self._lock.acquire()
+        self._held = True
+
+    def free(self) -> None:
+        """Newcomers are sent the committed version again."""
+        self._held = False
+        self._lock.release()
 
     async def publish(self, version: PolicyVersion) -> PublicationFigures:
         """`version`, which the trainer has."""
