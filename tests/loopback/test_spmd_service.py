@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,15 +15,17 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from runtime import codec
+from runtime import checkpoint, codec
 from runtime.actor import Actor
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues
 from runtime.config import Config, Deadlines, Publication, Run
+from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.train_base import CriticEngine
 from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.position import Position
 from runtime.spmd import Relay
-from runtime.types import StepResult, TrainGroup, ValueRequest, Values
+from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 from services import wire
 from services.client import CriticClient
 from services.server import Server
@@ -62,7 +65,7 @@ class NotingEngine(CriticEngine):
         return lambda: self.seen.append(("save", folder))
 
     def load(self, folder: str) -> None:
-        raise AssertionError("there is nothing to resume")
+        self.seen.append(("load", folder))
 
 
 class Rank(CriticRank):
@@ -154,6 +157,22 @@ def train_group(group_id: int, tokens: int, mini_batch: int) -> TrainGroup:
 def answer(encoded: bytes) -> tuple[int, list[float]]:
     values = codec.decode(Values, encoded)
     return values.group_id, values.values.tolist()
+
+
+def test_every_rank_goes_on_from_the_checkpoint_that_the_first_command_names(tmp_path: Path) -> None:
+    stream = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
+    position = Position(version=PolicyVersion(2, 9), stream=stream, trained=[])
+    (tmp_path / checkpoint.POSITION).write_bytes(codec.encode(position))
+    (tmp_path / checkpoint.CRITIC).mkdir()
+
+    async def test() -> None:
+        async with group_of() as group:
+            await group.client.restore(str(tmp_path))
+            await asyncio.gather(*(group.client.values(request) for request in asked(1, 2)))  # behind it, on all ranks
+            assert group.seen("load") == [[(str(tmp_path / checkpoint.CRITIC),)]] * RANKS
+            assert [service.version for service in group.services] == [PolicyVersion(2, 9)] * RANKS
+
+    run(test())
 
 
 def test_what_is_asked_in_one_turn_is_one_part_shared_out_by_tokens() -> None:
