@@ -389,6 +389,22 @@ def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(m
     run(test)
 
 
+def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_before_they_are_sent_again() -> None:
+    async def test(here: Stage) -> None:
+        await here.publish(1)
+        dying = here.rollouts[1]
+        here.trainer.worker.sender._buffers[1][0] ^= 1
+        dying.cut()
+        await until(lambda: here.publisher._epoch.number == 2 and not here.publisher._lock.locked())
+        late = RolloutHere("rollout-1", incarnation=1)
+        here.comes(late)
+        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
+        assert late.engine.swapped == [1]  # which it checks
+        assert here.trainer.worker.gathered == [1, 1]
+
+    run(test)
+
+
 def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> None:
     async def test(here: Stage) -> None:
         await here.publish(1)
