@@ -55,8 +55,7 @@ class Publisher:
         self._settings = settings
         self._seconds = PhaseSeconds(
             prepare=prepare_seconds,
-            # Without a copy the weights are gathered behind what the trainer has begun. Its own deadline counts from then.
-            transfer=settings.transfer_timeout + (0.0 if settings.overlap else prepare_seconds),
+            transfer=settings.transfer_timeout,
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
             abort=settings.abort_timeout,
@@ -76,6 +75,12 @@ class Publisher:
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
+
+    def seconds(self, behind: bool) -> PhaseSeconds:
+        """The deadlines of an attempt. `behind`: the weights are gathered behind what the trainer has begun, for which it may
+        take as long as for a step; its own deadline of the transfer counts from then."""
+        seconds = self._seconds
+        return replace(seconds, transfer=seconds.transfer + seconds.prepare) if behind else seconds
 
     async def run(self) -> None:
         """Keep the epoch that of the living, until cancelled. Raises ServiceFault when that fails for another reason than a
@@ -233,6 +238,7 @@ class Transaction:
         self._pause = 0.0
         self._bytes = 0
         self._aborts = self._fruitless = 0
+        self._behind = not publisher._settings.overlap
         self._post()
 
     async def finish(self, again: Callable[[], bool] = lambda: True) -> PublicationFigures:
@@ -279,7 +285,7 @@ class Transaction:
     async def _attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
         publisher, now = self._publisher, self._clock()
-        machine = Publication(self._version, self._ports, publisher._trainer.name, publisher._seconds, now)
+        machine = Publication(self._version, self._ports, publisher._trainer.name, publisher.seconds(self._behind), now)
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
         for name in self._ports:
             machine.handle(Prepared(name), now)
@@ -291,6 +297,7 @@ class Transaction:
     def _conclude(self, machine: Publication) -> bool:
         publisher, pool = self._publisher, self._pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
+        self._behind |= publisher._trainer.name in machine.failed  # it may not have the whole version, and gather it anew
         if publisher._trainer.name in machine.lost or self._fruitless == TRIES:
             raise _fault(machine)
         reason = machine.reason
