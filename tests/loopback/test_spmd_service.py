@@ -64,6 +64,12 @@ class NotingEngine(CriticEngine):
     def begin_save(self, folder: str) -> Callable[[], None]:
         return lambda: self.seen.append(("save", folder))
 
+    def offload(self) -> None:
+        self.seen.append(("offload",))
+
+    def onload(self) -> None:
+        self.seen.append(("onload",))
+
     def load(self, folder: str) -> None:
         self.seen.append(("load", folder))
 
@@ -231,6 +237,18 @@ def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() 
             orders = [[what[0] for what in engine.seen if what[0] != "values"] for engine in group.engines]
             assert orders == [["begin", "accumulate", "accumulate", "apply", "save"]] * RANKS
             assert [service.version.step for service in group.services] == [1, 1]
+
+    run(test())
+
+
+def test_all_ranks_leave_the_devices_and_come_back() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            await group.client.offload()
+            await group.client.offload()
+            await group.client.onload()
+            await group.client.values(asked(1)[0])  # of which each rank has a share: so all are as far
+            assert (group.seen("offload"), group.seen("onload")) == ([[()]] * RANKS, [[()]] * RANKS)
 
     run(test())
 
