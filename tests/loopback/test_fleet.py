@@ -14,6 +14,7 @@ from runtime.config import Config
 from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserError
 from runtime.ports import Replaceable
 from runtime.status import Loss, Registration
+from runtime.topology import members
 from runtime.types import PolicyVersion
 from services import group
 from services.client import ReferenceGroupClient, TrainerClient
@@ -38,7 +39,7 @@ class Rank:
         self.gate.set()
         service, methods = SERVED[role]
         self._server = Server({service: dict.fromkeys(methods, self._carry_out)}, {})
-        address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0)}"
+        address = self._server.bind("127.0.0.1", 0)
         name = f"{role}-{rank}"
         self.registration = Registration(
             role=role, name=name, rank=rank, address=address, pid=1, host="here", incarnation=incarnation
@@ -64,7 +65,8 @@ class Here:
         services = {"trainer": {"processes": 2, "restarts": {"backoff": 0.0}}, **sections.pop("services", {})}
         made = {"run": {"name": "a"}, "services": services, **sections}
         self.config = msgspec.convert(made, Config)
-        self.fleet = Fleet(self.config, True, lambda: None)
+        self.fleet = Fleet(self.config, lambda: None)
+        self.fleet.expect(members(self.config))
         self.arrived: list[tuple[str, Replaceable]] = []
         self._stack = AsyncExitStack()
 

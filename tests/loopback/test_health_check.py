@@ -26,7 +26,7 @@ async def probe(*arguments: str) -> tuple[int | None, str]:
 def test_it_says_whether_a_process_and_its_services_serve() -> None:
     async def test() -> None:
         server = Server({"Reference": {"Logprobs": echo}}, {})
-        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        address = server.bind("127.0.0.1", 0)
         await server.start()
         try:
             await server.set_serving(False)
