@@ -1,4 +1,4 @@
-"""The trainer role: an SPMD group of one or more ranks, of which rank 0 publishes the weights.
+"""The trainer role: an SPMD group of one or more ranks, of which rank 0 publishes the weights, and others send a part of them.
 
 `python -m services.trainer`, or under torchrun.
 """
@@ -12,7 +12,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from runtime.actor import Letter
-from runtime.commands import AbortWeights, HostWeights, SendWeights, WeightsHosted, WeightsSent
+from runtime.commands import (
+    AbortWeights,
+    HostWeights,
+    MeetWeights,
+    ResendWeights,
+    SendWeights,
+    WeightsHosted,
+    WeightsSent,
+)
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
@@ -70,8 +78,10 @@ class TrainerService(Leader):
         elif isinstance(message, AbortWeights):
             if self._pending is not None and self._pending.address.epoch == message.epoch:
                 self._leave()
+                self._tell_senders(message)
             letter.reply()
         elif isinstance(message, SendWeights) and message.version == self._snapshot:
+            self._tell_senders(ResendWeights(message.version, message.epoch))
             self._resending = asyncio.create_task(self._send(letter))  # the engine may have gone on
         else:
             self._line.put_nowait(letter)
@@ -121,6 +131,11 @@ class TrainerService(Leader):
             return False
         return True
 
+    def _tell_senders(self, command: MeetWeights | AbortWeights | ResendWeights) -> None:
+        """The ranks that send besides this one, whatever their engines do."""
+        if self._relay is not None and len(self._worker.senders) > 1:
+            self._relay.send(command, aside=True)
+
     def _leave(self) -> None:
         group, pending = self._group, self._pending
         self._group = self._pending = None
@@ -142,7 +157,7 @@ class TrainerService(Leader):
         self._pending = await asyncio.to_thread(
             group.host,
             command.epoch,
-            command.world_size,
+            command.world_size + len(self._worker.senders) - 1,
             self.config.network.interface,
             self._worker.publication_backend,
             self.config.publication.join_timeout,
@@ -150,7 +165,9 @@ class TrainerService(Leader):
             command.transport,
             self.config.publication.folder,
             self.config.publication.full_every,
+            self._worker.senders,
         )
+        self._tell_senders(MeetWeights(self._pending.address))
         self._group = in_thread("join-weights", self._pending.connect)
         return WeightsHosted(self._pending.address, manifest)
 

@@ -154,12 +154,12 @@ class Publisher:
         """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
         asked for."""
         ports = [self._pool.port(member) for member in epoch.members]
-        machines = {port.name: port.machine for port in (self._trainer, *ports)}
+        machines = {**self._trainer.machines, **{port.name: port.machine for port in ports}}
         transport = transports.resolve(self._settings.transport, self._settings.backend, machines)
-        address, manifest = await self._trainer.host_weights(epoch.number, len(machines), transport)
+        address, manifest = await self._trainer.host_weights(epoch.number, 1 + len(ports), transport)
         joins = [
             asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
-            for rank, port in enumerate(ports, start=1)
+            for rank, port in enumerate(ports, start=address.first_receiver)
         ]
         try:
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)

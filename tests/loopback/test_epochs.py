@@ -85,6 +85,7 @@ class Worker:
     """A trainer's engine: the weights of a version are made from its number."""
 
     publication_backend = "gloo"
+    senders = ("trainer-0",)
     manifest = MANIFEST
 
     def __init__(self, settings: config.Publication) -> None:
@@ -173,6 +174,7 @@ class TrainerHere(Port):
         service = TrainerService(config.Config(run=config.Run(name="test"), publication=settings), "trainer-0", 0)
         self.worker = service._worker = Worker(settings)  # type: ignore[assignment]
         super().__init__(service)
+        self.machines = {self.name: self.machine}
 
     async def host_weights(self, epoch: int, world_size: int, transport: str) -> tuple[GroupAddress, Manifest]:
         hosted = await self.ask(HostWeights(epoch, world_size, transport))
