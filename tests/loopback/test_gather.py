@@ -52,6 +52,8 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
             rank.aside(MeetWeights(*of_rank_0(None)))
             dist.barrier()
         rank.execute(command)
+        if count > 1:
+            dist.barrier()  # its part may still be on its way
         return {}
     pending = host(version, 1 + count, "127.0.0.1", "gloo", DEADLINE, senders=rank.senders)
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=count)))
@@ -69,6 +71,8 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     received = {name: tensor.clone() for name, tensor in reception.result(DEADLINE).tensors().items()}
     for group in groups:
         group.abort()
+    if count > 1:
+        dist.barrier()
     return received
 
 
