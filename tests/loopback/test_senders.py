@@ -193,12 +193,13 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
 
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
-def test_a_sender_that_does_not_come_is_named_to_everybody(transport: str) -> None:
+def test_a_sender_that_does_not_come_is_named(transport: str) -> None:
     pending = host(1, 3, "127.0.0.1", "gloo", 2.0, "trainer-0", transport, names=NAMES, senders=len(NAMES))
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-0"))
-    for connecting in (lambda: pending.connect(), lambda: joining.result(DEADLINE)):
-        with pytest.raises(ServiceFault, match=r"rendezvous: .*trainer-1\) did not join"):
-            connecting()
+    with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 1 \(trainer-1\)(, rank 2)? did not join"):
+        pending.connect()
+    with pytest.raises(ServiceFault, match="rollout-0: rendezvous: "):  # it may see no more than that rank 0 leaves
+        joining.result(DEADLINE)
 
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
