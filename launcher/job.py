@@ -30,6 +30,7 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C
+ONE_SIGNAL = 0.3  # seconds within which a second one is the first, which a terminal, or torchrun, has sent on as well
 FAILED_GRACE = 3.0  # seconds the others have after a process died
 
 
@@ -58,6 +59,7 @@ class Job(ABC, Generic[Result]):
         self.supervisor: Supervisor
         self._lock: IO[bytes]
         self._signals = 0
+        self._signalled = -ONE_SIGNAL
         self._twice = asyncio.Event()
         self._coordinator: Child | None = None
         self._agent: Agent
@@ -186,6 +188,10 @@ class Job(ABC, Generic[Result]):
             await asyncio.gather(task, death, twice, return_exceptions=True)
 
     def _on_signal(self) -> None:
+        now = time.monotonic()
+        if now - self._signalled < ONE_SIGNAL:
+            return
+        self._signalled = now
         self._signals += 1
         if self._signals > 1:
             self._twice.set()

@@ -12,7 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.config import Config
-from runtime.network import own_address
+from runtime.config_checks_network import has_several_nodes
+from runtime.errors import UserError
+from runtime.network import is_loopback, own_address
 
 Kind = Literal["npu", "cuda", "cpu"]
 
@@ -60,10 +62,15 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
 def on_this_machine(config: Config, address: str = "") -> Config:
     """With this machine's own address as `network.interface`: `address` where it is given, else what fits that key.
 
-    Raises UserError when there is none.
+    Raises UserError when there is none, or none that other nodes reach.
     """
-    address = own_address(address or config.network.interface, config.services.coordinator.host)
-    return replace(config, network=replace(config.network, interface=address))
+    own = own_address(address or config.network.interface, config.services.coordinator.host)
+    if has_several_nodes(config.cluster) and is_loopback(own):
+        raise UserError(
+            f"network.interface: '{config.network.interface}' gives this node {own}, by which no other is reached; must be "
+            "its address, a network that it is in, or an interface"
+        )
+    return replace(config, network=replace(config.network, interface=own))
 
 
 def jemalloc_paths(architecture: str) -> tuple[str, ...]:

@@ -116,10 +116,10 @@ class Supervisor:
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
 
-    def replace_from_now_on(self, restarts: Mapping[str, Restarts]) -> None:
-        """One of these processes that dies is started again as its settings allow, while the others go on. When it may
-        not be, the others go on as long as another of its role lives."""
-        self._restarts = restarts
+    def replace_from_now_on(self, restarts: Mapping[str, Restarts], judged: Collection[str] = ()) -> None:
+        """One of these processes that dies is started again as its settings allow, while the others go on. `judged`: those of
+        whom it is decided elsewhere, once `forsaken` has told of their death."""
+        self._restarts, self._judged = restarts, judged
 
     def replace_nobody(self) -> None:
         """From now on every death is a failure, and who was to be started again is not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 from msgspec import Struct
 
 from runtime.types import LogprobRequest, PolicyVersion, TrainGroup, ValueRequest
@@ -18,6 +20,28 @@ Slot = tuple[str, int, int]
 
 class Cancel(Command, frozen=True):
     group_ids: list[int]
+
+
+class Level(enum.IntEnum):
+    """What of its memory a rollout has."""
+
+    ASLEEP = 0
+    WEIGHTS = 1
+    AWAKE = 2  # and keys and values
+
+
+class Move(Command, frozen=True):
+    """Take memory, or give it back, to come to a `Level`."""
+
+    level: int
+
+
+class Onload(Command, frozen=True):
+    """Bring back to the device what Offload took off it. Nothing is done where nothing was taken."""
+
+
+class Offload(Command, frozen=True):
+    """Give the device up for a while, as far as the configuration says: what is taken off it comes back with Onload."""
 
 
 class HostWeights(Command, frozen=True):

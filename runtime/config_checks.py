@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
+from runtime.config_checks_colocation import colocation_faults
 from runtime.config_checks_data import data_faults, evaluation_faults
 from runtime.config_checks_devices import device_faults
 from runtime.config_checks_megatron import megatron_faults
@@ -67,6 +68,7 @@ def semantic_faults(
         *_processes(config),
         *device_faults(config, trains),
         *network_faults(config, trains),
+        *colocation_faults(config, trains),
         *rollout_faults(config, policy),
     ]
     if not trains:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
-from runtime.topology import Member, members, place_in_fleet, processes, replicas
+from runtime.topology import Member, members, place_in_fleet, processes, replicas, takes_turns
 from runtime.weights.transports import resolve
 
 RESERVED = 1024  # ports below belong to the system
@@ -17,7 +17,7 @@ def device_faults(config: Config, trains: bool) -> Iterator[str]:
         if isinstance(role, Computing) and role.devices:
             yield from _devices(path, role)
     yield from _hccl_ports(config, trains)
-    if trains:
+    if trains and not takes_turns(config):  # which has a check of its own
         yield from _shared_device(config)
 
 

@@ -43,8 +43,9 @@ def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]
         yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
     if not settings.overlap:
         yield f"{key}.overlap: false is for engine megatron; engine torch always overlaps; must be true"
-    for kind in settings.offloaded:
-        yield f"{key}.offload_train_{kind}: true is for engine megatron; engine torch has cpu_offload; must be false"
+    for kind in settings.offloaded if settings.cpu_offload else ():
+        yield f"{key}.offload_train_{kind}: true, but with cpu_offload it is in host memory at all times; must be false"
+    yield from _values_need_weights(key, settings)
 
 
 def _processes(key: str, settings: Spread) -> Iterator[str]:
@@ -74,10 +75,14 @@ def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
         yield "lora: engine megatron trains whole models; take services.trainer.engine torch"
     if not isinstance(settings, Trainer):
         return
-    if settings.offload_train_param and key == "services.critic":
-        yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
+    yield from _values_need_weights(key, settings)
     if settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
+
+
+def _values_need_weights(key: str, settings: Trainer) -> Iterator[str]:
+    if settings.offload_train_param and key == "services.critic":
+        yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
 
 
 def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any]) -> Iterator[str]:

@@ -71,6 +71,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
             timing=figures.timing,
         ),
         **figures.trained.metrics,
+        **figures.timing,  # whose own measurements stand over those that it is told
         **figures.dynamic_sampling,
         **figures.rollouts,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},

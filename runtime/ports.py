@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from runtime.commands import WeightsSent
+from runtime.commands import Level, WeightsSent
 from runtime.status import Status
 from runtime.types import (
     GeneratedGroup,
@@ -73,17 +73,33 @@ class RolloutPort(WeightMember, Replaceable, Protocol):
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
         """Swap to the staged version between two decode steps; returns the pause in seconds."""
 
+    async def move(self, level: Level) -> None:
+        """Take memory, or give it back; returns when that is done. Nothing may be under way."""
+
+
+class Lendable(Protocol):
+    """Has a state on devices that it can give up for a while. Each is done behind the calls before, and changes nothing where
+    it was done already."""
+
+    name: str
+
+    def offload(self) -> Answer[None]:
+        """Take off the devices what the configuration says; while it is away nothing but `onload` is asked for."""
+
+    def onload(self) -> Answer[None]:
+        """Bring it back."""
+
 
 class RewardPort(Replaceable, Protocol):
     async def score(self, request: ScoreRequest) -> Scores: ...
 
 
-class ReferencePort(Replaceable, Protocol):
+class ReferencePort(Replaceable, Lendable, Protocol):
     async def logprobs(self, request: LogprobRequest) -> bytes:
         """The encoded `Logprobs`, forwarded opaque to the trainer."""
 
 
-class UpdatePort(Replaceable, Protocol):
+class UpdatePort(Replaceable, Lendable, Protocol):
     """Trainer and critic. Commands are carried out in the order of these calls, each of which puts its command on its way
     before it returns; what it returns waits for the answer.
     """

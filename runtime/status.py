@@ -10,7 +10,7 @@ from runtime.actor import MailboxStats
 from runtime.types import PolicyVersion
 
 Role = Literal["coordinator", "rollout", "reward", "reward_model", "reference", "trainer", "critic"]
-State = Literal["starting", "ready", "torn", "draining", "failed"]
+State = Literal["starting", "ready", "asleep", "torn", "draining", "failed"]
 
 
 class Status(Struct, kw_only=True):

@@ -85,6 +85,22 @@ def group_of(config: Config, member: Member) -> list[Member]:
     return [one for one in members(config) if one.role == member.role] if is_group(config, member.role) else [member]
 
 
+def takes_turns(config: Config) -> bool:
+    """Whether rollouts and trainer have the same devices, one after the other."""
+    return any(fleet.colocate == "trainer" for fleet in fleets(config).values())
+
+
+def reference_takes_part(config: Config) -> bool:
+    """Whether the reference has a turn of its own between them."""
+    return takes_turns(config) and uses_reference(config) and config.services.reference.colocate == "trainer"
+
+
+def alternates(config: Config) -> bool:
+    """Whether trainer and critic have the same devices, and one's state is off them while the other updates."""
+    trainer, critic = config.services.trainer, config.services.critic
+    return config.critic is not None and critic.colocate == "trainer" and bool(trainer.offloaded or critic.offloaded)
+
+
 def block_size(parallel: Parallel) -> int:
     """The processes that hold one model between them."""
     return parallel.tensor * parallel.context * parallel.pipeline

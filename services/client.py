@@ -70,6 +70,10 @@ class RolloutClient(ReplicaPeer, WeightPeer):
         )
         return committed.pause_seconds
 
+    async def move(self, level: commands.Level) -> None:
+        """As long may it take as to take over a version."""
+        await self.session.call("Move", commands.Move(level), self._publication.commit_timeout)
+
 
 class RewardClient(ReplicaPeer):
     async def score(self, request: ScoreRequest) -> Scores:
@@ -77,6 +81,12 @@ class RewardClient(ReplicaPeer):
 
 
 class ReferenceClient(ReplicaPeer):
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self.session.post("Onload", commands.Onload(), self._deadlines.score)
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self.session.post("Offload", commands.Offload(), self._deadlines.score)
+
     async def logprobs(self, request: LogprobRequest) -> bytes:
         return await self.session.call("Logprobs", request, self._deadlines.score)
 
@@ -97,6 +107,12 @@ class ReferenceGroupClient(GroupPeer):
         self._parts: Parts[LogprobRequest] = Parts(
             sessions, leaders, "Logprobs", commands.ComputeLogprobs, lambda request: len(request.payload), deadlines.score
         )
+
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self.answered(self.session.post("Onload", commands.Onload(), self._deadlines.score))
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self.answered(self.session.post("Offload", commands.Offload(), self._deadlines.score))
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
         return await self.answered(self._parts.ask(request))
@@ -128,6 +144,12 @@ class UpdateClient(GroupPeer):
 
     def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
         return self._post("Apply", commands.Apply(step), self._deadlines.train)
+
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self._post("Onload", commands.Onload(), self._deadlines.train)
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self._post("Offload", commands.Offload(), self._deadlines.train)
 
     def save(self, folder: str) -> Coroutine[Any, Any, None]:
         return self._post("Save", commands.Save(folder), self._deadlines.save)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from runtime import os_process
 from runtime.actor import Letter
-from runtime.commands import Cancel
+from runtime.commands import Cancel, Level, Move
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage
 from runtime.status import State
-from runtime.topology import replicas
+from runtime.topology import replicas, takes_turns
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
 from services.rollout_weights import COMMANDS, Subscription
@@ -46,6 +46,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         tensor_parallel=settings.tensor_parallel,
         engine_args=settings.engine_args,
         swap_timeout=config.publication.commit_timeout,
+        sleeps=takes_turns(config) and device.type != "cpu",
     )
 
 
@@ -61,6 +62,7 @@ class RolloutService(process.Service):
         super().__init__(config, name, rank)
         self._engine: RolloutEngine
         self.weights: Subscription
+        self._level = Level.AWAKE
         self._open: dict[int, Letter] = {}
         self._withdrawn: list[int] = []
 
@@ -71,6 +73,11 @@ class RolloutService(process.Service):
         shared = replicas(self.config)[self.name].engine == "vllm"
         self._engine = engine
         self.weights = Subscription(engine, self.config.publication, self.name, shared)
+
+    async def start(self) -> None:
+        """Where it takes turns with the trainer, the coordinator says when the devices are its own."""
+        if takes_turns(self.config):
+            await self._move(Level.ASLEEP)
 
     async def close(self) -> None:
         if hasattr(self, "_engine"):
@@ -87,7 +94,9 @@ class RolloutService(process.Service):
 
     @property
     def state(self) -> State:
-        return "torn" if self._engine.torn else "ready"
+        if self._engine.torn:
+            return "torn"
+        return "ready" if self._level == Level.AWAKE else "asleep"
 
     def gauges(self) -> dict[str, float]:
         stats = self._engine.stats()
@@ -110,9 +119,7 @@ class RolloutService(process.Service):
             await self._control(letters[0], message)
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
-        if self._withdrawn:
-            self._engine.abort(self._withdrawn)
-            self._withdrawn.clear()
+        self._abort_withdrawn()
         if not self.weights.standstill.stands:
             await self._generate(interrupted)
         await self.weights.advanced()
@@ -146,10 +153,32 @@ class RolloutService(process.Service):
                 if group_id in self._open:
                     self._open[group_id].fail(Cancelled(f"group {group_id} was cancelled"))
             letter.reply()
+        elif isinstance(message, Move):
+            await self._move(Level(message.level))
+            letter.reply()
         elif isinstance(message, COMMANDS):
             await self.weights.handle(letter)
         else:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
+
+    async def _move(self, level: Level) -> None:
+        """Whoever puts it to sleep wants no group any more: those that are under way have been withdrawn, though the word of it
+        may come later than this."""
+        if level == self._level:
+            return
+        if level == Level.ASLEEP:
+            for letter in list(self._open.values()):
+                letter.fail(Cancelled("the rollout was put to sleep"))
+            await asyncio.sleep(0)  # the letters' futures tell `_settled`
+            self._abort_withdrawn()
+            await self._engine.sleep()
+        else:
+            await self._engine.wake(cache=level == Level.AWAKE)
+        self._level = level
+
+    def _abort_withdrawn(self) -> None:
+        self._engine.abort(self._withdrawn)
+        self._withdrawn.clear()
 
 
 if __name__ == "__mp_main__":  # vLLM's engine is started by multiprocessing, which imports this: it must not outlive us

@@ -87,11 +87,14 @@ class TrainerService(Leader):
                 self._answer_at_end(letter, left, "abort")
             else:
                 letter.reply()
-        elif isinstance(message, SendWeights) and message.version == self._snapshot:
+        elif isinstance(message, SendWeights) and message.version == self._snapshot and self._is_intact():
             self._tell_senders(ResendWeights(message.version, message.epoch))
             self._resending = asyncio.create_task(self._send(letter))  # the engine may have gone on
         else:
             self._line.put_nowait(letter)
+
+    def _is_intact(self) -> bool:
+        return self._worker.sender is not None and self._worker.sender.intact
 
     async def _work(self) -> None:
         while True:

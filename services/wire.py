@@ -136,6 +136,8 @@ def _raw_list(message: Any, field: str) -> Side:
 
 _empty = Side(common_pb2.Empty, lambda _: common_pb2.Empty(), lambda _: None)
 _status = _struct(common_pb2.StatusReply, status.Status)
+_onload = _struct(common_pb2.Empty, commands.Onload)
+_offload = _struct(common_pb2.Empty, commands.Offload)
 _join = _struct(weights_pb2.JoinWeightsRequest, commands.JoinWeights)
 
 
@@ -182,6 +184,7 @@ METHODS: dict[tuple[str, str], Method] = {
             Priority.CONTROL,
         ),
         Method("Rollout", "AbortWeights", _weights(commands.AbortWeights), _empty, Priority.CONTROL),
+        Method("Rollout", "Move", _struct(rollout_pb2.MoveRequest, commands.Move), _empty, Priority.CONTROL),
         Method(
             "Reward",
             "Score",
@@ -246,6 +249,11 @@ METHODS: dict[tuple[str, str], Method] = {
             "Values",
             _struct(critic_pb2.ValuesRequest, commands.ComputeValues),
             _raw_list(critic_pb2.ValuesReply, "values"),
+        ),
+        *(
+            Method(service, name, side, _empty)
+            for service in ("Trainer", "Critic", "Reference", "ReferenceGroup")
+            for name, side in (("Onload", _onload), ("Offload", _offload))
         ),
     )
 }

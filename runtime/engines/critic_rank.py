@@ -9,22 +9,26 @@ from typing import Any
 import torch
 
 from runtime import checkpoint, codec
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Restore, Save
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
 from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import CriticEngine
 from runtime.engines.update_rank import UpdateRank
+from runtime.topology import alternates
 
 
 class CriticRank(UpdateRank[CriticEngine]):
     role = "critic"
-    relayed = Restore | BeginStep | Accumulate | Apply | ComputeValues | Save
+    relayed = Restore | BeginStep | Accumulate | Apply | ComputeValues | Save | Onload | Offload
     last = Apply
     seconds_of = {  # noqa: RUF012
         "onload": "timing/critic_onload",
         "offload": "timing/critic_offload",
         "save": "timing/critic_save",
     }
+
+    def __init__(self, engine: CriticEngine, config: Config, rank: int, world_size: int):
+        super().__init__(engine, config, rank, world_size, alternates(config))
 
     def state(self, folder: Path) -> Path:
         return checkpoint.critic_state(folder)

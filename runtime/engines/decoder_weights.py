@@ -7,7 +7,7 @@ table says which tensors make which parameter; everything else here follows from
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -110,6 +110,10 @@ class DecoderWeights:
         for name, tensor in tensors.items():
             if name in self._views:  # a tied head is the embedding, which comes under its own name
                 self._views[name].copy_(tensor)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All of them, some of which are views of one memory."""
+        return self._views.values()
 
     @property
     def names(self) -> frozenset[str]:

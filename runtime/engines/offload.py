@@ -13,19 +13,21 @@ class Shelf:
     The host's memory, page-locked where the device is an accelerator, is kept from one time to the next: it takes long to get.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True):
-        """Without `keep` what they hold is lost, and they come back as zeros. Of a storage that several share there is one."""
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True, frozen: bool = False):
+        """Without `keep` what they hold is lost, and they come back as zeros. Of a storage that several share there is one.
+        `frozen`: what they hold never changes, and is copied to the host once."""
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         self._storages = [storage for storage in storages.values() if storage.nbytes()]
         self._nbytes = [storage.nbytes() for storage in self._storages]
-        self._keep = keep
+        self._keep, self._frozen = keep, frozen
         self._hosts: list[torch.Tensor] = []
 
     def put(self) -> None:
         """Copy to the host, and free the device's memory. For tensors that are on the device."""
+        changed = not (self._frozen and self._hosts)
         if self._keep and not self._hosts:
             self._hosts = [_host(storage) for storage in self._storages]
-        for storage, host in zip(self._storages, self._hosts, strict=False):
+        for storage, host in zip(self._storages, self._hosts, strict=False) if changed else ():
             host.copy_(_bytes(storage))
         for storage in self._storages:
             storage.resize_(0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from runtime import codec
-from runtime.commands import ComputeLogprobs
+from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
 from runtime.engines.group_rank import GroupRank, join_group, use_megatron
+from runtime.engines.lent_scorer import LentScorer
 from runtime.errors import InvalidMessage
+from runtime.topology import reference_takes_part
 
 if TYPE_CHECKING:
     from runtime.engines.scorer_megatron import MegatronScorer
@@ -16,14 +18,17 @@ if TYPE_CHECKING:
 
 class ReferenceRank(GroupRank):
     role = "reference"
-    relayed = ComputeLogprobs
+    relayed = ComputeLogprobs | Onload | Offload
 
     def __init__(self, scorer: MegatronScorer, config: Config, rank: int, world_size: int):
         super().__init__(config, rank, world_size, config.deadlines.score)
-        self._scorer = scorer
+        self._scorer = LentScorer(scorer, away=reference_takes_part(config))
 
     def execute(self, command: Any) -> Any:
         """The encoded Logprobs of this rank's groups, in their order."""
+        if isinstance(command, (Onload, Offload)):
+            self._scorer.handle(command)
+            return None
         if not isinstance(command, ComputeLogprobs):
             raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
         return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]

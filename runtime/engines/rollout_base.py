@@ -98,8 +98,9 @@ class RolloutEngine(ABC):
         nothing is begun, and no weights are swapped meanwhile. Raises InvariantViolated, changing nothing."""
 
     @abstractmethod
-    async def wake(self) -> None:
-        """Take the memory again; groups that waited are begun."""
+    async def wake(self, cache: bool = True) -> None:
+        """Take the memory again; groups that waited are begun. Without `cache` that of keys and values is left, and so are
+        groups: weights may be staged, loaded and swapped."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...

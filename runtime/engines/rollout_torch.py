@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from runtime import platform
+from runtime.commands import Level
 from runtime.engines.decoder import Decoder
 from runtime.engines.decoder_weights import DecoderWeights, require_fit
 from runtime.engines.kv_cache import KVCache
+from runtime.engines.offload import Shelf
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample
 from runtime.engines.rollout_slots import Slots
@@ -92,7 +94,8 @@ class TorchRolloutEngine(RolloutEngine):
         self._stats = EngineStats(slots=slots)
         self._halt = False
         self._held = False
-        self._asleep = False
+        self._level = Level.AWAKE
+        self._shelf: Shelf | None = None  # with the weights, while they are off the device
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -139,7 +142,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and not (self._asleep or self.torn)
+        return bool(self._slots.count if self._held else self._groups) and not (self._level < Level.AWAKE or self.torn)
 
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
@@ -286,6 +289,8 @@ class TorchRolloutEngine(RolloutEngine):
         return weights
 
     async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        if self._level == Level.ASLEEP:
+            raise InvariantViolated("weights are loaded while the engine is asleep")
         weights = self._decoder.weights
         weights.require(tensors)
         if version != self._loading:
@@ -295,7 +300,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
-        if self._asleep:
+        if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
         is_loaded = self._loading == version and self._loaded >= self._decoder.weights.names
         if self._staged is None and not is_loaded:
@@ -325,17 +330,31 @@ class TorchRolloutEngine(RolloutEngine):
                 self._cache.fill(slot, kept[:, :, row, :, : len(texts[slot])])
 
     async def sleep(self) -> None:
-        """The weights stay."""
+        """On accelerators the weights are kept on the host."""
         if self._slots.count:
             raise InvariantViolated(f"the engine is put to sleep while {self._slots.count} samples are running")
         for group in self._waiting:
             group.prefilled = None
-        self._asleep = True
-        await self._in_thread(self._cache.release)
+        self._level = Level.ASLEEP
+        await self._in_thread(self._release)
 
-    async def wake(self) -> None:
-        await self._in_thread(self._cache.restore)
-        self._asleep = False
+    def _release(self) -> None:
+        self._cache.release()
+        if not self.adopts and self._shelf is None:
+            self._shelf = Shelf(self._decoder.weights.tensors())
+            self._shelf.put()
+        platform.release(self._device)
+
+    async def wake(self, cache: bool = True) -> None:
+        await self._in_thread(lambda: self._restore(cache))
+        self._level = Level.AWAKE if cache else Level.WEIGHTS
+
+    def _restore(self, cache: bool) -> None:
+        if self._shelf is not None:
+            self._shelf.take()
+            self._shelf = None
+        if cache:
+            self._cache.restore()
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from runtime import platform
+from runtime.commands import Level
 from runtime.config_checks import kv_cache_bytes
 from runtime.engines.hf_weights import WeightFiles
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
@@ -40,6 +41,8 @@ _POLL_SECONDS = 0.01  # how often a wait for outputs looks whether it is interru
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what it wakes
+_WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
 _WORKER = "runtime.engines.vllm.worker.WeightLoading"
 
 
@@ -118,7 +121,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._finished: list[GeneratedGroup] = []
         self._requests = 0
         self._held = False
-        self._asleep = False
+        self._level = Level.AWAKE
         self._sleeps = sleeps
         self._torn = False  # the weights are of no version
         self._staged: tuple[list[shared.Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
@@ -157,7 +160,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return not (self._torn or self._asleep) and bool(self._running or (self._waiting and not self._held))
+        return not (self._torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self._held))
 
     async def _outputs(self) -> list[Output]:
         try:
@@ -261,7 +264,7 @@ class VLLMRolloutEngine(RolloutEngine):
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
         self._check_alive()
-        if self._asleep:
+        if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
         staged, self._staged = self._staged, None
         if staged is None:
@@ -280,7 +283,8 @@ class VLLMRolloutEngine(RolloutEngine):
             del copies  # not before: the workers read them
 
     async def _swap(self, locations: Sequence[shared.Location], version: PolicyVersion, recompute: bool) -> None:
-        await self._core.pause(forget=recompute)
+        if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
+            await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
         self._waiting.extendleft(reversed(unbegun))
@@ -289,7 +293,8 @@ class VLLMRolloutEngine(RolloutEngine):
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
         self._version, self._torn = version, False
-        await self._core.resume()
+        if self._level == Level.AWAKE:
+            await self._core.resume()
 
     def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
@@ -314,13 +319,16 @@ class VLLMRolloutEngine(RolloutEngine):
         """With `sleeps` the weights leave the device as well."""
         if self._running:
             raise InvariantViolated(f"the engine is put to sleep while {len(self._running)} samples are running")
-        self._asleep = True
+        self._level = Level.ASLEEP
         await self._flush()
         await (self._core.sleep() if self._sleeps else self._core.pause(forget=True))
 
-    async def wake(self) -> None:
-        await (self._core.wake() if self._sleeps else self._core.resume())
-        self._asleep = False
+    async def wake(self, cache: bool = True) -> None:
+        if self._sleeps:
+            await self._core.wake(_WITH_CACHE[self._level] if cache else (_WEIGHTS,))
+        elif cache:
+            await self._core.resume()
+        self._level = Level.AWAKE if cache else Level.WEIGHTS
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples; `decode_steps` outputs of vLLM."""

@@ -15,6 +15,7 @@ from runtime.config import Config
 from runtime.engines import train_batch, train_rows
 from runtime.engines.megatron import vocab_parallel
 from runtime.engines.megatron.passes import Passes
+from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
 from runtime.errors import InvalidMessage
 from runtime.types import LogprobRequest, Logprobs
@@ -37,6 +38,15 @@ class MegatronScorer(Passes):
         self._model.eval().requires_grad_(False)
         self._budget = settings.max_tokens_per_microbatch
         self._world_size = world_size
+        self._shelf = Shelf(self._model.parameters() if device.type != "cpu" else (), frozen=True)
+
+    def offload(self) -> None:
+        """Take the model off the device: nothing is scored until `onload`."""
+        self._shelf.put()
+        platform.release(self._grid.device)
+
+    def onload(self) -> None:
+        self._shelf.take()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime import codec
+from runtime import codec, platform
 from runtime.engines.decoder import Decoder
+from runtime.engines.offload import Shelf
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, LogprobRequest, Logprobs
 
@@ -44,6 +45,15 @@ class TorchScorer:
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
         self._device = device
         self._budget = max_tokens_per_microbatch
+        self._shelf = Shelf(self._decoder.weights.tensors() if device.type != "cpu" else (), frozen=True)
+
+    def offload(self) -> None:
+        """Take the model off the device: nothing is scored until `onload`."""
+        self._shelf.put()
+        platform.release(self._device)
+
+    def onload(self) -> None:
+        self._shelf.take()
 
     @property
     def vocab_size(self) -> int:

@@ -54,14 +54,14 @@ class UpdateEngine(ABC):
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, bit for bit. Raises UserError when it does not fit the model."""
 
+    @abstractmethod
     def offload(self) -> None:
         """Take what `offload_train_*` of its service name off the device, gradients included, which are 0 between steps. Until
         `onload` nothing is called but `values`."""
-        raise NotImplementedError("the configuration's checks leave that to engine megatron")
 
+    @abstractmethod
     def onload(self) -> None:
         """Bring back what `offload` took off, bit for bit."""
-        raise NotImplementedError("the configuration's checks leave that to engine megatron")
 
 
 class TrainEngine(UpdateEngine):

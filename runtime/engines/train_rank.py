@@ -17,6 +17,8 @@ from runtime.commands import (
     BeginStep,
     Export,
     MeetWeights,
+    Offload,
+    Onload,
     ResendWeights,
     Restore,
     Save,
@@ -26,16 +28,17 @@ from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.update_rank import UpdateRank
+from runtime.topology import alternates, takes_turns
 from runtime.weights.part import SenderPart
 from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import WeightSender
 
+_ASIDE = MeetWeights | AbortWeights | ResendWeights  # past those that wait
+
 
 class TrainRank(UpdateRank[TrainEngine]):
     role = "trainer"
-    relayed = (
-        Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export | MeetWeights | AbortWeights | ResendWeights
-    )
+    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export | Onload | Offload | _ASIDE
     last = SendWeights
     seconds_of = {  # noqa: RUF012
         "onload": "timing/resharding_to_train",
@@ -44,8 +47,10 @@ class TrainRank(UpdateRank[TrainEngine]):
     }
 
     def __init__(self, engine: TrainEngine, config: Config, rank: int, world_size: int, device: torch.device):
-        super().__init__(engine, config, rank, world_size)
-        self.publication_backend = platform.collective_backend(config.publication.backend, device)
+        super().__init__(engine, config, rank, world_size, takes_turns(config) or alternates(config))
+        # Members that share a device have neither NCCL nor HCCL.
+        backend = "gloo" if takes_turns(config) else config.publication.backend
+        self.publication_backend = platform.collective_backend(backend, device)
         ranks, specs = self._senders()
         self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes, len(ranks))
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)

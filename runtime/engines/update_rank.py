@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec.structs import replace
 
 from runtime import checkpoint
-from runtime.commands import Accumulate, Apply, BeginStep, Export, Restore, Save
+from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save
 from runtime.config import Config, Trainer
 from runtime.engines.group_rank import GroupRank
 from runtime.engines.train_base import UpdateEngine
@@ -33,14 +33,18 @@ class UpdateRank(GroupRank, Generic[Engine]):
     last: ClassVar[type]  # of the commands of a step
     seconds_of: ClassVar[dict[str, str]]  # the metrics of what `onload`, `offload` and `save` take of the engine's time
 
-    def __init__(self, engine: Engine, config: Config, rank: int, world_size: int):
+    def __init__(self, engine: Engine, config: Config, rank: int, world_size: int, told: bool):
+        """`told`: its device is another's as well, so that the coordinator says when to take it and when to give it up."""
         super().__init__(config, rank, world_size, config.deadlines.train)
         self.engine = engine
         settings: Trainer = getattr(config.services, self.role)
-        self._offloads, self._away = bool(settings.offloaded), False
+        self._told = told
+        self._offloads, self._away = bool(settings.offloaded) and not told, False
         self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
         self._saving: Future[None] | None = None
+        if told:
+            self._give_up()
 
     def state(self, folder: Path) -> Path:
         """Where in the checkpoint `folder` this role's state lies. Raises UserError when it is not there."""
@@ -69,7 +73,9 @@ class UpdateRank(GroupRank, Generic[Engine]):
             return self._save(Path(command.folder))
         elif isinstance(command, Restore):
             self._restore(Path(command.folder))
-        else:
+        elif isinstance(command, Offload):
+            self._give_up()
+        elif not isinstance(command, Onload):  # for which everything is at hand already
             raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
         return None
 
@@ -106,12 +112,19 @@ class UpdateRank(GroupRank, Generic[Engine]):
     @contextlib.contextmanager
     def _at_hand(self, command: Any) -> Iterator[None]:
         """Around a command that needs all of the engine's state: between steps the device may be lent out."""
-        if self._away:
+        if self._away and not isinstance(command, Offload):
             with self._counted("onload"):
                 self.engine.onload()
             self._away = False
         yield
         if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
+            self._give_up()
+        if self._told and isinstance(command, Restore):
+            self._give_up()  # nobody has said yet that it is this role's turn
+
+    def _give_up(self) -> None:
+        """Off the device with what the configuration says."""
+        if not self._away:
             with self._counted("offload"):
                 self.engine.offload()
             self._away = True

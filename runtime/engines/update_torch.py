@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from runtime.config import Config, Optimizer
+from runtime import platform
+from runtime.config import Config, Optimizer, Trainer
 from runtime.engines import train_sharding, train_state
+from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_loop import UpdateLoop
 from runtime.engines.train_model import Placement, make_optimizer
@@ -35,6 +37,11 @@ class TorchUpdateEngine(UpdateLoop):
         # Tied tensors come once, under their first name, as in a Hugging Face export.
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = make_optimizer(options, self._parameters)
+        settings: Trainer = getattr(config.services, self.role)
+        # What is on the host already is not taken there.
+        self._lent = settings.offloaded if placement.device.type != "cpu" else ()
+        self._shelves: dict[str, Shelf] = {}
+        self._shelved: dict[str, int] = {}  # how many tensors each holds
         super().__init__(config, options, needs, placement, model.config.vocab_size)
 
     @abstractmethod
@@ -81,6 +88,32 @@ class TorchUpdateEngine(UpdateLoop):
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+
+    # ------------------------------------------------------------------------------------------ its device, lent out
+
+    def offload(self) -> None:
+        self._clear_gradients()
+        for kind in self._lent:
+            self._shelf(kind).put()
+        platform.release(self._device)
+
+    def onload(self) -> None:
+        for kind in self._lent:
+            self._shelves[kind].take()
+
+    def _shelf(self, kind: str) -> Shelf:
+        """The same one as long as it holds all, since its host memory takes long to get: an optimizer has no state at first."""
+        held = [train_sharding.local(tensor) for tensor in self._resident(kind)]
+        if kind not in self._shelves or len(held) != self._shelved[kind]:
+            self._shelves[kind], self._shelved[kind] = Shelf(held), len(held)
+        return self._shelves[kind]
+
+    def _resident(self, kind: str) -> list[torch.Tensor]:
+        """What of `kind` is on the device between steps: no gradients."""
+        if kind == "param":
+            return [*self._model.parameters(), *self._model.buffers()]
+        states = self._optimizer.state.values() if kind == "optimizer" else ()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     # ------------------------------------------------------------------------------------------ its state on disk
 

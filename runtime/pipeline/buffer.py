@@ -83,7 +83,8 @@ class Buffer:
         self.step = step
         self.committed = step
         self.ready_changed = asyncio.Event()
-        """Set when `take` may have become possible. Clear it, call `take`, then wait."""
+        """Set when `take` may have become possible, or a group is generated, referenced or dropped. Clear it, call `take`, then
+        wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, or a group came back to be dispatched again."""
         self._journal = journal
@@ -146,6 +147,7 @@ class Buffer:
         group = self._mark(group_id, Mark.REFERENCED)
         group.reference = logprobs
         self._record(group, "referenced", reference=logprobs)
+        self.ready_changed.set()
         return group
 
     def valued(self, group_id: int, values: bytes) -> Group:

@@ -17,9 +17,10 @@ from runtime.ledger_records import CheckpointSaved
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.history import History
 from runtime.pipeline.roles import Roles
-from runtime.ports import Answer
+from runtime.ports import Answer, CriticPort, TrainerPort
 from runtime.position import Position
 from runtime.summary import Totals
+from runtime.topology import alternates
 from runtime.types import PolicyVersion
 
 
@@ -38,6 +39,7 @@ class Checkpoints:
     ):
         self._folder = folder
         self._settings = config.checkpoint
+        self._alternates = alternates(config)
         self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
         self._ledger = ledger
@@ -58,7 +60,7 @@ class Checkpoints:
     def newest_accuracy(self) -> float | None:
         return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
-    async def due(self, step: int) -> Callable[[asyncio.Future[None]], Answer[None]] | None:
+    async def due(self, step: int) -> Callable[[asyncio.Future[None] | None], Answer[None]] | None:
         """What orders the checkpoint of version `step`, if there is to be one, given the end of the step that makes it; asked
         before that is applied, when every group of it has been taken."""
         if not self._settings.every or step % self._settings.every:
@@ -92,10 +94,26 @@ class Checkpoints:
             partial = checkpoint.begin(folder.absolute())
             if roles.critic is not None:
                 (partial / checkpoint.CRITIC).mkdir()
+        if roles.critic is not None and self._alternates:
+            return self._saved_at(
+                step,
+                folder,
+                partial,
+                [self._one_by_one(partial, roles.trainer, roles.critic)],
+                position,
+                self._entered(finishing),
+            )
         saving = [roles.trainer.save(str(partial))]
         if roles.critic is not None:
             saving.append(roles.critic.save(str(partial / checkpoint.CRITIC)))
         return self._saved_at(step, folder, partial, saving, position, self._entered(finishing))
+
+    async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: CriticPort) -> None:
+        """Where both have the same devices."""
+        await trainer.offload()
+        await critic.save(str(partial / checkpoint.CRITIC))
+        await critic.offload()
+        await trainer.save(str(partial))
 
     async def _saved_at(
         self,

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime import evaluation
+from runtime.commands import Level
 from runtime.config import Config
 from runtime.data.held_out import HeldOut
+from runtime.errors import SluiceError
 from runtime.evaluation import EvaluationResult
 from runtime.generations import TextDecoder
 from runtime.pipeline.evaluation import Evaluator
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
-from runtime.ports import Replaceable
+from runtime.ports import Replaceable, RolloutPort
 from runtime.status import Loss, Progress
-from runtime.topology import slots
+from runtime.topology import slots, takes_turns
 from runtime.trackers import Trackers
 
 
@@ -40,7 +42,7 @@ class EvaluationRun:
         self._material = material
         self._roles = roles
         self._pool = RolloutPool(roles.rollouts, slots(material.config), material.config.deadlines.start, material.lost)
-        self._pool.serve_as_loaded()
+        self._serving = {asyncio.ensure_future(self._serve(rollout)) for rollout in roles.rollouts}
         self._evaluator = Evaluator(
             material.config, material.held_out, roles, self._pool, material.text, material.stop_token_ids
         )
@@ -51,9 +53,19 @@ class EvaluationRun:
         """A process has come in the place of one that was lost."""
         if role == "rollout":
             self._pool.arrive(replica)  # type: ignore[arg-type]
-            self._pool.serve_as_loaded()
+            self._serving.add(asyncio.ensure_future(self._serve(replica)))  # type: ignore[arg-type]
         else:
             self._roles.arrive(role, replica)
+
+    async def _serve(self, rollout: RolloutPort) -> None:
+        """Where rollouts take turns with a trainer they are asleep at first; here there is no trainer."""
+        try:
+            if takes_turns(self._material.config):
+                await rollout.move(Level.AWAKE)
+        except SluiceError as error:
+            self._pool.lose(rollout, str(error))
+        else:
+            self._pool.serve_as_loaded()
 
     def stop(self) -> None:
         self._stopped = True

@@ -78,10 +78,10 @@ class GroupStage:
         while True:
             buffer.room_changed.clear()
             waiting, together = buffer.waiting(), 0
-            for index in range(buffer.capacity(sum(map(self._most, self._pool.serving)), last_step())):
+            for index in range(buffer.capacity(sum(map(self._most, self._pool.admitting)), last_step())):
                 if not together:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
-                    if not self._pool.serving:
+                    if not self._pool.admitting:
                         break
                     rollout = self._pool.least_loaded()
                     together = self._together(rollout)

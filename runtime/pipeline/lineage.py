@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,13 @@ from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles, Updated
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.training import TrainedStep, TrainStage
-from runtime.ports import UpdatePort
+from runtime.pipeline.turn_stage import TurnStage
+from runtime.pipeline.turn_taking import TurnTaking
+from runtime.pipeline.updates import AlternatingUpdates, Updates
+from runtime.ports import RolloutPort, UpdatePort
 from runtime.position import Position
 from runtime.status import Progress
+from runtime.topology import alternates, reference_takes_part, takes_turns
 from runtime.types import PolicyVersion
 
 WHY_ENDED = "run ended"
@@ -96,17 +102,8 @@ class Lineage:
             self._spans,
             self._dynamic,
         )
-        self._training = TrainStage(
-            roles,
-            self._publisher,
-            self._buffer,
-            material.ledger,
-            self._spans,
-            streams=streams(config),
-            groups_per_update=groups_per_update(config),
-            checkpoint=self._checkpoints.due,
-            finished=self._finished,
-        )
+        self._turns = self._turn_taking() if takes_turns(config) else None
+        self._training = self._train_stage()
         self._evaluator = (
             Evaluator(config, material.held_out, roles, pool, material.text, material.stop_token_ids)
             if material.held_out and config.rewards.rules
@@ -165,8 +162,37 @@ class Lineage:
         await self._groups.close()
         self._publisher.close()
 
+    def arrive(self, rollout: RolloutPort) -> None:
+        """A rollout has come, perhaps in the place of one that was lost."""
+        (self._turns or self._pool).arrive(rollout)
+
+    def _turn_taking(self) -> TurnTaking:
+        refers, brings = reference_takes_part(self._config), not alternates(self._config)
+        return TurnTaking(self._roles, self._pool, self._publisher, self._spans, refers=refers, brings=brings)
+
+    def _train_stage(self) -> TrainStage:
+        config, roles = self._config, self._roles
+        updates = Updates(roles.trainer, roles.critic, self._spans)
+        if alternates(config) and roles.critic is not None:
+            updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
+        make: Callable[..., TrainStage] = TrainStage
+        if self._turns is not None:
+            make = partial(TurnStage, self._turns, self._evaluates, self._is_evaluating, self._dynamic is not None)
+        return make(
+            updates=updates,
+            publisher=self._publisher,
+            buffer=self._buffer,
+            ledger=self._material.ledger,
+            spans=self._spans,
+            streams=streams(config),
+            groups_per_update=groups_per_update(config),
+            checkpoint=self._checkpoints.due,
+            finished=self._finished,
+        )
+
     def _can_recover(self) -> bool:
-        return self._begun and self._material.regroup is not None and self.stop_reason != INTERRUPTED
+        """In turns the rollouts may hold the devices that another trainer would begin on, so that a loss ends the run."""
+        return self._turns is None and self._begun and self._material.regroup is not None and self.stop_reason != INTERRUPTED
 
     async def _regrouped(self, loss: ServiceFault) -> Updated:
         """Wait for other groups, while the rollouts go on as far as the staleness bound allows. Raises `loss` when the run is
@@ -208,8 +234,12 @@ class Lineage:
         self._report("recovering" if self._history.lineages else "starting")
         if self._position is not None:
             await self._restore(self._position)
-        before = time.monotonic()
-        await self._publisher.publish(PolicyVersion(self._incarnation, self._buffer.step))
+        before, version = time.monotonic(), PolicyVersion(self._incarnation, self._buffer.step)
+        if self._turns is None:
+            await self._publisher.publish(version)
+        else:
+            await self._turns.take()
+            await self._turns.give(version)
         self._material.startup.phases.setdefault("first publication", time.monotonic() - before)
         self._begun = True
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
@@ -253,13 +283,21 @@ class Lineage:
             self._started_up()
         if config.stop.hours and time.monotonic() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
-        every = config.evaluation.every
-        if self._evaluator and every and step % every == 0 and step < self._training.last_step:
+        if self._evaluates(step):
             if self._evaluating is not None and not self._evaluating.done():
                 history.skipped_evaluations += 1  # training waits for none
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
+                self._evaluating.add_done_callback(lambda _: self._buffer.ready_changed.set())
         self._report("training")
+
+    def _evaluates(self, step: int) -> bool:
+        """Whether version `step` is to be evaluated beside training."""
+        every = self._config.evaluation.every
+        return self._evaluator is not None and every > 0 and step % every == 0 and step < self._training.last_step
+
+    def _is_evaluating(self) -> bool:
+        return self._evaluating is not None and not self._evaluating.done()
 
     def _started_up(self) -> None:
         """The first step is done: it is known when its batch was whole in the trainer's hands."""
@@ -310,6 +348,8 @@ class Lineage:
         self._report("saving")
         step = self._buffer.committed
         await self._training.saved()  # it may be of the same step
+        if self._turns is not None:
+            await self._turns.take()
         await self._checkpoints.save(step, await self._checkpoints.position(step))
         folder = self._material.folder / layout.MODEL
         await self._roles.trainer.export(str(folder.absolute()))

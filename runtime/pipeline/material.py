@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.chosen_algorithm import choose
-from runtime.config import Config
+from runtime.config import Computing, Config, Rollout
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
@@ -17,7 +17,7 @@ from runtime.pipeline.roles import Updated
 from runtime.pipeline.states import Mark
 from runtime.startup import Startup
 from runtime.status import Loss, Progress
-from runtime.topology import members, replicas, uses_reference
+from runtime.topology import members, settings_of, uses_reference
 from runtime.trackers import Trackers
 
 
@@ -53,7 +53,8 @@ def needs(config: Config) -> Mark:
 
 
 def accelerators(config: Config) -> int:
-    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes."""
-    rollouts = replicas(config)
-    ways = (rollouts[member.name].tensor_parallel if member.name in rollouts else 1 for member in members(config))
-    return sum(ways) - sum(member.role == "reward" for member in members(config))
+    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes.
+    What lies on another role's devices has none of its own."""
+    roles = [settings_of(config, member) for member in members(config)]
+    own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
+    return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)

@@ -115,8 +115,8 @@ _EXPECTED: dict[type, tuple[Phase, ...]] = {
 class Publication:
     """One version over one epoch's members.
 
-    `phase` and `next_deadline` (None once done or aborted) are the state. `lost` names who must not be in the next epoch;
-    `reason` is one line for the user naming phase and members, "" while all is well.
+    `phase` and `next_deadline` (None once done or aborted) are the state. `lost` names who must not be in the next epoch,
+    `failed` who lives and reported a failure; `reason` is one line for the user naming phase and members, "" while all is well.
     """
 
     def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: PhaseSeconds, now: float):
@@ -125,6 +125,7 @@ class Publication:
         self.members = tuple(members)
         self.sender = sender
         self.lost: set[str] = set()
+        self.failed: set[str] = set()
         self.reason = ""
         self._seconds = seconds
         self._answered: dict[type, set[str]] = {kind: set() for kind in _EXPECTED}
@@ -190,11 +191,13 @@ class Publication:
             return []
         if self.phase == "commit" and event.member == self.sender:
             return []  # its part is over
+        if isinstance(event, Failed):
+            self.failed.add(event.member)
         known = event.member in self.lost
         if isinstance(event, Lost) or self.phase == "commit":
             self.lost.add(event.member)
-        if self.phase == "abort" and (known or isinstance(event, Failed)):
-            return []  # a failed collective fails for all; who is lost is told even when another's failure was heard first
+        if self.phase == "abort" and (known or (isinstance(event, Failed) and event.member != self.sender)):
+            return []  # a failed collective fails for all; the sender's word, and who is lost, are told whoever was heard first
         return self._give_up(f"{event.member}: {event.reason}", now)
 
     def _expire(self, now: float) -> list[Action]:

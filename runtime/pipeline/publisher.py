@@ -55,13 +55,13 @@ class Publisher:
         self._settings = settings
         self._seconds = PhaseSeconds(
             prepare=prepare_seconds,
-            # Without a copy the weights are gathered behind what the trainer has begun. Its own deadline counts from then.
-            transfer=settings.transfer_timeout + (0.0 if settings.overlap else prepare_seconds),
+            transfer=settings.transfer_timeout,
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
             abort=settings.abort_timeout,
         )
         self._lock = asyncio.Lock()  # held by the publication that is under way
+        self._held = False  # whether nothing is published but what is asked for
         self._awaited = False  # whether the next version, which is being made, waits for it
         self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
         self._members: dict[str, RolloutPort] = {}
@@ -75,6 +75,12 @@ class Publisher:
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
+
+    def seconds(self, behind: bool) -> PhaseSeconds:
+        """The deadlines of an attempt. `behind`: the weights are gathered behind what the trainer has begun, for which it may
+        take as long as for a step; its own deadline of the transfer counts from then."""
+        seconds = self._seconds
+        return replace(seconds, transfer=seconds.transfer + seconds.prepare) if behind else seconds
 
     async def run(self) -> None:
         """Keep the epoch that of the living, until cancelled. Raises ServiceFault when that fails for another reason than a
@@ -99,18 +105,33 @@ class Publisher:
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
+        if self._held:
+            return await self._begun(version, lambda: None)
         self._awaited = True
         try:
             await self._lock.acquire()
         finally:
             self._awaited = False
+        return await self._begun(version, self._lock.release)
+
+    async def _begun(self, version: PolicyVersion, closed: Callable[[], None]) -> Transaction:
         try:
             if self._pool.membership.stale:
                 await self._open_epoch()
-            return Transaction(self, version, self._lock.release)
+            return Transaction(self, version, closed)
         except BaseException:
-            self._lock.release()
+            closed()
             raise
+
+    async def hold(self) -> None:
+        """Once this returns, nothing is published until `free` but what `begin` and `publish` are asked for."""
+        await self._lock.acquire()
+        self._held = True
+
+    def free(self) -> None:
+        """Newcomers are sent the committed version again."""
+        self._held = False
+        self._lock.release()
 
     async def publish(self, version: PolicyVersion) -> PublicationFigures:
         """`version`, which the trainer has."""
@@ -218,6 +239,7 @@ class Transaction:
         self._pause = 0.0
         self._bytes = 0
         self._aborts = self._fruitless = 0
+        self._behind = not publisher._settings.overlap
         self._post()
 
     async def finish(self, again: Callable[[], bool] = lambda: True) -> PublicationFigures:
@@ -264,7 +286,7 @@ class Transaction:
     async def _attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
         publisher, now = self._publisher, self._clock()
-        machine = Publication(self._version, self._ports, publisher._trainer.name, publisher._seconds, now)
+        machine = Publication(self._version, self._ports, publisher._trainer.name, publisher.seconds(self._behind), now)
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
         for name in self._ports:
             machine.handle(Prepared(name), now)
@@ -276,6 +298,7 @@ class Transaction:
     def _conclude(self, machine: Publication) -> bool:
         publisher, pool = self._publisher, self._pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
+        self._behind |= publisher._trainer.name in machine.failed  # it may not have the whole version, and gather it anew
         if publisher._trainer.name in machine.lost or self._fruitless == TRIES:
             raise _fault(machine)
         reason = machine.reason

@@ -43,6 +43,7 @@ class RolloutPool:
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = [self._changed.set]
         self._lost = self._repeated = 0  # since `close_step`
+        self._closed = False
         for rollout in rollouts:
             self.arrive(rollout)
 
@@ -98,18 +99,36 @@ class RolloutPool:
     def serving(self) -> list[RolloutPort]:
         return [self._ports[member] for member in self.membership.serving]
 
+    @property
+    def admitting(self) -> list[RolloutPort]:
+        """Those that serve, while the pool is open."""
+        return [] if self._closed else self.serving
+
+    def close(self) -> None:
+        """Nothing is asked to be generated until `open`: the rollouts' devices are another's."""
+        self._closed = True
+
+    def open(self) -> None:
+        self._closed = False
+        self._notify()
+
     async def somebody(self) -> None:
         """Return once a rollout lives. Raises ServiceFault when none comes in time."""
         await self._until(lambda: bool(self.membership.living))
 
     async def guard(self) -> None:
-        """Until cancelled. Raises ServiceFault, naming who was lost, once no rollout has served for `patience` seconds."""
+        """Until cancelled. Raises ServiceFault, naming who was lost, once no rollout has served for `patience` seconds, or,
+        while the pool is closed, and a newcomer cannot begin to, none has lived."""
+
+        def served() -> bool:
+            return bool(self.membership.serving or (self._closed and self.membership.living))
+
         while True:
-            if self.membership.serving:
+            if served():
                 self._changed.clear()
                 await self._changed.wait()
             else:
-                await self._until(lambda: bool(self.membership.serving))
+                await self._until(served)
 
     # ------------------------------------------------------------------------------------------ their work
 
@@ -139,7 +158,7 @@ class RolloutPool:
     async def generate_anywhere(self, request: GroupRequest) -> GeneratedGroup:
         """By the least loaded, and again by another when it is lost meanwhile. `guard` says how long that may go on."""
         while True:
-            await self._wait(lambda: bool(self.membership.serving))
+            await self._wait(lambda: bool(self.admitting))
             try:
                 return await self.generate(self.least_loaded(), request)
             except Unreachable:

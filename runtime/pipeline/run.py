@@ -55,7 +55,7 @@ class Run:
     def arrive(self, role: str, replica: Replaceable) -> None:
         """A process has come in the place of one that was lost, of a role that holds nothing of the run's."""
         if role == "rollout":
-            self._pool.arrive(replica)  # type: ignore[arg-type]
+            self._lineage.arrive(replica)  # type: ignore[arg-type]
         else:
             self._roles.arrive(role, replica)
 

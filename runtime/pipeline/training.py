@@ -11,16 +11,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from runtime.aio import TaskGroup
 from runtime.ledger import Ledger
-from runtime.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
+from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.buffer import Buffer, Group, Part
 from runtime.pipeline.publisher import Publisher, Transaction
-from runtime.pipeline.roles import Roles
 from runtime.pipeline.states import Phase
-from runtime.ports import Answer, UpdatePort
+from runtime.pipeline.updates import Updates, joined
+from runtime.ports import Answer
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
 CHUNKS = 4  # an idle trainer is given what is ready once it is a quarter of the step
@@ -32,7 +32,7 @@ class TrainedStep(Struct, kw_only=True):
     step: int
     groups: list[Group]
     result: StepResult
-    publication: PublicationFigures
+    publication: PublicationFigures | None  # None: it was not published
 
 
 class TrainStage:
@@ -41,7 +41,7 @@ class TrainStage:
 
     def __init__(
         self,
-        roles: Roles,
+        updates: Updates,
         publisher: Publisher,
         buffer: Buffer,
         ledger: Ledger,
@@ -49,12 +49,10 @@ class TrainStage:
         *,
         streams: bool,
         groups_per_update: int,
-        checkpoint: Callable[[int], Awaitable[Callable[[asyncio.Future[None]], Answer[None]] | None]],
+        checkpoint: Callable[[int], Awaitable[Callable[[asyncio.Future[None] | None], Answer[None]] | None]],
         finished: Callable[[TrainedStep], Awaitable[None]],
     ):
-        self._updated: list[tuple[UpdatePort, str]] = [(roles.trainer, UPDATE)]
-        if roles.critic is not None:
-            self._updated.append((roles.critic, UPDATE_CRITIC))
+        self._updates = updates
         self._publisher = publisher
         self._buffer = buffer
         self._ledger = ledger
@@ -89,14 +87,21 @@ class TrainStage:
             if self._running is not None:
                 await self._running
             version = PolicyVersion(self.incarnation, step + 1)
-            applying = [tasks.create_task(self._applied(model.apply(step), phase)) for model, phase in self._updated]
-            self.first_applied = self.first_applied or time.monotonic()
+            applying = await self._apply(tasks, step)
             publication = await self._publisher.begin(version)
             self._running = tasks.create_task(self._finish(step, batch, applying, publication))
             if saving is not None:
                 self._saving = tasks.create_task(self._save(saving(self._running)))
         if self._running is not None:
             await self._running
+
+    async def _apply(self, tasks: TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
+        """Order the update: the trainer's result, and others'."""
+        if self._updates.alternating:
+            await self.saved()  # it takes the devices as well
+        applying = await self._updates.apply(tasks, step)
+        self.first_applied = self.first_applied or time.monotonic()
+        return applying
 
     async def saved(self) -> None:
         """The checkpoint ordered last, if there was one, is complete."""
@@ -119,13 +124,10 @@ class TrainStage:
             groups = buffer.take(step, whole=not self._may_stream(len(batch)))
             if groups:
                 if not batch:  # no sooner: between steps the trainer's devices may be lent out
-                    for model, _ in self._updated:
-                        tasks.create_task(model.begin_step(step))
+                    self._updates.begin(tasks, step)
                 batch += groups
                 last = buffer.step != step
-                data = [await self._train_group(group) for group in groups]
-                for model, _ in self._updated:
-                    tasks.create_task(model.accumulate(step, data, last))
+                self._updates.accumulate(tasks, step, [await self._train_group(group) for group in groups], last)
             else:
                 await buffer.ready_changed.wait()
         return batch
@@ -138,22 +140,15 @@ class TrainStage:
         ready = sum(group.state.phase == Phase.READY and group.taken is None for group in buffer)
         return ready >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
 
-    async def _applied(self, apply: Answer[StepResult], phase: str) -> StepResult:
-        result = await apply
-        now = time.monotonic()
-        self._spans.add(phase, now - result.seconds, now)
-        return result
-
     async def _finish(
         self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], publication: Transaction
     ) -> None:
         trainer, *others = applying
         try:
-            result = await trainer
+            await trainer
             async with TaskGroup() as both:  # the rollouts need not wait for the critic
                 publishing = both.create_task(self._publish(publication))
-                for applied in others:
-                    result = structs.replace(result, metrics=(await applied).metrics | result.metrics)
+                result = await joined(trainer, others)
                 self._buffer.consume(step)
         finally:
             publication.close()

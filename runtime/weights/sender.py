@@ -12,7 +12,7 @@ import torch
 import xxhash
 from msgspec import Struct
 
-from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
 from runtime.weights import shared as memory
 from runtime.weights.gloo_mesh import drop_frames, reason
@@ -66,6 +66,9 @@ class WeightSender:
         self._views = [found[tensor] for tensor in self._tensors]
         self._changed = threading.Condition()  # guards what follows
         self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
+        self._digests: dict[int, int] = {}  # of the buckets of this version that were sent, where it can be sent again
+        self.intact = True
+        """Whether what the buckets hold is, as far as is known, what was gathered."""
         self._group: WeightGroup | None = None  # of the transfer under way
         self._taken = 0  # how many buckets its receivers have
 
@@ -76,6 +79,7 @@ class WeightSender:
         """
         with self._changed:
             self._await_idle("snapshot", timeout)
+            self._digests, self.intact = {}, True
             self._missing = [len(bucket.entries) for _, bucket in self._own]
 
     @torch.no_grad()
@@ -99,7 +103,7 @@ class WeightSender:
 
         Blocks while another transfer ends; raises DeadlineExceeded after `deadline` seconds. On any failure the group is
         aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer", or UserError where the user
-        can mend it.
+        can mend it; of phase "snapshot", where a bucket that is sent again is not what it was.
         """
         with self._changed:
             self._await_idle("transfer", deadline)
@@ -152,7 +156,8 @@ class WeightSender:
             if time.monotonic() >= give_up:
                 raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
             raise ServiceFault(group.name, "transfer", message, deadline) from error
-        except UserError:
+        except SluiceError as error:
+            group.forfeit(str(error))
             group.abort()
             raise
         finally:
@@ -176,10 +181,17 @@ class WeightSender:
                 self._await_whole(place, group, give_up)
             if not self._whole:
                 clear(bucket, buffer)
-            stamp(bucket, buffer, version)
+            self._require_same(index, stamp(bucket, buffer, version), group.name)
             pending.append(group.send(index, buffer))
             self._take(pending, DEPTH - 1, give_up)
         self._take(pending, 0, give_up)
+
+    def _require_same(self, index: int, digest: int, name: str) -> None:
+        """A bucket that changed since it was sent first is not certified by a checksum of what it has become."""
+        if self._whole and self._digests.setdefault(index, digest) != digest:
+            self.intact = False
+            message = f"bucket {index} of {len(self.buckets)} has changed in memory since it was gathered"
+            raise ServiceFault(name, "snapshot", message)
 
     def _await_whole(self, index: int, group: WeightGroup, give_up: float) -> None:
         with self._changed:
@@ -258,8 +270,11 @@ def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(buffer.numpy()[: bucket.data_bytes].data)
 
 
-def stamp(bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> None:
-    TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, checksum(bucket, buffer), version.pack())
+def stamp(bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> int:
+    """Write the trailer; returns the checksum in it."""
+    digest = checksum(bucket, buffer)
+    TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, digest, version.pack())
+    return digest
 
 
 def wait_until(transfer: Transfer, give_up: float) -> int | None:

@@ -38,7 +38,7 @@ _RANK = struct.Struct("<I")  # a receiver's first message
 _WHOLE = struct.Struct("<IQQ")  # bucket, its offset in the memory file, its bytes
 _TAKEN = b"t"  # once for each bucket, in their order
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
-_PIECE = 512 << 10  # bytes that are copied and then hashed: a piece and its copy fit into a core's own cache
+_PIECE = 256 << 10  # bytes that are copied and then hashed: a piece and its copy fit into a core's own cache
 
 # Buckets that a receiver copies at once: one thread does not fill the memory's bandwidth.
 LANES = min(2, len(os.sched_getaffinity(0))) if shared.AVAILABLE else 1

@@ -25,3 +25,9 @@ class CancelRequest(_message.Message):
     GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
     group_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, group_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    def __init__(self, level: _Optional[int] = ...) -> None: ...

@@ -107,6 +107,12 @@ class FakeModel:
     def save(self, folder: str) -> Coroutine[Any, Any, None]:
         return self._post("save", checkpoint_step(folder), lambda: self.write(Path(folder)))
 
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self._post("onload", 0, lambda: self._nothing())
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self._post("offload", 0, lambda: self._nothing())
+
     async def applied(self, step: int) -> StepResult:
         seconds = self._apply_seconds()
         await asyncio.sleep(seconds)

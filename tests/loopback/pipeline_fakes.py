@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from runtime import checkpoint, codec, config, layout
 from runtime.aio import first_error
+from runtime.commands import Level
 from runtime.config import Config
 from runtime.data.handlers import Problem
 from runtime.data.held_out import HeldOut
@@ -158,6 +159,10 @@ class FakeRollout(FakeReplica):
         await self.reached(no_wait())
         self.calls.append(("abort", version.step))
 
+    async def move(self, level: Level) -> None:
+        await self.reached(no_wait())
+        self.calls.append(("move", level))
+
     async def status(self) -> Status:
         return Status(role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0})
 
@@ -237,6 +242,12 @@ class FakeReference(FakeReplica):
     def __init__(self, seconds: Callable[[], float] = no_time, incarnation: int = 0):
         super().__init__(incarnation)
         self._seconds = seconds
+
+    async def onload(self) -> None:
+        await self.reached(no_wait())
+
+    async def offload(self) -> None:
+        await self.reached(no_wait())
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
         await self.reached(asyncio.sleep(self._seconds()))

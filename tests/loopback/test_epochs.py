@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,11 +26,10 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.engines.rollout_base import EngineStats
-from runtime.errors import Cancelled, ServiceFault, Unreachable
+from runtime.errors import Unreachable
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.types import PolicyVersion, StepResult
-from runtime.weights import group
 from runtime.weights.plan import GroupAddress, Manifest
 from runtime.weights.sender import WeightSender
 from services.rollout import RolloutService
@@ -328,65 +326,6 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         assert (await publishing).epoch == 2
         assert time.monotonic() - began < AT_ONCE
         assert staying.engine.swapped == [1]
-
-    run(test)
-
-
-@pytest.mark.parametrize("transport", ["collective", "shared_memory", "filesystem", "delta"])
-def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do(transport: str, tmp_path: Path) -> None:
-    async def test(here: Stage) -> None:
-        address, manifest = await here.trainer.host_weights(1, ("trainer-0", "rollout-0", "rollout-1"), transport)
-        with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
-            await here.rollouts[0].join_weights(replace(address, rank=1), manifest)
-        with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 2 \(rollout-1\) did not join"):
-            await here.trainer.send_weights(PolicyVersion(0, 1), 1)
-
-    run(test, replace(PUBLICATION, join_timeout=2.0, folder=str(tmp_path)))
-
-
-def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, answered, host = threading.Event(), threading.Event(), group.host
-
-    def slow(*arguments: Any) -> group.PendingGroup:
-        opening.set()
-        assert answered.wait(AT_ONCE), "the event loop waits for the store"
-        return host(*arguments)
-
-    monkeypatch.setattr(group, "host", slow)
-
-    async def test(here: Stage) -> None:
-        publishing = asyncio.create_task(here.publish(1))
-        await until(opening.is_set)
-        answered.set()
-        await publishing
-
-    run(test)
-
-
-def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, may_open, host, opened = threading.Event(), threading.Event(), group.host, []
-
-    def slow(epoch: int, *arguments: Any) -> group.PendingGroup:
-        if epoch == 1:
-            opening.set()
-            assert may_open.wait(AT_ONCE)
-        opened.append(host(epoch, *arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(group, "host", slow)
-
-    async def test(here: Stage) -> None:
-        hosting = asyncio.ensure_future(here.trainer.host_weights(1, ("trainer-0", "rollout-0"), "collective"))
-        await until(opening.is_set)
-        await here.trainer.abort_weights(PolicyVersion(), 1)  # it is answered meanwhile
-        publishing = asyncio.ensure_future(here.publisher._open_epoch())  # of the number 1 again: it waits for its turn
-        await asyncio.sleep(0)
-        may_open.set()
-        with pytest.raises(Cancelled, match="trainer-0: epoch 1 was given up"):
-            await hosting
-        await publishing
-        assert (await here.publish(1)).epoch == 1
-        assert here.trainer.service._pending is opened[-1]
 
     run(test)
 

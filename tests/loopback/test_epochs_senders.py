@@ -63,6 +63,11 @@ class Stages(TrainEngine):
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         raise AssertionError("there is no data")
 
+    def onload(self) -> None:
+        raise AssertionError("the device is nobody else's")
+
+    offload = onload
+
     def begin_save(self, folder: str) -> Callable[[], None]:
         raise AssertionError("nothing is saved")
 

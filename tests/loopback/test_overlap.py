@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runtime.actor import Priority
-from runtime.commands import Apply, SendWeights
+from runtime.commands import Apply, BeginStep, SendWeights
 from runtime.config import Publication
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
@@ -76,6 +76,38 @@ def test_gathering_that_fails_in_the_middle_is_told_and_tried_again(settings: Pu
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 
     run(test, settings)
+
+
+@BOTH
+def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun(settings: Publication) -> None:
+    torn, begun, limit = threading.Event(), threading.Event(), 3.0
+
+    def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        if not torn.is_set():
+            torn.set()
+            raise ServiceFault("trainer-0", "gather", "a device was lost")
+        yield from tensors
+
+    async def test(here: Stage) -> None:
+        yields(here, once)
+        execute = here.trainer.worker.execute
+
+        def slowly(command: object) -> object:
+            if isinstance(command, BeginStep):
+                begun.set()
+                threading.Event().wait(1.5 * limit)  # longer than a transfer may take
+            return execute(command)
+
+        here.trainer.worker.execute = slowly  # type: ignore[method-assign]
+        publishing = asyncio.create_task(here.publish(1))
+        await until(torn.is_set)
+        step = asyncio.ensure_future(here.trainer.ask(BeginStep(1), Priority.DATA))
+        assert (await publishing).aborts == 1
+        assert begun.is_set()
+        await step
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1], [1]]
+
+    run(test, msgspec.structs.replace(settings, transfer_timeout=limit))
 
 
 @BOTH

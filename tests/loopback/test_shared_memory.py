@@ -286,7 +286,7 @@ def stamp_one(bucket, buffer, version):
     if bucket is one.buckets[1]:
         print("under way", flush=True)
         time.sleep(600)
-    stamp(bucket, buffer, version)
+    return stamp(bucket, buffer, version)
 sender.stamp = stamp_one
 one = sender.WeightSender(MANIFEST)
 gather(one, 1)

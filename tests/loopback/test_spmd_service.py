@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,15 +15,17 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from runtime import codec
+from runtime import checkpoint, codec
 from runtime.actor import Actor
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues
 from runtime.config import Config, Deadlines, Publication, Run
+from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.train_base import CriticEngine
 from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.position import Position
 from runtime.spmd import Relay
-from runtime.types import StepResult, TrainGroup, ValueRequest, Values
+from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 from services import wire
 from services.client import CriticClient
 from services.server import Server
@@ -61,8 +64,14 @@ class NotingEngine(CriticEngine):
     def begin_save(self, folder: str) -> Callable[[], None]:
         return lambda: self.seen.append(("save", folder))
 
+    def offload(self) -> None:
+        self.seen.append(("offload",))
+
+    def onload(self) -> None:
+        self.seen.append(("onload",))
+
     def load(self, folder: str) -> None:
-        raise AssertionError("there is nothing to resume")
+        self.seen.append(("load", folder))
 
 
 class Rank(CriticRank):
@@ -156,6 +165,22 @@ def answer(encoded: bytes) -> tuple[int, list[float]]:
     return values.group_id, values.values.tolist()
 
 
+def test_every_rank_goes_on_from_the_checkpoint_that_the_first_command_names(tmp_path: Path) -> None:
+    stream = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
+    position = Position(version=PolicyVersion(2, 9), stream=stream, trained=[])
+    (tmp_path / checkpoint.POSITION).write_bytes(codec.encode(position))
+    (tmp_path / checkpoint.CRITIC).mkdir()
+
+    async def test() -> None:
+        async with group_of() as group:
+            await group.client.restore(str(tmp_path))
+            await asyncio.gather(*(group.client.values(request) for request in asked(1, 2)))  # behind it, on all ranks
+            assert group.seen("load") == [[(str(tmp_path / checkpoint.CRITIC),)]] * RANKS
+            assert [service.version for service in group.services] == [PolicyVersion(2, 9)] * RANKS
+
+    run(test())
+
+
 def test_what_is_asked_in_one_turn_is_one_part_shared_out_by_tokens() -> None:
     async def test() -> None:
         async with group_of() as group:
@@ -212,6 +237,18 @@ def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() 
             orders = [[what[0] for what in engine.seen if what[0] != "values"] for engine in group.engines]
             assert orders == [["begin", "accumulate", "accumulate", "apply", "save"]] * RANKS
             assert [service.version.step for service in group.services] == [1, 1]
+
+    run(test())
+
+
+def test_all_ranks_leave_the_devices_and_come_back() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            await group.client.offload()
+            await group.client.offload()
+            await group.client.onload()
+            await group.client.values(asked(1)[0])  # of which each rank has a share: so all are as far
+            assert (group.seen("offload"), group.seen("onload")) == ([[()]] * RANKS, [[()]] * RANKS)
 
     run(test())
 

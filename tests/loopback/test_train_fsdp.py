@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.engines import train_sharding
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
 from tests.loopback.ranks import as_rank, run_two
@@ -82,15 +83,37 @@ def uneven_steps(policy: str, rank: int) -> tuple[list[list[dict[str, float]]], 
     return metrics, weights
 
 
-def two_ranks(rank: int, folder: Path) -> None:
-    """What each of the two processes runs; rank 0 writes its results to `folder`."""
-    policy = str(folder / "policy")
-    engine = TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+def steps_of(engine: TorchTrainEngine, rank: int) -> list[dict[str, float]]:
     results = []
     for step in range(STEPS):
         groups = step_groups(step)
         calls = [groups[:1], groups[2:]] if rank == 0 else [groups[1:2], []]
         results.append(run_step(engine, calls).metrics)
+    return results
+
+
+class LentEngine(TorchTrainEngine):
+    """Gives its device up before each step, as if the CPU were an accelerator. `kept`: what it did not give back, in bytes."""
+
+    kept = 0
+
+    def begin_step(self, step: int) -> None:
+        self._lent = ("optimizer", "param")
+        self.offload()
+        shards = [train_sharding.local(parameter) for parameter in self._model.parameters()]
+        moments = [train_sharding.local(state["exp_avg"]) for state in self._optimizer.state.values()]
+        self.kept += sum(tensor.untyped_storage().nbytes() for tensor in shards + moments)
+        self.onload()
+        super().begin_step(step)
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    """What each of the two processes runs; rank 0 writes its results to `folder`."""
+    policy = str(folder / "policy")
+    engine = TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+    results = steps_of(engine, rank)
+    lent = LentEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+    of_lent = steps_of(lent, rank)
     save = folder / "saved-by-two"
     engine.save(str(save))
     weights = flat_weights(engine, rank)
@@ -116,7 +139,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     if rank == 0:
         torch.save({"weights": weights, "loaded": loaded, "uneven": torch.stack(uneven_weights)}, folder / "tensors.pt")
         everything = {"steps": results, "resumed": resumed, "forward_only": forward_only, "batch_wide": batch_wide}
-        everything["uneven"] = uneven
+        everything |= {"uneven": uneven, "lent": of_lent, "kept": lent.kept}
         (folder / "results.json").write_text(json.dumps(everything))
 
 
@@ -155,6 +178,11 @@ def test_steps_are_those_of_one_rank(folder: Path, results: dict, tensors: dict[
         expected = run_step(engine, [step_groups(step)]).metrics
         assert results["steps"][step] == pytest.approx(expected, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(tensors["weights"], flat_weights(engine, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_shards_that_were_on_the_host_between_steps_are_the_same(results: dict):
+    assert results["lent"] == results["steps"]
+    assert results["kept"] == 0
 
 
 def test_a_checkpoint_of_one_rank_is_loaded_by_two(folder: Path, results: dict, tensors: dict[str, torch.Tensor]):

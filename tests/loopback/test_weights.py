@@ -54,10 +54,11 @@ def test_a_corrupted_bucket_is_caught_and_named(
     sender = WeightSender(MANIFEST)
     stamp = sender_module.stamp
 
-    def stamp_then_flip(bucket: Any, buffer: torch.Tensor, version: PolicyVersion) -> None:
-        stamp(bucket, buffer, version)
+    def stamp_then_flip(bucket: Any, buffer: torch.Tensor, version: PolicyVersion) -> int:
+        digest = stamp(bucket, buffer, version)
         if bucket is sender.buckets[2]:
             buffer[5] ^= 1
+        return digest
 
     with monkeypatch.context() as patch:
         patch.setattr(sender_module, "stamp", stamp_then_flip)

@@ -49,7 +49,7 @@ class Node:
         return found
 
     def kill(self) -> None:
-        """As when the power goes: every process at once, without a word."""
+        """Every process at once. The kernel closes their connections; when the power goes it does not: for that, cut first."""
         _end(self.namespace)
 
 

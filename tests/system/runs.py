@@ -30,6 +30,7 @@ VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make install-vllm")
 
 START = 120.0  # seconds until a run trains
+STOP = 60.0  # seconds for an orderly end, on a busy machine
 END = 60.0  # seconds until nothing is left of a run that ended
 
 
@@ -226,6 +227,7 @@ BASE: dict[str, Any] = {
     "algorithm": {"kl_coefficient": 0.01},
     "training": {"steps": 4, "groups_per_step": 4, "optimizer": {"learning_rate": 1e-4}},
     "services": {"rollout": {"replicas": 2, "slots": 16}},
+    "deadlines": {"stop": STOP},
 }
 
 

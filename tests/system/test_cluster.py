@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from tests.system.cluster import NAMES, Cluster, cluster
-from tests.system.runs import START, eventually, summary, write_config
+from tests.system.runs import eventually, summary, write_config
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("namespaces")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("namespaces")]
 
 SILENCE = 16.0  # seconds without a word after which a node, or a rollout, is given up
 BLIP = 10.0  # seconds of a cut that is none
 LOSS = SILENCE + 30.0  # seconds until a loss is seen
-END = 60.0
+START = 180.0  # seconds until several machines' worth of processes train, or one more serves, on what may be two busy cores
+END = 90.0
 
 needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 LONG = ("training.steps=100000",)  # nobody waits for its end
@@ -56,7 +57,7 @@ def ends_well(run: Cluster, *names: str) -> None:
 
 def test_a_run_is_trained_across_three_nodes(nodes: Path, tmp_path: Path) -> None:
     with cluster(nodes, folder=tmp_path / "run") as run:
-        assert [run.agents[name].wait(3 * START) for name in NAMES] == [0, 0, 0], run.said()
+        assert [run.agents[name].wait(2 * START) for name in NAMES] == [0, 0, 0], run.said()
         assert summary(run.folder)["steps"] == 4
         first, second, third = (node.address for node in run.network.nodes)
         assert {name: run.where(name) for name in ("trainer-0", "rollout-0", "rollout-1")} == {
@@ -78,7 +79,7 @@ def test_the_ranks_of_one_group_are_on_two_nodes(nodes: Path, tmp_path: Path, en
         "services.trainer.placement=[second, third]",
     )
     with cluster(nodes, *group, folder=tmp_path / "run") as run:
-        assert [run.agents[name].wait(3 * START) for name in NAMES] == [0, 0, 0], run.said()
+        assert [run.agents[name].wait(2 * START) for name in NAMES] == [0, 0, 0], run.said()
         assert summary(run.folder)["steps"] == 4
         assert {name: run.where(name) for name in ("trainer-0", "trainer-1")} == {
             "trainer-0": [run.node("second").address],
@@ -88,7 +89,7 @@ def test_the_ranks_of_one_group_are_on_two_nodes(nodes: Path, tmp_path: Path, en
 
 def test_a_link_that_is_cut_for_a_moment_and_for_too_long(nodes: Path, tmp_path: Path) -> None:
     with cluster(nodes, *LONG, folder=tmp_path / "run") as run:
-        run.run.reaches(2)
+        run.run.reaches(2, START)
         third = run.node("third")
 
         run.network.cut(third)
@@ -110,13 +111,14 @@ def test_a_link_that_is_cut_for_a_moment_and_for_too_long(nodes: Path, tmp_path:
         ends_well(run, *NAMES)
 
 
-def test_a_node_that_comes_late_and_one_that_is_killed_whole(nodes: Path, tmp_path: Path) -> None:
+def test_a_node_that_comes_late_and_one_whose_power_goes(nodes: Path, tmp_path: Path) -> None:
     with cluster(nodes, *LONG, "cluster.min_nodes=2", folder=tmp_path / "run", start=2) as run:
-        run.run.reaches(2)
+        run.run.reaches(2, START)
         assert run.serving() == 1
         run.start("third")
         eventually(lambda: run.serving() == 2, START, "the rollout of the node that came late")
 
+        run.network.cut(run.node("second"))  # nobody is told, as when the power goes
         run.node("second").kill()
         eventually(lambda: run.lost() == ["rollout-0"], LOSS, "the loss of rollout-0")
         goes_on(run)

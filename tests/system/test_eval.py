@@ -14,7 +14,7 @@ from tests.system.runs import START, Live, belonging, check_gone, eventually, on
 pytestmark = pytest.mark.timeout(240)
 
 RUN = 120.0
-TOLD = 60.0  # seconds until an evaluation whose process was killed has ended
+TOLD = 90.0  # seconds until an evaluation whose process was killed has ended
 LONG = ("evaluation.samples=2000", "evaluation.temperature=1", "evaluation.problems=0")  # nobody waits for its end
 WITHOUT_TRAINING = ("data.train=''", "sampling.group_size=1", "services.trainer.processes=3")
 

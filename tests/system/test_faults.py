@@ -84,7 +84,7 @@ def test_a_rank_that_is_killed_ends_its_group_and_the_run(
 
 
 def test_a_trainer_that_is_stopped_in_the_middle_of_training_is_named(config: Path, tmp_path: Path) -> None:
-    deadlines = ("publication.transfer_timeout=3", "publication.commit_timeout=3", "deadlines.train=5")
+    deadlines = ("publication.transfer_timeout=3", "publication.commit_timeout=3", "deadlines.train=5", "deadlines.stop=8")
     with started(config, *LONG, *NEVER, *deadlines, folder=tmp_path / "run") as run:
         run.reaches(2)
         ending = Ending(run)

@@ -16,7 +16,7 @@ from tests.system.runs import check_gone, one_line, started, steps, summary, tra
 pytestmark = pytest.mark.timeout(300)
 
 LONG = "training.steps=100000"  # nobody waits for its end
-ORDERLY = 60.0  # seconds that a run may take to drain, save and end, on a busy machine
+ORDERLY = 90.0  # seconds that a run may take to drain, save and end, on a busy machine
 RUN = 120.0
 
 

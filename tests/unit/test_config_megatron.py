@@ -191,13 +191,15 @@ def test_what_is_for_it_alone() -> None:
     assert [fault.partition(": ")[0] for fault in faults(**asked)] == [
         "checkpoint.async_save",
         "services.trainer.overlap",
-        "services.trainer.offload_train_grad",
-        "services.trainer.offload_train_param",
     ]
     asked["services"]["trainer"]["engine"] = "megatron"
     assert faults(**asked) == []
-    (fault,) = faults(role="critic", critic={}, services={"critic": {"engine": "megatron", **away}})
-    assert fault.startswith("services.critic.offload_train_param: true leaves it no weights to compute values with")
+    for engine in ("torch", "megatron"):
+        (fault,) = faults(role="critic", critic={}, services={"critic": {"engine": engine, **away}})
+        assert fault.startswith("services.critic.offload_train_param: true leaves it no weights to compute values with")
+    there = [f"services.trainer.offload_train_{kind}" for kind in ("grad", "param")]
+    found = faults(services={"trainer": {"cpu_offload": True, **away}})
+    assert [fault.partition(":")[0] for fault in found] == there
 
 
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

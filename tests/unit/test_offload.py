@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.commands import Offload, Onload
+from runtime.engines.lent_scorer import LentScorer
 from runtime.engines.offload import Shelf
+from runtime.types import Logprobs
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -24,3 +27,39 @@ def test_a_storage_is_gone_and_comes_back_under_all_of_its_views(keep: bool) -> 
     shelf.put()
     shelf.take()
     assert left[0] == (1.0 if keep else 0.0)
+
+
+def test_what_never_changes_is_copied_once() -> None:
+    frozen = torch.arange(4.0)
+    shelf = Shelf([frozen], frozen=True)
+    shelf.put()
+    shelf.take()
+    frozen += 1.0
+    shelf.put()
+    shelf.take()
+    assert torch.equal(frozen, torch.arange(4.0))
+
+
+class Scorer:
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def logprobs(self, requests: object) -> list[Logprobs]:
+        self.done.append("logprobs")
+        return []
+
+    def offload(self) -> None:
+        self.done.append("offload")
+
+    def onload(self) -> None:
+        self.done.append("onload")
+
+
+def test_a_reference_that_is_away_comes_back_for_a_question() -> None:
+    scorer = Scorer()
+    lent = LentScorer(scorer, away=True)
+    for order in (Offload(), None, Onload(), None, Offload(), Offload(), Onload(), Onload()):
+        lent.logprobs([]) if order is None else lent.handle(order)
+    assert scorer.done == ["offload", "onload", "logprobs", "logprobs", "offload", "onload"]
+    LentScorer(scorer, away=False).logprobs([])
+    assert scorer.done[6:] == ["logprobs"]

@@ -96,10 +96,13 @@ def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
 
 def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() -> None:
     publication = up_to_transfer()
-    feed(publication, Failed("trainer", "bucket 1 was not taken"), Lost("rollout-1", "gone"), Lost("rollout-1", "gone"))
+    feed(publication, Failed("rollout-0", "connection closed"), Failed("trainer", "bucket 1 was not taken"))
+    feed(publication, Lost("rollout-1", "gone"), Lost("rollout-1", "gone"))
     feed(publication, Aborted("rollout-0"), Aborted("trainer"))
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-1"})
-    assert publication.reason == "version 1.7: transfer: trainer: bucket 1 was not taken; abort: rollout-1: gone"
+    assert publication.reason == (
+        "version 1.7: transfer: rollout-0: connection closed; abort: trainer: bucket 1 was not taken; abort: rollout-1: gone"
+    )
 
 
 def test_answers_that_are_read_late_count() -> None:

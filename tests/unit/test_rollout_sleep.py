@@ -42,3 +42,35 @@ def test_sleep_gives_the_cache_back_and_loses_no_group(tmp_path: Path) -> None:
         return after
 
     assert len(asyncio.run(go())) == 1
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_weights_are_taken_over_before_the_cache_is_back(tmp_path: Path, on_host: bool) -> None:
+    """`on_host`: as on an accelerator, weights that are given back are kept on the host."""
+    weights = {seed: save_model(tmp_path / str(seed), seed=seed).state_dict() for seed in (0, 1)}
+    folder = str(tmp_path / "0")
+    engine = TorchRolloutEngine(folder, device=torch.device("cpu"), dtype=torch.float32, slots=2, max_model_len=64)
+    engine.adopts = not on_host
+
+    async def go() -> None:
+        before = [tensor.clone() for tensor in engine._decoder.weights.tensors()]
+        await engine.sleep()
+        embedding = engine._decoder.weights.embedding
+        assert (embedding.untyped_storage().nbytes() == 0) == on_host
+        with pytest.raises(InvariantViolated, match="loaded while the engine is asleep"):
+            await engine.load(weights[1], PolicyVersion(0, 1))
+        await engine.wake(cache=False)
+        assert all(map(torch.equal, before, engine._decoder.weights.tensors()))
+        engine.submit([request(1)])
+        assert not engine.has_work
+        await engine.load(weights[1], PolicyVersion(0, 1))
+        await engine.swap(PolicyVersion(0, 1))
+        assert not engine.has_work
+        await engine.sleep()
+        await engine.wake()
+        (group,) = [group async for group in drain(engine)]
+        assert group.oldest == PolicyVersion(0, 1)
+        assert torch.equal(engine._decoder.weights.embedding, weights[1]["model.embed_tokens.weight"])
+        await engine.close()
+
+    asyncio.run(go())

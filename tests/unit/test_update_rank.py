@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from runtime import checkpoint, codec
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Restore, Save, SendWeights
-from runtime.config import Checkpoint, Config, Run, Services, Trainer
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save, SendWeights
+from runtime.config import Checkpoint, Config, Critic, Run, Services, Trainer
 from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.train_base import CriticEngine
@@ -63,7 +63,8 @@ class Engine(CriticEngine):
 
 def make(**settings: Any) -> tuple[CriticRank, Engine]:
     engine, saved = Engine(), Checkpoint(async_save=settings.pop("async_save", False))
-    config = Config(run=Run(name="a"), services=Services(critic=Trainer(**settings)), checkpoint=saved)
+    services = Services(critic=Trainer(**settings))
+    config = Config(run=Run(name="a"), services=services, critic=Critic(), checkpoint=saved)
     return CriticRank(engine, config, 0, 1), engine
 
 
@@ -129,6 +130,19 @@ def test_the_state_is_away_between_steps(tmp_path: Path) -> None:
     assert engine.seen == [*whole, ("onload",), ("begin", 1)]
     metrics = rank.execute(Apply(1)).metrics
     assert {"timing/critic_onload", "timing/critic_offload"} <= metrics.keys()
+
+
+def test_where_the_device_is_anothers_as_well_the_coordinator_says_when(tmp_path: Path) -> None:
+    rank, engine = make(colocate="trainer", offload_train_optimizer=True)
+    assert engine.seen == [("offload",)]
+    for command in (Offload(), Onload(), Onload(), BeginStep(0), Apply(0)):
+        rank.execute(command)
+    assert engine.seen == [("offload",), ("onload",), ("begin", 0)]
+    rank.execute(Offload())
+    rank.execute(ComputeValues(0, []))
+    assert engine.seen[3:] == [("offload",)]
+    rank.execute(Save(str(tmp_path)))  # which needs it, and leaves it for the next order
+    assert engine.seen[4:] == [("onload",), ("save", str(tmp_path))]
 
 
 def test_a_critic_goes_on_from_its_part_of_the_checkpoint(tmp_path: Path) -> None:

@@ -229,6 +229,24 @@ def test_only_whole_buffers_can_be_sent_twice() -> None:
         assert_sent(group, sender)
 
 
+def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent() -> None:
+    sender = WeightSender(MANIFEST)
+    sender.begin(DEADLINE)
+    sender.fill(tensors())
+    sender.send(Memory(sender.buckets), VERSION, DEADLINE).result(DEADLINE)
+    sender._buffers[3][1] ^= 1
+    group = Memory(sender.buckets)
+    with pytest.raises(ServiceFault, match=r"trainer: snapshot: bucket 3 of 12 has changed in memory since it was gathered"):
+        sender.send(group, VERSION, DEADLINE).result(DEADLINE)
+    assert group.aborted and len(group.sent) == 3 and not sender.intact
+    sender.begin(DEADLINE)
+    sender.fill(tensors(2))
+    again = Memory(sender.buckets)
+    sender.send(again, PolicyVersion(0, 2), DEADLINE).result(DEADLINE)
+    assert_sent(again, sender, 2)
+    assert sender.intact
+
+
 def test_shared_buffers_take_less_memory() -> None:
     def memory(sender: WeightSender) -> int:
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in sender._buffers}.values())

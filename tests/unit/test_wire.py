@@ -217,6 +217,12 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
     ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),
+    ("Rollout", "Move"): (commands.Move(commands.Level.WEIGHTS.value), None),
+    **{
+        (service, name): (command, None)
+        for service in ("Trainer", "Critic", "Reference", "ReferenceGroup")
+        for name, command in (("Onload", commands.Onload()), ("Offload", commands.Offload()))
+    },
     ("Critic", "BeginStep"): (commands.BeginStep(7), None),
     ("Critic", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
     ("Critic", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"critic/value_loss": 0.5}, seconds=1.25)),
@@ -341,7 +347,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in wire.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "Cancel", "HostWeights"),
+        *("Status", "Stop", "Cancel", "HostWeights", "Move"),
         *("JoinWeights", "ReceiveWeights", "CommitWeights", "AbortWeights"),
     }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import ServiceFault
+from runtime.errors import InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
 from tests.vllm.faulty_worker import BREAKS
 from tests.vllm.rig import SLOTS, Rig
@@ -54,3 +54,17 @@ def test_it_sleeps_and_wakes(rig: Rig) -> None:
     rig.run(rig.engine.wake())
     (payload,) = rig.run(rig.finish(1))
     rig.check_exact(payload.samples)
+
+
+def test_weights_are_swapped_before_the_cache_is_back(rig: Rig) -> None:
+    rig.run(rig.engine.sleep())
+    with pytest.raises(InvariantViolated, match="asleep"):
+        rig.run(rig.engine.swap(PolicyVersion(0, 99)))
+    rig.run(rig.engine.wake(cache=False))
+    rig.run(rig.update())
+    rig.engine.submit([rig.request(n=1)])
+    assert not rig.engine.has_work
+    rig.run(rig.engine.wake())
+    (payload,) = rig.run(rig.finish(1))
+    rig.check_exact(payload.samples)
+    assert set(payload.samples[0].versions.tolist()) == {rig.engine.version.pack()}

@@ -164,8 +164,9 @@ class Core:
     async def sleep(self) -> None:
         await self._core.sleep_async(1, "keep")
 
-    async def wake(self) -> None:
-        await self._core.wake_up_async(None)
+    async def wake(self, tags: Sequence[str]) -> None:
+        """What is asleep of `weights` and `kv_cache`; vLLM goes on once both are there."""
+        await self._core.wake_up_async(list(tags))
 
     async def close(self) -> None:
         """End the processes, and remove what they leave."""

@@ -1,0 +1,76 @@
+"""A rollout's service whose memory comes and goes between publications: the real engine, and real transfers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from runtime.commands import Level, Move
+from runtime.errors import Cancelled, InvariantViolated
+from runtime.types import GeneratedGroup
+from tests.loopback.test_rollout_staging import Models, Site, version
+from tests.unit.test_rollout_torch import request
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def on_site(models: Models, staging: str, course: Callable[[Site], Awaitable[None]]) -> None:
+    async def go() -> None:
+        site = Site(models, staging=staging)
+        running = asyncio.create_task(site.actor.run())
+        await site.join()
+        await course(site)
+        running.cancel()
+        await site.service.close()
+        site.group.abort()
+
+    asyncio.run(asyncio.wait_for(go(), 60.0))
+
+
+@pytest.mark.parametrize("staging", ["shadow", "inplace"])
+def test_a_version_comes_while_there_is_no_cache(models: Models, staging: str) -> None:
+    async def course(site: Site) -> None:
+        for step in (1, 2):
+            await site.ask(Move(Level.ASLEEP))
+            assert site.service.state == "asleep"
+            waiting = site.actor.send(request(step))
+            await site.ask(Move(Level.WEIGHTS))
+            await site.publish(step)
+            assert (site.service.state, site.service.version) == ("asleep", version(step))
+            assert site.engine._cache.data.untyped_storage().nbytes() == 0
+            await site.ask(Move(Level.AWAKE))
+            assert site.service.state == "ready"
+            group: GeneratedGroup = await waiting
+            assert (group.oldest, group.newest) == (version(step), version(step))
+
+    on_site(models, staging, course)
+
+
+def test_a_version_is_not_taken_over_asleep(models: Models) -> None:
+    async def course(site: Site) -> None:
+        await site.ask(Move(Level.ASLEEP))
+        await site.transfer(1)
+        with pytest.raises(InvariantViolated, match="asleep"):
+            await site.commit(1)
+
+    on_site(models, "shadow", course)
+
+
+def test_what_is_under_way_is_given_up_for_the_sleep(models: Models) -> None:
+    async def course(site: Site) -> None:
+        asked = site.actor.send(request(1))
+        while not site.engine.stats().running:  # noqa: ASYNC110 - it has to be in the middle of it
+            await asyncio.sleep(0)
+        await site.ask(Move(Level.ASLEEP))
+        with pytest.raises(Cancelled, match="put to sleep"):
+            await asked
+        assert site.engine.stats().running == 0
+        await site.ask(Move(Level.AWAKE))
+        await site.actor.send(request(1))
+
+    on_site(models, "shadow", course)

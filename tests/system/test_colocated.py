@@ -1,0 +1,52 @@
+"""Whole runs whose rollouts take turns with the trainer, and whose critic lies on its devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import START, eventually, started, steps, summary, trained
+
+pytestmark = pytest.mark.timeout(240)
+
+TURNS = ("services.rollout.colocate=trainer",)
+
+
+@pytest.mark.parametrize(("staleness", "staging"), [(0, "inplace"), (1, "shadow")])
+def test_rollouts_and_trainer_take_turns(config: Path, tmp_path: Path, staleness: int, staging: str) -> None:
+    asked = (f"training.staleness={staleness}", f"publication.staging={staging}", "evaluation.every=2", "evaluation.after=true")
+    reference = "services.reference.colocate=trainer"
+    run = trained(config, *TURNS, *asked, reference, folder=tmp_path / "run", timeout=180)
+    assert summary(run.folder)["groups"] == {"retired": 16, "dropped": 0}
+    points = steps(run.folder)
+    assert {point["staleness/max"] for point in points} == set(map(float, range(staleness + 1)))
+    timed = {"timing/resharding_to_train", "timing/ref_onload", "timing/ref_offload"}
+    assert all(timed <= point.keys() for point in points[:: 1 + staleness])
+    assert all("timing/resharding_to_infer" in point for point in points[staleness :: 1 + staleness])
+    assert max(point.get("mismatch/max", 0.0) for point in points) < 1e-4  # each version arrived whole
+
+
+def test_a_rollout_that_is_killed_comes_back_in_its_turn(config: Path, tmp_path: Path) -> None:
+    with started(config, *TURNS, "training.staleness=1", "training.steps=100000", folder=tmp_path / "run") as run:
+        run.reaches(3)
+        run.member("rollout-0").kill()
+        eventually(lambda: steps(run.folder)[-1]["rollout/serving"] == 1, START, "a step without it")
+        run.reaches(run.steps() + 3)
+        eventually(lambda: steps(run.folder)[-1]["rollout/serving"] == 2, START, "its successor in training")
+        run.reaches(run.steps() + 3)
+        assert sum(point["rollout/lost"] for point in steps(run.folder)) == 1
+        assert max(point["staleness/max"] for point in steps(run.folder)) == 1.0
+
+
+PPO = ("algorithm.preset=ppo", "critic={}", "services.critic.colocate=trainer")
+AWAY = ("services.trainer.offload_train_optimizer=true", "services.critic.offload_train_optimizer=true")
+
+
+@pytest.mark.parametrize("turns", [(), (*TURNS, "training.staleness=1")])
+def test_trainer_and_critic_alternate_on_the_same_devices(config: Path, tmp_path: Path, turns: tuple[str, ...]) -> None:
+    run = trained(config, *PPO, *AWAY, *turns, "checkpoint.every=2", folder=tmp_path / "run", timeout=180)
+    points = steps(run.folder)
+    assert len(points) == 4
+    assert all({"critic/vf_loss", "timing/critic_offload", "timing/offload"} <= point.keys() for point in points)
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]

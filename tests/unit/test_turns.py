@@ -1,0 +1,208 @@
+"""Turns on shared devices: no two have them at once, and no turn waits for ever, whoever comes and goes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.strategies import booleans, data, integers, sampled_from
+
+from runtime.commands import Level
+from runtime.errors import InvariantViolated
+from runtime.pipeline.membership import Member
+from runtime.pipeline.turns import (
+    Action,
+    Arrived,
+    Event,
+    Generated,
+    Lost,
+    Move,
+    Offload,
+    Offloaded,
+    Onload,
+    Onloaded,
+    Published,
+    Reached,
+    Referred,
+    Trained,
+    Turns,
+)
+
+ONE, TWO = Member("rollout-0"), Member("rollout-1")
+
+
+def settle(turns: Turns, *events: Event) -> list[Action]:
+    """Feed `events`, and the answers to whatever they lead to; what was told, in order."""
+    told: list[Action] = []
+    for event in events:
+        ahead = turns.handle(event)
+        while ahead:
+            action = ahead.pop(0)
+            told.append(action)
+            ahead += turns.handle(answer(action))
+    return told
+
+
+def answer(action: Action) -> Event:
+    if isinstance(action, Move):
+        return Reached(action.member, action.level)
+    return Onloaded(action.who) if isinstance(action, Onload) else Offloaded(action.who)
+
+
+def moves(level: Level, *members: Member) -> list[Action]:
+    return [Move(member, level) for member in members]
+
+
+def test_a_whole_round() -> None:
+    turns = Turns([ONE, TWO])
+    assert settle(turns, Generated()) == [Onload("trainer")]  # they are asleep at first
+    assert turns.phase == "train"
+    assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
+    assert turns.phase == "publish"
+    assert settle(turns, Published()) == [Offload("trainer"), *moves(Level.AWAKE, ONE, TWO)]
+    assert turns.phase == "generate"
+    assert settle(turns, Generated()) == [*moves(Level.ASLEEP, ONE, TWO), Onload("trainer")]
+
+
+def test_the_reference_has_the_devices_between_them() -> None:
+    turns = Turns([ONE])
+    assert settle(turns, Generated(refers=True)) == [Onload("reference")]
+    assert turns.phase == "refer"
+    assert settle(turns, Referred()) == [Offload("reference"), Onload("trainer")]
+
+
+def test_a_turn_without_a_step_publishes_nothing() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated())
+    assert settle(turns, Trained(publishes=False)) == [Offload("trainer"), *moves(Level.AWAKE, ONE)]
+    assert turns.phase == "generate"
+
+
+def test_each_phase_waits_for_the_last_answer() -> None:
+    turns = Turns([ONE, TWO])
+    settle(turns, Generated(), Trained())
+    turns.handle(Published())
+    turns.handle(Offloaded("trainer"))
+    assert turns.waiting_for == (ONE, TWO)
+    turns.handle(Reached(ONE, Level.AWAKE))
+    assert (turns.phase, turns.waiting_for) == ("wake", (TWO,))
+    turns.handle(Lost(TWO))
+    assert turns.phase == "generate"
+
+
+def test_a_newcomer_comes_as_far_as_the_others_are() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated())
+    assert settle(turns, Arrived(TWO)) == []
+    assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
+    again = Member("rollout-0", 1)
+    assert settle(turns, Arrived(again)) == moves(Level.WEIGHTS, again)
+    assert turns.members == {again, TWO}
+    settle(turns, Published())
+    late = Member("rollout-1", 1)
+    assert settle(turns, Arrived(late)) == moves(Level.AWAKE, late)
+
+
+def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated(), Trained(), Published())
+    assert turns.handle(Arrived(TWO)) == moves(Level.AWAKE, TWO)
+    assert turns.handle(Generated()) == moves(Level.ASLEEP, ONE)
+    turns.handle(Reached(ONE, Level.ASLEEP))
+    assert turns.phase == "park"
+    assert turns.handle(Reached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
+    assert turns.handle(Reached(TWO, Level.ASLEEP)) == [Onload("trainer")]
+
+
+@pytest.mark.parametrize("event", [Trained(), Published(), Referred(), Onloaded("trainer"), Offloaded("reference")])
+def test_what_cannot_happen_is_a_fault(event: Event) -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated(), Trained(), Published())
+    with pytest.raises(InvariantViolated, match="phase generate"):
+        turns.handle(event)
+
+
+class Devices(RuleBasedStateMachine):
+    """Processes that carry out what they are told in any order and after any time, and die and come back at any time."""
+
+    @initialize(count=integers(0, 3))
+    def begin(self, count: int) -> None:
+        self.turns = Turns([Member(f"rollout-{index}") for index in range(count)])
+        self.rollouts = dict.fromkeys(self.turns.members, Level.ASLEEP)  # what each really has
+        self.there: set[str] = set()  # of reference and trainer
+        self.orders: list[Action] = []  # not carried out yet
+        self.incarnations = 0
+
+    def feed(self, event: Event) -> None:
+        self.orders += self.turns.handle(event)
+
+    @precondition(lambda self: self.orders)
+    @rule(data=data())
+    def carry_out(self, data) -> None:  # type: ignore[no-untyped-def]
+        order = self.orders.pop(data.draw(integers(0, len(self.orders) - 1)))
+        if isinstance(order, Move):
+            if order.member not in self.rollouts:  # it died with the order
+                return
+            self.rollouts[order.member] = order.level
+        elif isinstance(order, Onload):
+            self.there.add(order.who)
+        else:
+            self.there.discard(order.who)
+        self.feed(answer(order))
+
+    @precondition(lambda self: self.rollouts)
+    @rule(data=data())
+    def die(self, data) -> None:  # type: ignore[no-untyped-def]
+        member = data.draw(sampled_from(sorted(self.rollouts)))
+        del self.rollouts[member]
+        self.feed(Lost(member))
+
+    @rule(index=integers(0, 2))
+    def come(self, index: int) -> None:
+        """Under the name of one that died, or perhaps is not known to have."""
+        self.incarnations += 1
+        member = Member(f"rollout-{index}", self.incarnations)
+        for former in [one for one in self.rollouts if one.name == member.name]:
+            del self.rollouts[former]
+        self.rollouts[member] = Level.ASLEEP
+        self.feed(Arrived(member))
+
+    @precondition(lambda self: self.turns.phase in ("asleep", "generate"))
+    @rule(refers=booleans())
+    def generated(self, refers: bool) -> None:
+        self.feed(Generated(refers))
+
+    @precondition(lambda self: self.turns.phase in ("refer", "train", "publish"))
+    @rule(publishes=booleans())
+    def done(self, publishes: bool) -> None:
+        self.feed({"refer": Referred(), "train": Trained(publishes), "publish": Published()}[self.turns.phase])
+
+    @invariant()
+    def at_most_one_has_the_devices(self) -> None:
+        if not hasattr(self, "turns"):
+            return
+        having = set(self.there) | {order.who for order in self.orders if isinstance(order, Onload)}
+        waking = {order.member for order in self.orders if isinstance(order, Move) and order.level == Level.AWAKE}
+        if self.rollouts.keys() & (waking | {one for one, level in self.rollouts.items() if level == Level.AWAKE}):
+            having.add("rollouts")
+        assert len(having) <= 1, having
+
+    @invariant()
+    def the_phase_is_what_it_says(self) -> None:
+        if not hasattr(self, "turns"):
+            return
+        holder = {"refer": {"reference"}, "train": {"trainer"}, "publish": {"trainer"}, "generate": set()}
+        if self.turns.phase in holder:
+            assert self.there == holder[self.turns.phase]
+
+    @invariant()
+    def somebody_is_waited_for(self) -> None:
+        """No deadlock: whenever the caller has nothing to say, an order is on its way whose answer leads on."""
+        if not hasattr(self, "turns"):
+            return
+        if self.turns.phase not in ("asleep", "generate", "refer", "train", "publish"):
+            assert any(not isinstance(order, Move) or order.member in self.rollouts for order in self.orders)
+
+
+Devices.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestDevices = Devices.TestCase
