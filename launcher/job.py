@@ -29,7 +29,7 @@ from services import session
 T = TypeVar("T")
 Result = TypeVar("Result")
 
-INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C
+INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C, or deadlines.stop where that is more
 ONE_SIGNAL = 0.3  # seconds within which a second one is the first, which a terminal, or torchrun, has sent on as well
 FAILED_GRACE = 3.0  # seconds the others have after a process died
 
@@ -199,7 +199,8 @@ class Job(ABC, Generic[Result]):
         self.view.phase("stopping (again to stop now)")
         if self._began and self._coordinator is not None and self._coordinator.running:
             self._coordinator.signal_group(signal.SIGTERM)
-            asyncio.get_running_loop().call_later(INTERRUPTED_GRACE, self._twice.set)
+            grace = max(INTERRUPTED_GRACE, self.config.deadlines.stop)
+            asyncio.get_running_loop().call_later(grace, self._twice.set)
         else:
             self._twice.set()
 

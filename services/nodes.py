@@ -144,7 +144,10 @@ class Nodes:
 
     def start_again(self, role: str, incarnation: int) -> bool:
         """A part of a group that spans nodes died: the whole of it is ended, and started as the next incarnation, after the
-        delay that its `restarts` say. False when they allow no further start."""
+        delay that its `restarts` say. False when they allow no further start, or its only node has tried that already."""
+        assert self._placement is not None
+        if len({seat.node for seat in self._placement.seats if seat.member.role == role}) < 2:
+            return False
         if incarnation < self._incarnations.get(role, 0):
             return True  # it told of what is ended already
         policy = getattr(self._config.services, role).restarts

@@ -37,10 +37,10 @@ HOST = "127.0.0.1"
 PUBLICATION = {
     "backend": "gloo",
     "bucket_bytes": 512 << 10,
-    "join_timeout": 5.0,
-    "transfer_timeout": 2.0,
-    "commit_timeout": 2.0,
-    "abort_timeout": 2.0,
+    "join_timeout": 10.0,
+    "transfer_timeout": 4.0,
+    "commit_timeout": 4.0,
+    "abort_timeout": 4.0,
 }
 SLOTS = 4
 # torch's store looks up the name of every address that it connects to, which takes 5 s when a name server is silent.

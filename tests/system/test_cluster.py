@@ -15,8 +15,8 @@ from tests.system.runs import eventually, summary, write_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("namespaces")]
 
-SILENCE = 16.0  # seconds without a word after which a node, or a rollout, is given up
-BLIP = 10.0  # seconds of a cut that is none
+SILENCE = 30.0  # seconds without a word after which a node, or a rollout, is given up
+BLIP = 10.0  # seconds of a cut that is none: TCP may need as long again until it tries
 LOSS = SILENCE + 30.0  # seconds until a loss is seen
 START = 180.0  # seconds until several machines' worth of processes train, or one more serves, on what may be two busy cores
 END = 90.0
