@@ -49,7 +49,7 @@ class Clerk(Desk):
             raise RuntimeError
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(operations, max_size=40), st.integers(1, 3), st.booleans())
 def test_every_letter_is_answered_exactly_once(script: list[tuple[str, Any]], batch: int, drain: bool) -> None:
     async def test() -> None:

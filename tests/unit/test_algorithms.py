@@ -84,7 +84,7 @@ class TestGroupNorm:
         assert got[2] == 0
         torch.testing.assert_close(got[valid], expected, rtol=1e-14, atol=0)
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16), st.floats(-50, 50), st.floats(0.5, 10))
     def test_shift_leaves_and_scale_nearly_leaves_advantages(self, rewards: list[float], shift: float, scale: float):
         groups = torch.zeros(len(rewards), dtype=torch.int64)

@@ -63,7 +63,7 @@ class TestReturns:
         rewards, mask = matrix([1, 100, 2, 4]), matrix([1, 0, 1, 1])
         assert returns_to_go(rewards, mask, 0.5).tolist() == [[1 + 0.5 * (2 + 0.5 * 4), 0, 4, 4]]
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(batches(), st.floats(0, 1))
     def test_is_the_discounted_sum_of_later_masked_rewards(self, batch, gamma: float):
         rewards, _, mask = batch
@@ -82,7 +82,7 @@ class TestGae:
         torch.testing.assert_close(advantages, matrix([first, middle, last]), rtol=1e-14, atol=0)
         torch.testing.assert_close(returns, matrix([first + 0.5, middle + 0.4, 1.0]), rtol=1e-14, atol=0)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(batches(), st.floats(0, 1), st.floats(0, 1))
     def test_tokens_outside_the_mask_are_as_if_not_there(self, batch, gamma: float, lam: float):
         rewards, values, mask = batch
@@ -112,7 +112,7 @@ class TestGae:
 
 
 class TestWhitening:
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(batches())
     def test_against_numpy(self, batch):
         values, _, mask = batch

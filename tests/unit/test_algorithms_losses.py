@@ -158,7 +158,7 @@ class TestCorrections:
         assert got.altered.tolist() == [[False], [True], [False]]
 
     @pytest.mark.parametrize("name", sorted(CORRECTIONS))
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     @given(seed=st.integers(0, 2**32 - 1))
     def test_against_plain_python(self, name: str, seed: int):
         rng = np.random.default_rng(seed)

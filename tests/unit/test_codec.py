@@ -26,7 +26,7 @@ def extension(code: int, data: bytes) -> bytes:
     return msgspec.msgpack.encode({"values": msgspec.msgpack.Ext(code, data)})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, st.integers(0, 40))))
 def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
     decoded = codec.decode(Box, codec.encode(Box(values))).values
@@ -120,7 +120,7 @@ def test_text_that_is_not_utf8_is_refused() -> None:
         codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=40))
 def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
     for type_ in (Scores, GroupPayload, dict[str, np.ndarray]):
@@ -128,7 +128,7 @@ def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
             codec.decode(type_, data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:
     message = bytearray(codec.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))

@@ -212,7 +212,7 @@ EVERYTHING = msgspec.json.decode(
 
 
 @given(st.sampled_from(paths_in(EVERYTHING)), mutations())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_the_walk_agrees_with_msgspec(path: tuple[Any, ...], value: Any) -> None:
     raw = copy.deepcopy(EVERYTHING)
     node = raw
@@ -233,7 +233,7 @@ SEPARATORS = ["\x85", "\u2028", "\ufeff", "a\nb"]
 
 
 @given(st.lists(st.text(max_size=12), min_size=8, max_size=8))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_yaml_round_trip(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     env = {text: text for text in texts + AMBIGUOUS + SEPARATORS}
     config = msgspec.convert({**EVERYTHING, "services": {"trainer": {"env": env}}, "stop": {"hours": 1e-7}}, Config)

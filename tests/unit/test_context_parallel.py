@@ -33,7 +33,7 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
     return out
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     prompts=st.lists(
         st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=4)), min_size=1, max_size=3

@@ -26,7 +26,6 @@ def problems(count: int) -> list[Problem]:
 
 
 @given(WEIGHTS, st.integers(0, 10**9))
-@settings(deadline=None)
 def test_every_position_belongs_to_one_source_and_shares_are_kept(weights: list[float], start: int) -> None:
     exact = [Fraction(str(weight)) for weight in weights]
     before = Counter(first_places(exact, start))
@@ -91,7 +90,7 @@ def test_a_curriculum_goes_from_easy_to_hard_in_its_passes() -> None:
     curriculum=st.sampled_from([None, Curriculum(passes=1)]),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_stream_resumes_exactly_from_any_point(
     weights: list[float], steps: list[str], curriculum: Curriculum | None, seed: int
 ) -> None:

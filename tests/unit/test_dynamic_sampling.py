@@ -125,7 +125,7 @@ def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:
     whole=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_step_is_filled_within_the_bound_whatever_is_dropped(
     staleness: int, per_step: int, steps: int, max_in_flight: int, signal: float, whole: bool, seed: int
 ) -> None:

@@ -207,7 +207,7 @@ async def go_on(ledger: Ledger, start: int, trained: list[tuple[int, int]], unti
 
 
 @given(budget=st.integers(0, 56), checkpoint=st.integers(0, 4), later=st.integers(0, 2), ahead=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_run_cut_anywhere_twice_ends_with_every_group_trained_once(
     tmp_path_factory: pytest.TempPathFactory, budget: int, checkpoint: int, later: int, ahead: bool
 ) -> None:

@@ -33,7 +33,7 @@ def test_records_come_back_across_segments_and_restarts(tmp_path: Path, store: P
 
 
 @given(data=st.binary(min_size=1, max_size=64), where=st.integers(0, 10**6), bit=st.integers(0, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: bytes, where: int, bit: int) -> None:
     folder = tmp_path_factory.mktemp("segments")
     store = PayloadStore(folder, 1 << 20)

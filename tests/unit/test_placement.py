@@ -176,7 +176,7 @@ def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
     assert offers(named, here) == [NodeOffer("a", 2, "s"), NodeOffer("b", 8)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     devices=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     trainer=st.integers(1, 6),

@@ -141,7 +141,7 @@ def rational_expressions() -> st.SearchStrategy[tuple[str, Fraction]]:
     return st.recursive(leaves, extend, max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rational_expressions(), st.integers(1, 10**6))
 def test_arithmetic_is_exact(expression: tuple[str, Fraction], part: int) -> None:
     text, value = expression
@@ -150,7 +150,7 @@ def test_arithmetic_is_exact(expression: tuple[str, Fraction], part: int) -> Non
     assert not equal(text, f"\\frac{{{other.numerator}}}{{{other.denominator}}}")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(INTEGERS, min_size=1, max_size=4), st.integers(1, 9))
 def test_a_polynomial_is_the_same_expanded_and_factored(roots: list[int], leading: int) -> None:
     coefficients = [leading]
@@ -164,7 +164,7 @@ def test_a_polynomial_is_the_same_expanded_and_factored(roots: list[int], leadin
     assert equal(f"{expanded}=0", f"0 = 7 \\cdot {factored}")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(INTEGERS, min_size=2, max_size=6, unique=True), st.randoms())
 def test_sets_have_no_order_and_tuples_have(values: list[int], random: Any) -> None:
     shuffled = random.sample(values, len(values))
@@ -177,14 +177,14 @@ def test_sets_have_no_order_and_tuples_have(values: list[int], random: Any) -> N
     assert not equal(first, join(map(str, [*values[1:], 51])))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(2, 300), st.integers(2, 40), st.integers(2, 60))
 def test_radicals_compare_exactly(radicand: int, factor: int, digits: int) -> None:
     assert equal(f"{factor}\\sqrt{{{radicand}}}", f"\\sqrt{{{radicand * factor**2}}}")
     assert not equal(f"{factor}\\sqrt{{{radicand}}}", f"{factor}\\sqrt{{{radicand}}}+10^{{-{digits}}}")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(2, 9), st.integers(40, 10**6), st.integers(1, 99))
 def test_towers_too_large_to_write_down_compare_exactly(base: int, height: int, addend: int) -> None:
     tower = f"{base}^{{{base}^{{{height}}}}}"
@@ -194,7 +194,7 @@ def test_towers_too_large_to_write_down_compare_exactly(base: int, height: int, 
     assert not equal(tower, f"{base}^{{{base}^{{{height + 1}}}}}")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(-9, 9), st.integers(-9, 9), ENDS, ENDS)
 def test_ends_of_intervals(low: int, high: int, ours: str, theirs: str) -> None:
     texts = [f"{ends[0]}{low}, {high + 10}{ends[1]} \\cup [90, 91]" for ends in (ours, theirs)]

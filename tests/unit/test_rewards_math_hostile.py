@@ -111,7 +111,7 @@ PIECES = [
 ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(ANSWERS, ANSWERS)
 def test_any_text_is_decided_or_refused(prediction: str, truth: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -60,7 +60,7 @@ def test_format(text: str, expected: float) -> None:
 PIECES = ("<think>", "</think>", "<answer>", "</answer>", " ", "\n", "a", "\\boxed{", "}")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.booleans())
 def test_format_is_what_the_expression_matches(middle: str, whole: bool) -> None:
     text = f"<think>{middle}</answer>" if whole else middle

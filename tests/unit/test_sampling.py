@@ -63,7 +63,7 @@ def test_tokens_follow_the_distribution(row: SamplingParams) -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(FILTERS), st.sampled_from([0.0, 1.0 - 2.0**-23]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_extreme_uniforms_draw_possible_tokens(seed: int, row: SamplingParams, u: float) -> None:
     logits = np.random.default_rng(seed).normal(0, 30, 40).astype(np.float32)
     token, logprob = draw(logits[None], np.array([u]), [row])

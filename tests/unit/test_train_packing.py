@@ -204,7 +204,7 @@ def uncut(request: pytest.FixtureRequest, policy: str) -> tuple[dict[str, Any], 
     return request.param, *step_and_gradient(make_engine(policy, request.param, budget=1 << 20), groups)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_cuts_and_orders_change_nothing(
     policy: str, uncut: tuple[dict[str, Any], dict[str, float], torch.Tensor], data: st.DataObject

@@ -204,5 +204,5 @@ class Devices(RuleBasedStateMachine):
             assert any(not isinstance(order, Move) or order.member in self.rollouts for order in self.orders)
 
 
-Devices.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Devices.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TestDevices = Devices.TestCase

@@ -116,7 +116,7 @@ def test_what_fills_a_gap_counts_for_the_size_too() -> None:
     assert encode(old, new) is not None
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32), full_every=st.sampled_from([1, 7, 1000]))
 def test_a_hundred_versions_of_all_dtypes_arrive_bit_for_bit(seed: int, full_every: int) -> None:
     pair = Pair(tuple(of(dtype, 61, 9) for dtype in ITEM_BYTES), bucket_bytes=4096, full_every=full_every)

@@ -290,7 +290,7 @@ def test_what_is_empty_or_zero_arrives_too(key: tuple[str, str], request_: Any, 
         assert same(side.parse(side.pack(value).SerializeToString()), value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.builds(
@@ -384,7 +384,7 @@ def test_what_does_not_decode_is_an_invalid_message(key: tuple[str, str], data: 
         wire.METHODS[key].request.parse(data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(sorted(wire.METHODS)), st.binary(max_size=24))
 def test_no_bytes_do_worse_than_InvalidMessage(key: tuple[str, str], data: bytes) -> None:
     with suppress(errors.InvalidMessage):
