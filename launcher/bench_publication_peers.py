@@ -128,6 +128,10 @@ class Member(Peer):
 
 
 class TrainerPeer(Member):
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        super().__init__(name, process)
+        self.machines = {name: self.machine}
+
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         hosted = await self.tell(HostWeights(epoch, len(names), transport, tuple(names)), WeightsHosted)
         return hosted.address, hosted.manifest

@@ -57,7 +57,7 @@ class Untrained:
     def tensor_specs(self) -> list[TensorSpec]:
         return self._specs
 
-    def gather(self) -> Iterator[torch.Tensor]:
+    def gather(self, targets: Sequence[int]) -> Iterator[torch.Tensor]:
         yield from self.weights
 
 

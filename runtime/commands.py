@@ -45,10 +45,12 @@ class Offload(Command, frozen=True):
 
 
 class HostWeights(Command, frozen=True):
+    """`world_size` counts the trainer as one, the first, however many of its ranks send."""
+
     epoch: int
     world_size: int
     transport: str
-    names: tuple[str, ...] = ()  # the members', by rank
+    names: tuple[str, ...] = ()  # of those that are counted, in their order
 
 
 class WeightsHosted(Command, frozen=True):
@@ -81,6 +83,19 @@ class AbortWeights(Command, frozen=True):
 
 
 class SendWeights(Command, frozen=True):
+    version: PolicyVersion
+    epoch: int
+
+
+class MeetWeights(Command, frozen=True):
+    """To the ranks that send besides rank 0: join the group that rank 0 hosts."""
+
+    address: GroupAddress
+
+
+class ResendWeights(Command, frozen=True):
+    """To them: send once more what the buckets hold, as rank 0 does."""
+
     version: PolicyVersion
     epoch: int
 

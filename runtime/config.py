@@ -485,6 +485,9 @@ class Publication(Section, frozen=True):
 
     `staging`: rollouts receive a version beside the weights that they generate from (`shadow`), or over them (`inplace`), for
     which they need no memory for a second set, and stand still from the first bucket to the commit.
+
+    `senders`: rank 0 of the trainer gathers and sends everything (`one`), or each rank that can have a tensor whole sends a
+    share of the buckets (`all`): every rank of FSDP, the first rank of each pipeline stage of each replica of megatron-core's.
     """
 
     transport: Literal["auto", "collective", "shared_memory", "filesystem", "delta"] = "auto"
@@ -494,6 +497,7 @@ class Publication(Section, frozen=True):
     bucket_bytes: Positive = 16 << 20
     in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"
     staging: Literal["shadow", "inplace"] = "shadow"
+    senders: Literal["one", "all"] = "one"
     dtype: DType = "auto"  # on the wire; the policy's own when auto
     overlap: bool = True
     join_timeout: Seconds = 60.0

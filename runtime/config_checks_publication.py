@@ -21,6 +21,8 @@ def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iter
             yield f"publication.backend: {settings.backend} is for a collective; transport filesystem has none, so must be auto"
     elif settings.transport == "shared_memory" and settings.backend != _DEFAULT.backend:
         yield f"publication.backend: {settings.backend} is for a collective; transport shared_memory has none, so must be auto"
+    if settings.senders == "all" and settings.transport == "filesystem":
+        yield "publication.senders: all is not for transport filesystem, whose folder one process writes; must be one"
     if settings.folder and settings.transport != "filesystem":
         yield f"publication.folder: '{settings.folder}' is for transport filesystem alone, and it is {settings.transport}"
     if not settings.overlap and config.services.trainer.processes > 1 and settings.transfer_timeout >= config.deadlines.train:

@@ -6,7 +6,7 @@ when the service failed or is gone, and may be cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from runtime.commands import Level, WeightsSent
@@ -29,10 +29,9 @@ Answer = Coroutine[Any, Any, T]
 
 
 class WeightMember(Protocol):
-    """Anything that is a member of the publication group. `machine` is its `os_process.machine()`."""
+    """Anything that is a member of the publication group."""
 
     name: str
-    machine: str
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
         """Forget what is staged of `version`, leaving the epoch's group."""
@@ -53,6 +52,9 @@ class Replaceable(Protocol):
 
 
 class RolloutPort(WeightMember, Replaceable, Protocol):
+    machine: str
+    """Where it runs: its `os_process.machine()`."""
+
     async def status(self) -> Status:
         """What the process says of itself. It answers while it computes."""
 
@@ -118,9 +120,12 @@ class UpdatePort(Replaceable, Lendable, Protocol):
 
 
 class TrainerPort(WeightMember, UpdatePort, Protocol):
+    machines: Mapping[str, str]
+    """Where those of its processes run that send weights, by name: each one's `os_process.machine()`."""
+
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
-        """Open the rendezvous of a new epoch, as its rank 0. `names` are the members', by rank; `transport` is one of
-        `runtime.weights.group.TRANSPORTS`."""
+        """Open the rendezvous of a new epoch, as its rank 0. `names` are the trainer's, as one, and the other members' in their
+        order; `transport` is one of `runtime.weights.group.TRANSPORTS`."""
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
         """Gather the weights after the commands before, and send them: with `publication.overlap` while later commands run."""

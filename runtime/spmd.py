@@ -31,7 +31,7 @@ from runtime.weights.gloo_mesh import GlooMesh, reason
 Command = TypeVar("Command")
 
 BLOCK = 1024
-_HEADER = struct.Struct("<q")
+_HEADER = struct.Struct("<q?")  # kind or length; whether it goes past the commands that wait
 _INLINE = BLOCK - _HEADER.size
 _BEAT, _END = -1, -2
 _COMMAND_TAG, _ANSWER_TAG = 1, 2
@@ -59,11 +59,12 @@ class Relay(Generic[Command]):
         deadline: float = 20.0,
         join_timeout: float = 60.0,
         on_fault: Callable[[ServiceFault], None] | None = None,
+        on_aside: Callable[[Command], None] | None = None,
     ):
         """Connect all ranks through `store` (the default group's, under torchrun).
 
-        `on_fault` is called once, from the relay's thread. Raises ServiceFault, phase "rendezvous", naming the ranks that
-        are not there within `join_timeout` seconds.
+        `on_fault` is called once, from the relay's thread; so is `on_aside`, for each command that is sent aside, and must not
+        block. Raises ServiceFault, phase "rendezvous", naming the ranks that are not there within `join_timeout` seconds.
         """
         if heartbeat > deadline / 4:
             raise ValueError(f"heartbeat {heartbeat:g} s must be at most a quarter of the deadline {deadline:g} s")
@@ -74,20 +75,24 @@ class Relay(Generic[Command]):
         self._heartbeat = heartbeat
         self._deadline = deadline
         self._on_fault = on_fault
+        self._on_aside = on_aside
         self._fault: ServiceFault | None = None
         self._closing = False
-        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[bytes, bool] | None] = queue.SimpleQueue()
         self._store = dist.PrefixStore("relay", store)
         labels = [f"{name} rank {other}" for other in range(world_size)]
         self._mesh = GlooMesh(self._store, rank, labels, own_address(interface), join_timeout, name=labels[rank])
         self._thread = threading.Thread(target=self._run, name=f"{name}-relay", daemon=True)
         self._thread.start()
 
-    def send(self, command: Command) -> None:
-        """Rank 0: pass `command` to the others, after those sent before; does not wait. Raises the relay's ServiceFault."""
+    def send(self, command: Command, aside: bool = False) -> None:
+        """Rank 0: pass `command` to the others, after those sent before; does not wait. Raises the relay's ServiceFault.
+
+        `aside`: they hand it to `on_aside` as it comes, while those before it may still wait for `receive`.
+        """
         if self._fault is not None:
             raise self._fault
-        self._queue.put(codec.encode(command))
+        self._queue.put((codec.encode(command), aside))
 
     def receive(self, timeout: float | None = None) -> Command | None:
         """The others: the next command, or None once rank 0 has closed the relay.
@@ -104,6 +109,9 @@ class Relay(Generic[Command]):
             if self._fault is not None:
                 raise self._fault
             return None
+        return self._decoded(frame[0])
+
+    def _decoded(self, frame: bytes) -> Command:
         command: Command = codec.decode(self._commands, frame)
         return command
 
@@ -134,16 +142,17 @@ class Relay(Generic[Command]):
     def _lead(self) -> None:
         while True:
             try:
-                command = self._queue.get(timeout=self._heartbeat)
+                queued = self._queue.get(timeout=self._heartbeat)
             except queue.Empty:
                 self._send(_block(_BEAT))
                 self._hear_all()
                 continue
-            if command is None:
+            if queued is None:
                 with suppress(ServiceFault, RuntimeError):  # as soon as they have answered they may leave
                     self._end_all()  # gloo fails what has arrived but was not yet taken when its connection closes
                 return
-            self._send(_block(len(command), command))
+            command, aside = queued
+            self._send(_block(len(command), command, aside))
             if len(command) > _INLINE:
                 self._send(_tensor(command[_INLINE:]))
 
@@ -152,7 +161,7 @@ class Relay(Generic[Command]):
         while True:
             self._hear(block)
             frame = block.numpy().tobytes()
-            kind = _HEADER.unpack_from(frame)[0]
+            kind, aside = _HEADER.unpack_from(frame)
             if kind == _END:
                 with suppress(ServiceFault):  # rank 0 leaves as soon as it hears the answer
                     self._answer()
@@ -165,7 +174,10 @@ class Relay(Generic[Command]):
                 rest = torch.empty(kind - _INLINE, dtype=torch.uint8)
                 self._hear(rest)
                 command += rest.numpy().tobytes()
-            self._queue.put(command)
+            if not aside:
+                self._queue.put((command, False))
+            elif self._on_aside is not None:
+                self._on_aside(self._decoded(command))
 
     def _send(self, tensor: torch.Tensor) -> None:
         self._with_followers(lambda pg, rank: pg.send([tensor], rank, _COMMAND_TAG))
@@ -238,8 +250,8 @@ class Relay(Generic[Command]):
             return 0  # it said nothing, or the store died with it
 
 
-def _block(kind: int, command: bytes = b"") -> torch.Tensor:
-    return _tensor((_HEADER.pack(kind) + command[:_INLINE]).ljust(BLOCK, b"\0"))
+def _block(kind: int, command: bytes = b"", aside: bool = False) -> torch.Tensor:
+    return _tensor((_HEADER.pack(kind, aside) + command[:_INLINE]).ljust(BLOCK, b"\0"))
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from runtime import commands
@@ -160,6 +160,18 @@ class UpdateClient(GroupPeer):
 
 
 class TrainerClient(UpdateClient, WeightPeer):
+    def __init__(
+        self,
+        sessions: Sequence[Session],
+        deadlines: Deadlines,
+        publication: Publication,
+        leaders: Sequence[int],
+        incarnation: int = 0,
+    ):
+        super().__init__(sessions, deadlines, publication, leaders, incarnation)
+        senders = sessions if publication.senders == "all" else sessions[:1]
+        self.machines: Mapping[str, str] = {session.name: session.machine for session in senders}
+
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         command = commands.HostWeights(epoch, len(names), transport, tuple(names))
         hosting = self.session.call("HostWeights", command, self._publication.join_timeout)

@@ -130,6 +130,10 @@ class Follower(SpmdService):
             raise InvalidMessage(f"rank {self.rank} takes data only, not {type(letter.message).__name__}")
         self._part(letter.message.slot).set_result(letter)
 
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self._worker.close)
+
     def _part(self, slot: Slot) -> Future[Letter]:
         return self._inbox.setdefault(slot, Future())
 

@@ -1,4 +1,4 @@
-"""The trainer role: an SPMD group of one or more ranks, of which rank 0 publishes the weights.
+"""The trainer role: an SPMD group of one or more ranks, of which rank 0 publishes the weights, and others send a part of them.
 
 `python -m services.trainer`, or under torchrun.
 """
@@ -12,7 +12,15 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from runtime.actor import Letter
-from runtime.commands import AbortWeights, HostWeights, SendWeights, WeightsHosted, WeightsSent
+from runtime.commands import (
+    AbortWeights,
+    HostWeights,
+    MeetWeights,
+    ResendWeights,
+    SendWeights,
+    WeightsHosted,
+    WeightsSent,
+)
 from runtime.config import Config
 from runtime.errors import Cancelled, ServiceFault
 from runtime.types import PolicyVersion
@@ -74,10 +82,13 @@ class TrainerService(Leader):
             self._hosting = asyncio.create_task(self._host(letter, left, self._hosting))
         elif isinstance(message, AbortWeights):
             if message.epoch == self._epoch:
-                self._answer_at_end(letter, self._leave(), "abort")
+                left = self._leave()
+                self._tell_senders(message)
+                self._answer_at_end(letter, left, "abort")
             else:
                 letter.reply()
         elif isinstance(message, SendWeights) and message.version == self._snapshot and self._is_intact():
+            self._tell_senders(ResendWeights(message.version, message.epoch))
             self._resending = asyncio.create_task(self._send(letter))  # the engine may have gone on
         else:
             self._line.put_nowait(letter)
@@ -130,6 +141,11 @@ class TrainerService(Leader):
             return False
         return True
 
+    def _tell_senders(self, command: MeetWeights | AbortWeights | ResendWeights) -> None:
+        """The ranks that send besides this one, whatever their engines do."""
+        if self._relay is not None and len(self._worker.senders) > 1:
+            self._relay.send(command, aside=True)
+
     def _leave(self) -> Future[None]:
         """Out of the epoch's group. In a thread, one after the other: to leave one that meets in a folder takes its server."""
         from runtime.weights.sender import in_thread
@@ -162,27 +178,26 @@ class TrainerService(Leader):
                 await asyncio.wait({before})
             await asyncio.wrap_future(left)
             pending = await self._open(command)
+            if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or letter.abandoned:
+                pending.abort()
+                raise Cancelled(f"{self.name}: epoch {command.epoch} was given up")
+            self._meet(pending)
         except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
             letter.fail(error)
             return
-        if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or letter.abandoned:
-            pending.abort()
-            letter.fail(Cancelled(f"{self.name}: epoch {command.epoch} was given up"))
-            return
-        self._meet(pending)
         letter.reply(WeightsHosted(pending.address, self._worker.manifest))
 
     async def _open(self, command: HostWeights) -> PendingGroup:
         from runtime.weights import group
         from runtime.weights.sender import in_thread
 
-        settings, network = self.config.publication, self.config.network
+        settings, network, senders = self.config.publication, self.config.network, self._worker.senders
         return await asyncio.wrap_future(
             in_thread(
                 "host-weights",
                 lambda: group.host(
                     command.epoch,
-                    command.world_size,
+                    len(senders) + command.world_size - 1,
                     network.interface,
                     self._worker.publication_backend,
                     settings.join_timeout,
@@ -191,7 +206,8 @@ class TrainerService(Leader):
                     settings.folder,
                     settings.full_every,
                     network.port_range,
-                    command.names,
+                    (*senders, *command.names[1:]),
+                    len(senders),
                 ),
             )
         )
@@ -201,6 +217,7 @@ class TrainerService(Leader):
 
         self._pending = pending
         self._group = in_thread("join-weights", pending.connect)
+        self._tell_senders(MeetWeights(pending.address))
 
     async def _transfer(self, letter: Letter) -> None:
         """Begin to send what the buckets hold, or are being filled with."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from runtime import platform
 from runtime.config import Config, Spread
+from runtime.errors import InvalidMessage
 from runtime.spmd import Relay
 from runtime.types import PolicyVersion
 
@@ -40,7 +41,14 @@ class GroupRank(ABC):
             return None
         store = dist.distributed_c10d._get_default_store()
         interface = self.config.network.interface
-        return Relay(store, self.rank, self.world_size, self.relayed, name=self.role, interface=interface)
+        return Relay(store, self.rank, self.world_size, self.relayed, name=self.role, interface=interface, on_aside=self.aside)
+
+    def aside(self, command: Any) -> None:
+        """A command that rank 0 has sent past those that wait. Called in the relay's thread, and must not block."""
+        raise InvalidMessage(f"a {self.role} is sent nothing aside")
+
+    def close(self) -> None:  # noqa: B027 - most have nothing of the kind
+        """Leave whatever it is a member of besides this group. In any thread; nothing else is called afterwards."""
 
     @abstractmethod
     def execute(self, command: Any) -> Any:

@@ -72,10 +72,15 @@ class TrainEngine(UpdateEngine):
         """The policy's tensors in Hugging Face names, in the order in which `gather` gives them."""
 
     @abstractmethod
-    def gather(self) -> Iterator[torch.Tensor]:
-        """On rank 0 the policy's tensors, whole, one at a time: each is to be copied before the next is asked for.
+    def holders(self) -> list[tuple[int, ...]]:
+        """For each of `tensor_specs`, the ranks that can be its target: those among which it is put together anyway."""
 
-        The other ranks exhaust the iterator all the same, in which they send rank 0 what it lacks.
+    @abstractmethod
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        """The policy's tensors, whole, one at a time: each is to be copied before the next is asked for.
+
+        `targets`: for each of `tensor_specs`, the rank that is given it, rank 0 or one of its `holders`; () for rank 0. The
+        same on all ranks, each of which exhausts its iterator: in it they send each other what the targets lack.
         """
 
     @abstractmethod

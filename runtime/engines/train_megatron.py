@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -44,10 +44,13 @@ class MegatronTrainEngine(MegatronUpdateEngine, PolicyLoop):
         dtype = str(self._wire_dtype).removeprefix("torch.")
         return [TensorSpec(name, dtype, shape) for name, shape in self._weights.shapes.items()]
 
+    def holders(self) -> list[tuple[int, ...]]:
+        return [tuple(self._grid.leaders[stage]) for stage in self._weights.stages()]
+
     @torch.no_grad()
-    def gather(self) -> Iterator[torch.Tensor]:
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         self._updates.settle()
-        for _, whole in self._weights.wholes(self._wire_dtype):
+        for _, whole in self._weights.wholes(self._wire_dtype, dict(zip(self._weights.shapes, targets, strict=bool(targets)))):
             yield whole
 
     @torch.no_grad()

@@ -10,19 +10,35 @@ import torch
 from msgspec.structs import replace
 
 from runtime import checkpoint, platform
-from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save, SendWeights
+from runtime.commands import (
+    AbortWeights,
+    Accumulate,
+    Apply,
+    BeginStep,
+    Export,
+    MeetWeights,
+    Offload,
+    Onload,
+    ResendWeights,
+    Restore,
+    Save,
+    SendWeights,
+)
 from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.update_rank import UpdateRank
 from runtime.topology import alternates, takes_turns
-from runtime.weights.plan import Manifest
+from runtime.weights.part import SenderPart
+from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import WeightSender
+
+_ASIDE = MeetWeights | AbortWeights | ResendWeights  # past those that wait
 
 
 class TrainRank(UpdateRank[TrainEngine]):
     role = "trainer"
-    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export | Onload | Offload
+    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export | Onload | Offload | _ASIDE
     last = SendWeights
     seconds_of = {  # noqa: RUF012
         "onload": "timing/resharding_to_train",
@@ -35,31 +51,60 @@ class TrainRank(UpdateRank[TrainEngine]):
         # Members that share a device have neither NCCL nor HCCL.
         backend = "gloo" if takes_turns(config) else config.publication.backend
         self.publication_backend = platform.collective_backend(backend, device)
-        dtype = config.publication.dtype
-        specs = engine.tensor_specs()
-        if dtype != "auto":
-            specs = [replace(spec, dtype=dtype) for spec in specs]
-        self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes)
+        ranks, specs = self._senders()
+        self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes, len(ranks))
+        self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
+        """What they are called, rank 0 first."""
+        self._targets = [ranks[root] for root in roots(self.manifest)]
         self.sender: WeightSender | None = None
-        if rank == 0:
-            self.sender = WeightSender(self.manifest, pin=device.type == "cuda", whole=config.publication.overlap)
+        self._part: SenderPart | None = None
+        if rank in ranks:
+            number = ranks.index(rank)
+            whole = config.publication.overlap
+            self.sender = WeightSender(self.manifest, number=number, pin=device.type == "cuda", whole=whole)
+            if rank:
+                self._part = SenderPart(self.sender, number, self.senders[number], config.publication.transfer_timeout)
+
+    def _senders(self) -> tuple[list[int], list[TensorSpec]]:
+        """The ranks that send, and the tensors as they are on the wire, with who can send each."""
+        settings = self.config.publication
+        specs = self.engine.tensor_specs()
+        if settings.dtype != "auto":
+            specs = [replace(spec, dtype=settings.dtype) for spec in specs]
+        if settings.senders == "one":
+            return [0], specs
+        holders = self.engine.holders()
+        ranks = sorted({0}.union(*holders))
+        held_by = [tuple(ranks.index(holder) for holder in each) for each in holders]
+        return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
 
     def carry_out(self, command: Any) -> Any:
         if isinstance(command, SendWeights):
             self.version = command.version
-            self._gather()
+            self._gather(command)
             return None
         if isinstance(command, Export):
             self._export(command)
             return None
         return super().carry_out(command)
 
-    def _gather(self) -> None:
-        if self.sender is not None:
-            self.sender.fill(self.engine.gather())
-            return
-        for _ in self.engine.gather():
-            pass
+    def aside(self, command: Any) -> None:
+        if self._part is not None:  # rank 0 tells all others
+            self._part.aside(command)
+
+    def close(self) -> None:
+        if self._part is not None:
+            self._part.close()
+
+    def _gather(self, command: SendWeights) -> None:
+        tensors = self.engine.gather(self._targets)
+        if self._part is not None:
+            self._part.gather(tensors, command.version, command.epoch)
+        elif self.sender is not None:
+            self.sender.fill(tensors)
+        else:
+            for _ in tensors:
+                pass
 
     def _export(self, command: Export) -> None:
         if self.rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,10 +82,14 @@ class TorchTrainEngine(TorchUpdateEngine, PolicyLoop):
         dtype = str(self._wire_dtype).removeprefix("torch.")
         return [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in self._policy.items()]
 
+    def holders(self) -> list[tuple[int, ...]]:
+        return [tuple(range(self._world_size))] * len(self._policy)
+
     @torch.no_grad()
-    def gather(self) -> Iterator[torch.Tensor]:
-        for _, whole in self._whole_policy():
-            yield whole
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        for place, (_, whole) in enumerate(self._whole_policy()):
+            if self._rank == (targets[place] if targets else 0):
+                yield whole
 
     @torch.no_grad()
     def export(self, folder: str) -> None:

@@ -180,12 +180,13 @@ class Publisher:
         """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
         asked for."""
         ports = [self._pool.port(member) for member in epoch.members]
-        machines = {port.name: port.machine for port in (self._trainer, *ports)}  # by rank
+        machines = {**self._trainer.machines, **{port.name: port.machine for port in ports}}
         transport = transports.resolve(self._settings.transport, self._settings.backend, machines)
-        address, manifest = await self._trainer.host_weights(epoch.number, tuple(machines), transport)
+        names = [self._trainer.name, *(port.name for port in ports)]
+        address, manifest = await self._trainer.host_weights(epoch.number, names, transport)
         joins = [
             asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
-            for rank, port in enumerate(ports, start=1)
+            for rank, port in enumerate(ports, start=address.senders)
         ]
         try:
             await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)

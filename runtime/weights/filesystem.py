@@ -121,7 +121,7 @@ class FilesystemGroup(WeightGroup):
         self._writing = in_thread(f"write-bucket-{index}", lambda: self._write(folder, index, buffer, before))
         return _Writing(self, self._writing)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
         return _Reading(self, index, buffer)
 
     def abort(self) -> None:

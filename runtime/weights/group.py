@@ -25,7 +25,8 @@ TRANSPORTS = ("collective", "shared_memory", "filesystem", "delta")
 
 
 class WeightGroup(ABC):
-    """Rank 0 sends; every member makes the same calls in the same order, from one thread."""
+    """The first ranks send, each its own buckets, and the others receive them all; rank 0 leads. Every member makes the same
+    calls in the same order, from one thread."""
 
     def __init__(self, address: GroupAddress, name: str):
         self.name = name
@@ -37,26 +38,41 @@ class WeightGroup(ABC):
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Rank 0: what went to each receiver so far."""
+        """A sender: what went from here to each receiver so far."""
 
     def describe(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
         """What the buckets hold, before they are sent or received."""
 
     @abstractmethod
     def announce(self, version: PolicyVersion) -> None:
-        """Rank 0: the transfer of `version` begins."""
+        """The senders: the transfer of `version` begins, which rank 0 tells the receivers."""
 
     @abstractmethod
     def await_announcement(self, version: PolicyVersion) -> None:
-        """The others: block until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
+        """The receivers: block until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
 
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does its `wait`."""
+        """Its root: start to move bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does its `wait`."""
 
     @abstractmethod
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
+    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
+        """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
+
+    def settle(self, nbytes: int, give_up: float) -> int:
+        """The senders: this one's part of the transfer is taken, of `nbytes`.
+
+        Rank 0 blocks until those of all senders are, at most until the monotonic time `give_up`, and returns the bytes of all.
+        Raises RuntimeError, which names the sender and says what became of its part.
+        """
+        return nbytes
+
+    def forfeit(self, message: str) -> None:  # noqa: B027 - a sender that is alone has nobody to tell
+        """The senders but rank 0: tell rank 0 that this one's part has failed."""
+
+    def called(self, root: int) -> str | None:
+        """What sender `root` is called, where there are several."""
+        return None
 
     def bound(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
         """No bucket that starts to move from now on holds a thread for longer than `seconds`, even if `abort` cannot end it."""
@@ -100,12 +116,14 @@ def host(
     full_every: int = 50,
     port_range: PortRange | None = None,
     names: Sequence[str] = (),
+    senders: int = 1,
 ) -> PendingGroup:
     """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
 
-    `timeout` is in seconds. `filesystem` meets in `folder` instead, and has neither interface nor backend; `delta` sends one
-    of `full_every` versions whole. `names` is what messages call the members, by rank. Raises UserError for an unknown
-    interface, backend or transport, a range without a free port, or a folder that cannot be written.
+    `timeout` is in seconds. The first `senders` of the `world_size` members send; `names` is what messages call the members,
+    by rank. `filesystem` meets in `folder` instead, and has neither interface nor backend; `delta` sends one of `full_every`
+    versions whole. Raises UserError for an unknown interface, backend or transport, a range without a free port, or a folder
+    that cannot be written.
     """
     from runtime.weights import filesystem, store_group
 
@@ -114,8 +132,12 @@ def host(
     if transport not in TRANSPORTS:
         raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
     if transport == "filesystem":
+        if senders > 1:
+            raise UserError(f"publication.senders: transport filesystem has one sender, not {senders}; must be one")
         return filesystem.host(epoch, world_size, timeout, name, folder, names)
-    return store_group.host(epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names)
+    return store_group.host(
+        epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names, senders
+    )
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:

@@ -1,4 +1,4 @@
-"""How the buckets of a transfer move from rank 0 to the others: the base of every transport whose members meet in a store."""
+"""How buckets move from one sender to all receivers: the base of every transport whose members meet in a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Transfer(Protocol):
 
 
 class Link(ABC):
-    """The connected members. All move the same buckets in the same order, each from one thread."""
+    """A sender, rank 0 of the link, and the receivers. All move the same buckets in the same order, each from one thread."""
 
     sent_bytes = 0
     """Rank 0: what went to each receiver so far."""

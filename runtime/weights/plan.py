@@ -1,4 +1,4 @@
-"""The publication plan: which tensor lies where in which flat bucket. Pure; sender and receiver derive the same plan.
+"""The publication plan: which tensor lies where in which flat bucket, and who sends it. Pure; all members derive the same.
 
 A bucket is one flat uint8 buffer: the tensors one after the other, each aligned to 64 bytes, then, aligned likewise, a trailer
 of 16 bytes: xxh3-64 of everything before the trailer, and the packed policy version, both little-endian.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from runtime.errors import InvalidMessage
 
@@ -40,6 +40,7 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     dtype: str  # torch's name: "float32", "bfloat16"
     shape: tuple[int, ...]
     start: tuple[int, ...] = ()
+    held_by: tuple[int, ...] = ()  # the senders that can send it; () for all of them
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +55,11 @@ class Manifest(Struct, frozen=True):
 
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
+    senders: int = 1
 
 
 class GroupAddress(Struct, frozen=True, kw_only=True):
-    """Where one epoch's members meet. The sender is rank 0."""
+    """Where one epoch's members meet. The first ranks are the senders, the others receive. Rank 0 leads."""
 
     epoch: int
     host: str
@@ -70,6 +72,7 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     folder: str = ""  # of transport filesystem
     full_every: int = 0  # of transport delta
     names: tuple[str, ...] = ()  # what the members are called, by rank; () where nobody said
+    senders: int = 1  # how many, of the manifest's number
 
     def label(self, rank: int) -> str:
         """How messages call a member: "rank 2 (rollout-1)"."""
@@ -85,10 +88,11 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Bucket(Struct, frozen=True):
-    """`data_bytes` counts up to the trailer, a multiple of `ALIGNMENT`."""
+    """`data_bytes` counts up to the trailer, a multiple of `ALIGNMENT`. `root` is the sender that it moves from."""
 
     entries: tuple[Entry, ...]
     data_bytes: int
+    root: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -105,33 +109,77 @@ class Bucket(Struct, frozen=True):
 
 
 def plan_buckets(manifest: Manifest) -> tuple[Bucket, ...]:
-    """Fill buckets of at most `bucket_bytes` of data: matrices first, then vectors and scalars, both in the manifest's order.
+    """The buckets, in the order in which receivers take them, each with its root.
 
-    First fit in order: a bucket is closed once the next tensor does not fit. A tensor larger than `bucket_bytes` has a bucket
-    of its own. A receiver may use the buckets' memory as its weights: without the biases and norms between them, the matrices
-    of query, key and value, or of gate and up, adjoin each other wherever their sizes are multiples of `ALIGNMENT`, and so do
-    the biases of query, key and value. They are one matrix, or vector, then.
-    Raises InvalidMessage for an unknown dtype, a name that occurs twice, or a bucket size below 1.
+    Tensors that the same senders hold share buckets of at most `bucket_bytes` of data: matrices first, then vectors and
+    scalars, both in the manifest's order. First fit in order: a bucket is closed once the next tensor does not fit. A tensor
+    larger than `bucket_bytes` has a bucket of its own. A receiver may use the buckets' memory as its weights: without the
+    biases and norms between them, the matrices of query, key and value, or of gate and up, adjoin each other wherever their
+    sizes are multiples of `ALIGNMENT`, and so do the biases of query, key and value. They are one matrix, or vector, then.
+
+    Raises InvalidMessage for an unknown dtype, a name that occurs twice, a holder that is no sender, or a bucket size or number
+    of senders below 1.
     """
-    if manifest.bucket_bytes < 1:
-        raise InvalidMessage(f"bucket_bytes is {manifest.bucket_bytes}, must be at least 1")
-    buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    names: set[str] = set()
-    filled = 0
+    _check(manifest)
+    everybody = tuple(range(manifest.senders))
+    shared: dict[tuple[int, ...], list[int]] = {}
     for index, spec in sorted(enumerate(manifest.tensors), key=lambda item: len(item[1].shape) < 2):
+        shared.setdefault(spec.held_by or everybody, []).append(index)
+    filled = {holders: _fill(manifest, tensors) for holders, tensors in shared.items()}
+    return assign(filled, manifest.senders)
+
+
+def roots(manifest: Manifest) -> list[int]:
+    """Of each of its tensors, the sender that it moves from."""
+    of_tensor = {entry.tensor: bucket.root for bucket in plan_buckets(manifest) for entry in bucket.entries}
+    return [of_tensor[index] for index in range(len(of_tensor))]
+
+
+def _check(manifest: Manifest) -> None:
+    for name, value in (("bucket_bytes", manifest.bucket_bytes), ("senders", manifest.senders)):
+        if value < 1:
+            raise InvalidMessage(f"{name} is {value}, must be at least 1")
+    names: set[str] = set()
+    for spec in manifest.tensors:
         if spec.name in names:
             raise InvalidMessage(f"tensor {spec.name} occurs twice in the manifest")
         names.add(spec.name)
-        nbytes = spec.nbytes
+        if any(not 0 <= holder < manifest.senders for holder in spec.held_by):
+            raise InvalidMessage(f"tensor {spec.name} is held by {spec.held_by}, of {manifest.senders} senders")
+
+
+def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    entries: list[Entry] = []
+    filled = 0
+    for index in tensors:
+        nbytes = manifest.tensors[index].nbytes
         if entries and filled + nbytes > manifest.bucket_bytes:
             buckets.append(Bucket(tuple(entries), filled))
             entries, filled = [], 0
         entries.append(Entry(index, filled, nbytes))
         filled = aligned(filled + nbytes)
-    if entries:
-        buckets.append(Bucket(tuple(entries), filled))
-    return tuple(buckets)
+    buckets.append(Bucket(tuple(entries), filled))
+    return buckets
+
+
+def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> tuple[Bucket, ...]:
+    """Every bucket with its root, in the order in which receivers take them. `filled`: by who holds them, in their order.
+
+    Each bucket goes to whoever of its holders has least so far, so that senders which hold the same differ by one bucket at
+    most; what few hold is given out first. In the order that results, all holders come forward at the same pace, by bytes:
+    receivers take a few buckets at a time, and each sender should have some of those.
+    """
+    loads = [0] * senders
+    paced: list[tuple[float, int, Bucket]] = []
+    for number, (holders, buckets) in enumerate(sorted(filled.items(), key=lambda item: (len(item[0]), item[0]))):
+        total, before = sum(bucket.data_bytes for bucket in buckets), 0
+        for bucket in buckets:
+            root = min(holders, key=lambda holder: (loads[holder], holder))
+            loads[root] += bucket.data_bytes
+            paced.append((before / max(1, total), number, structs.replace(bucket, root=root)))
+            before += bucket.data_bytes
+    return tuple(bucket for _, _, bucket in sorted(paced, key=lambda item: item[:2]))
 
 
 def aligned(offset: int) -> int:

@@ -60,7 +60,7 @@ class Reception:
         try:
             for index in range(len(self._buckets)):
                 while posted < min(index + DEPTH, len(self._buckets)):
-                    pending.append(self._group.receive(posted, buffer_of(posted)))
+                    pending.append(self._group.receive(posted, buffer_of(posted), self._buckets[posted].root))
                     posted += 1
                 digest = wait_until(pending.pop(0), self.give_up)
                 wrong += self._faults(index, buffer_of(index), digest)
@@ -79,7 +79,8 @@ class Reception:
         if group.aborted:
             return Cancelled(f"{group.name}: version {version} was withdrawn during its transfer")
         group.abort()
-        message = f"bucket {index} of {len(self._buckets)} of version {version} did not arrive: {reason(error)}"
+        source = "" if (called := group.called(self._buckets[index].root)) is None else f" from {called}"
+        message = f"bucket {index} of {len(self._buckets)} of version {version} did not arrive{source}: {reason(error)}"
         late = time.monotonic() >= self.give_up
         return (DeadlineExceeded if late else ServiceFault)(group.name, "transfer", message, self._deadline)
 

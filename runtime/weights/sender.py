@@ -38,7 +38,7 @@ class SendResult(Struct, frozen=True):
 
 
 class WeightSender:
-    """Owns the buffers of one manifest's buckets. They outlive epochs: the group is an argument of `send`.
+    """Owns the buffers of those buckets of a manifest that move from it. They outlive epochs: the group is `send`'s argument.
 
     A version is begun (`begin`), gathered (`fill`), and sent. `send` may come first: a bucket leaves as soon as it is whole.
 
@@ -47,20 +47,25 @@ class WeightSender:
     them drops what it is given.
     """
 
-    def __init__(self, manifest: Manifest, *, pin: bool = False, whole: bool = True):
-        """`pin` page-locks the buffers, for copies from an accelerator. Raises InvalidMessage for a manifest without a plan."""
+    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False, whole: bool = True):
+        """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator. Raises
+        InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
         self._whole = whole
-        slots = tuple(range(len(self.buckets)))
+        self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if bucket.root == number]
+        own = [bucket for _, bucket in self._own]
+        slots = tuple(range(len(own)))
         if not whole:
-            slots = plan_slots(self.buckets, manifest.bucket_bytes, DEPTH + 1)
+            slots = plan_slots(_held(manifest, self.buckets, number), manifest.bucket_bytes, DEPTH + 1, number)
         self._before = predecessors(slots)
-        self._buffers = _allocate_slots(self.buckets, slots, pin)
-        self._views = views(manifest, self.buckets, self._buffers)
-        self._bucket_of = {entry.tensor: index for index, bucket in enumerate(self.buckets) for entry in bucket.entries}
+        self._buffers = _allocate_slots(own, slots, pin)
+        self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
+        self._tensors = sorted(self._bucket_of)
+        found = tensors_of(manifest, own, self._buffers)
+        self._views = [found[tensor] for tensor in self._tensors]
         self._changed = threading.Condition()  # guards what follows
-        self._missing = [len(bucket.entries) for bucket in self.buckets]  # how many tensors each still lacks
+        self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
         self._digests: dict[int, int] = {}  # of the buckets of this version that were sent, where it can be sent again
         self.intact = True
         """Whether what the buckets hold is, as far as is known, what was gathered."""
@@ -75,25 +80,26 @@ class WeightSender:
         with self._changed:
             self._await_idle("snapshot", timeout)
             self._digests, self.intact = {}, True
-            self._missing = [len(bucket.entries) for bucket in self.buckets]
+            self._missing = [len(bucket.entries) for _, bucket in self._own]
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take every one of the manifest's tensors, in its order and on any device; they are cast to its dtypes.
+        """Take every one of its tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes.
 
         All are taken from `tensors`, also once the transfer has failed: what yields them may be a collective.
         """
-        for index, tensor in enumerate(tensors):
-            bucket = self._bucket_of[index]
+        for place, tensor in enumerate(tensors):
+            bucket = self._bucket_of[self._tensors[place]]
             if self._has_room(bucket):
-                self._views[index].copy_(tensor)
+                self._views[place].copy_(tensor)
                 with self._changed:
                     self._missing[bucket] -= 1
                     if not self._missing[bucket]:
                         self._changed.notify_all()
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
-        """Send the buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
+        """Send its buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
+        Sender 0's result comes once the parts of all senders are taken, and counts them all.
 
         Blocks while another transfer ends; raises DeadlineExceeded after `deadline` seconds. On any failure the group is
         aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer", or UserError where the user
@@ -133,38 +139,52 @@ class WeightSender:
 
     def _send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> SendResult:
         before, give_up = group.sent_bytes, time.monotonic() + deadline
-        pending: list[Transfer] = []
+        began = time.monotonic()
         try:
-            self._await_whole(0, group, give_up)
-            began = time.monotonic()
+            if self._own:
+                self._await_whole(0, group, give_up)
+                began = time.monotonic()
             group.describe(self._manifest)
             group.bound(deadline)
             group.announce(version)
-            for index, (bucket, buffer) in enumerate(zip(self.buckets, self._buffers, strict=True)):
-                if self._missing[index]:
-                    if self._before[index] is not None:  # its buffer may be that of one under way
-                        self._take(pending, 0, give_up)
-                    self._await_whole(index, group, give_up)
-                if not self._whole:
-                    clear(bucket, buffer)
-                self._require_same(index, stamp(bucket, buffer, version), group.name)
-                pending.append(group.send(index, buffer))
-                self._take(pending, DEPTH - 1, give_up)
-            self._take(pending, 0, give_up)
+            self._send_all(group, version, give_up)
+            sent = group.settle(group.sent_bytes - before, give_up)
         except RuntimeError as error:
+            message = f"{self._where(version)}: {reason(error)}"
+            group.forfeit(message)
             group.abort()
-            message = f"bucket {self._taken} of {len(self.buckets)} of version {version} was not taken: {reason(error)}"
             if time.monotonic() >= give_up:
                 raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
             raise ServiceFault(group.name, "transfer", message, deadline) from error
-        except SluiceError:
+        except SluiceError as error:
+            group.forfeit(str(error))
             group.abort()
             raise
         finally:
             with self._changed:
                 self._group = None
                 self._changed.notify_all()
-        return SendResult(group.sent_bytes - before, time.monotonic() - began)
+        return SendResult(sent, time.monotonic() - began)
+
+    def _where(self, version: PolicyVersion) -> str:
+        """How far it has come."""
+        if self._taken == len(self._own):
+            return f"version {version}"
+        return f"bucket {self._own[self._taken][0]} of {len(self.buckets)} of version {version} was not taken"
+
+    def _send_all(self, group: WeightGroup, version: PolicyVersion, give_up: float) -> None:
+        pending: list[Transfer] = []
+        for place, ((index, bucket), buffer) in enumerate(zip(self._own, self._buffers, strict=True)):
+            if self._missing[place]:
+                if self._before[place] is not None:  # its buffer may be that of one under way
+                    self._take(pending, 0, give_up)
+                self._await_whole(place, group, give_up)
+            if not self._whole:
+                clear(bucket, buffer)
+            self._require_same(index, stamp(bucket, buffer, version), group.name)
+            pending.append(group.send(index, buffer))
+            self._take(pending, DEPTH - 1, give_up)
+        self._take(pending, 0, give_up)
 
     def _require_same(self, index: int, digest: int, name: str) -> None:
         """A bucket that changed since it was sent first is not certified by a checksum of what it has become."""
@@ -190,6 +210,12 @@ class WeightSender:
                 self._changed.notify_all()
 
 
+def _held(manifest: Manifest, buckets: Sequence[Bucket], number: int) -> list[Bucket]:
+    """Those whose tensors sender `number` has: who shares a bucket's first tensor shares them all."""
+    holders = [manifest.tensors[bucket.entries[0].tensor].held_by for bucket in buckets]
+    return [bucket for bucket, held_by in zip(buckets, holders, strict=True) if not held_by or number in held_by]
+
+
 def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
     """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
 
@@ -211,10 +237,16 @@ def _allocate_slots(buckets: Sequence[Bucket], slots: Sequence[int], pin: bool) 
 
 def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The manifest's tensors, in its order, as views into `buffers`."""
+    found = tensors_of(manifest, buckets, buffers)
+    return [found[index] for index in range(len(found))]
+
+
+def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """`tensors_in`, of several buckets."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
         out.update(tensors_in(manifest, bucket, buffer))
-    return [out[index] for index in range(len(out))]
+    return out
 
 
 def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -9,18 +9,21 @@ from itertools import accumulate
 from runtime.weights.plan import Bucket
 
 
-def plan_slots(buckets: Sequence[Bucket], bucket_bytes: int, spare: int) -> tuple[int, ...]:
-    """The slot, a buffer, that each bucket uses; slots are numbered from 0.
+def plan_slots(buckets: Sequence[Bucket], bucket_bytes: int, spare: int, root: int = 0) -> tuple[int, ...]:
+    """The slot, a buffer, that each of the buckets of sender `root` uses; slots are numbered from 0.
 
-    Tensors are gathered in the manifest's order, and buckets leave in their own, each once it is whole. A bucket follows
-    another in its slot only if that one is due to leave before the first tensor of this one is gathered: so whoever gathers
-    may wait for it. Buckets of up to `bucket_bytes` of data have at least `spare` slots, as far as there are so many buckets;
-    the larger ones, of a single tensor each, share slots of their own.
+    `buckets` are all that this sender holds, also those that another sends. Their tensors are gathered in the manifest's
+    order, by all holders in step, and they leave in their own, each once it is whole. A bucket follows another in its slot
+    only if that one is due to leave before the first tensor of this one is gathered: so whoever gathers may wait for it.
+    Buckets of up to `bucket_bytes` of data have at least `spare` slots, as far as there are so many buckets; the larger ones,
+    of a single tensor each, share slots of their own.
     """
     whole = list(accumulate((max(entry.tensor for entry in bucket.entries) for bucket in buckets), max))
     pools: dict[bool, deque[tuple[int, int]]] = {False: deque(), True: deque()}  # slots, and the last bucket of each
     slots: list[int] = []
     for index, bucket in enumerate(buckets):
+        if bucket.root != root:
+            continue
         large = bucket.data_bytes > bucket_bytes
         pool = pools[large]
         slot = max(slots, default=-1) + 1

@@ -1,9 +1,10 @@
-"""Groups whose members meet in a TCPStore that rank 0 hosts, and move buckets over a link."""
+"""Groups whose members meet in a TCPStore that rank 0 hosts, and move buckets over links: from each sender to all receivers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from runtime.errors import ServiceFault
 from runtime.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, delta, shared_memory
-from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, reason
+from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, meet, reason
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Link, Transfer
 from runtime.weights.plan import GroupAddress
@@ -32,37 +33,74 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 
 class StoreGroup(WeightGroup):
-    def __init__(self, address: GroupAddress, name: str, store: Any, link: Link, paths: frozenset[SocketAddress]):
+    def __init__(self, address: GroupAddress, name: str, store: Any, links: Sequence[Link], paths: frozenset[SocketAddress]):
+        """`links`: a receiver's from each sender, by their ranks; a sender's own."""
         super().__init__(address, name)
+        self._senders = address.senders
+        self._label = address.label
         self._store = store
-        self._link = link
+        self._links = links
         self._paths = paths
         self._transfers = 0
 
     @property
     def sent_bytes(self) -> int:
-        return self._link.sent_bytes
+        return self._links[0].sent_bytes
 
     def announce(self, version: PolicyVersion) -> None:
         self._transfers += 1
-        self._running_store().set(f"transfer/{self._transfers}", b"")
+        if self.rank == 0:
+            self._running_store().set(f"transfer/{self._transfers}", b"")
 
     def await_announcement(self, version: PolicyVersion) -> None:
         self._transfers += 1
         self._running_store().wait([f"transfer/{self._transfers}"], timedelta(seconds=BACKSTOP))
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._link.send(index, buffer)
+        return self._links[0].send(index, buffer)
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._link.receive(index, buffer)
+    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
+        return self._links[root].receive(index, buffer)
+
+    def settle(self, nbytes: int, give_up: float) -> int:
+        if self.rank:
+            self._running_store().set(self._part(self.rank), str(nbytes))
+            return nbytes
+        return nbytes + sum(self._settled(sender, give_up) for sender in range(1, self._senders))
+
+    def forfeit(self, message: str) -> None:
+        if self.rank:
+            with suppress(RuntimeError):  # rank 0 has left
+                self._running_store().set(self._part(self.rank), message)
+
+    def called(self, root: int) -> str | None:
+        return self._label(root) if self._senders > 1 else None
+
+    def _part(self, sender: int) -> str:
+        return f"part/{self._transfers}/{sender}"
+
+    def _settled(self, sender: int, give_up: float) -> int:
+        """The bytes of its part, once that is taken."""
+        store, label = self._running_store(), self._label(sender)
+        try:
+            store.wait([self._part(sender)], timedelta(seconds=max(give_up - time.monotonic(), 0.001)))
+            said = bytes(store.get(self._part(sender))).decode()
+        except RuntimeError as error:
+            self._running_store()
+            late = time.monotonic() >= give_up
+            raise RuntimeError(f"the part of {label} was not taken" + ("" if late else f": {reason(error)}")) from error
+        if not said.isdigit():
+            raise RuntimeError(f"{label}: {said}")
+        return int(said)
 
     def bound(self, seconds: float) -> None:
-        self._link.bound(seconds)
+        for link in self._links:
+            link.bound(seconds)
 
     def abort(self) -> None:
         self.aborted = True
-        self._link.abort()
+        for link in self._links:
+            link.abort()
         shut_down(None, self._paths)
         self._store = None
 
@@ -92,10 +130,38 @@ class PendingStoreGroup(PendingGroup):
 
     def _connect(self) -> WeightGroup:
         address = self.address
+        give_up = time.monotonic() + address.timeout
         labels = list(map(address.label, range(address.world_size)))
         store, self._store = self._store, None
-        link = LINKS[address.transport](store, address, labels, self._name, self._interface)
-        return StoreGroup(address, self._name, store, link, frozenset({(address.host, address.port)}))
+        links: list[Link] = []
+        try:
+            if address.senders > 1:  # to say who is missing, and not who waits for whoever is
+                meet(dist.PrefixStore("all", store), address.rank, "", labels, self._name, address.timeout)
+            mine = [address.rank] if address.rank < address.senders else range(address.senders)
+            for sender in mine:
+                timeout = _left(give_up) if address.senders > 1 else address.timeout
+                links.append(self._link_from(sender, store, labels, timeout))
+        except BaseException:
+            for link in links:
+                link.abort()
+            raise
+        return StoreGroup(address, self._name, store, links, frozenset({(address.host, address.port)}))
+
+    def _link_from(self, sender: int, store: Any, labels: Sequence[str], timeout: float) -> Link:
+        """In which the sender is rank 0, and the receivers follow."""
+        address, first = self.address, self.address.senders
+        part = structs.replace(
+            address,
+            rank=0 if address.rank < first else address.rank - first + 1,
+            world_size=address.world_size - first + 1,
+            timeout=timeout,
+        )
+        apart = dist.PrefixStore(f"sender/{sender}", store)
+        return LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self._name, self._interface)
+
+
+def _left(give_up: float) -> float:
+    return max(give_up - time.monotonic(), 0.1)
 
 
 def host(
@@ -109,6 +175,7 @@ def host(
     full_every: int,
     port_range: PortRange | None,
     names: Sequence[str],
+    senders: int,
 ) -> PendingGroup:
     """As `group.host`."""
     ip = own_address(interface)
@@ -133,13 +200,14 @@ def host(
         transport=transport,
         full_every=full_every,
         names=tuple(names),
+        senders=senders,
     )
     return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
 
 
 def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
     """As `group.join`."""
-    began = time.monotonic()
+    give_up = time.monotonic() + address.timeout
     try:
         store = dist.TCPStore(
             address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout), wait_for_workers=False
@@ -148,5 +216,5 @@ def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
         message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
     ip = own_address(interface or AUTO, address.host)
-    left = structs.replace(address, timeout=max(address.timeout - (time.monotonic() - began), 0.1))
+    left = structs.replace(address, timeout=_left(give_up))
     return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()

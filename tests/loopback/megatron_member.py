@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
@@ -144,9 +145,26 @@ def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, c
 
 def publish(engine: Any, rank: int, export: Path) -> dict[str, torch.Tensor]:
     gathered = [tensor.clone() for tensor in engine.gather()]
+    assert_shares_are(engine, rank, gathered)
     export.mkdir(exist_ok=True)
     engine.export(str(export))
     return {} if rank else {spec.name: tensor for spec, tensor in zip(engine.tensor_specs(), gathered, strict=True)}
+
+
+def assert_shares_are(engine: Any, rank: int, gathered: list[torch.Tensor]) -> None:
+    """Tensors that are given to those who hold them, in turn, are the ones that rank 0 is given."""
+    holders = engine.holders()
+    targets = [each[index % len(each)] for index, each in enumerate(holders)]
+    share = [tensor.clone() for tensor in engine.gather(targets)]
+    shares: list[Any] = [share]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, share)
+    assert [len(each) for each in shares] == [targets.count(each) for each in range(len(shares))]
+    if rank == 0:
+        assert {0}.union(*holders) == set(targets)
+        for target, tensor in zip(targets, gathered, strict=True):
+            assert torch.equal(shares[target].pop(0), tensor)
 
 
 if __name__ == "__main__":

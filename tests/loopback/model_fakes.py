@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from runtime import checkpoint
@@ -149,7 +150,7 @@ class FakeModel:
 
 class FakeTrainer(FakeModel):
     name = "trainer-0"
-    machine = "here"
+    machines = MappingProxyType({"trainer-0": "here"})
 
     def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
         super().__init__(apply_seconds, incarnation)

@@ -83,6 +83,7 @@ class Worker:
     """A trainer's engine: the weights of a version are made from its number."""
 
     publication_backend = "gloo"
+    senders = ("trainer-0",)
     manifest = MANIFEST
 
     def __init__(self, settings: config.Publication) -> None:
@@ -171,6 +172,7 @@ class TrainerHere(Port):
         service = TrainerService(config.Config(run=config.Run(name="test"), publication=settings), "trainer-0", 0)
         self.worker = service._worker = Worker(settings)  # type: ignore[assignment]
         super().__init__(service)
+        self.machines = {self.name: self.machine}
 
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         hosted = await self.ask(HostWeights(epoch, len(names), transport, tuple(names)))
@@ -183,8 +185,8 @@ class TrainerHere(Port):
 class Stage:
     """A trainer, two rollouts, and what publishes over them."""
 
-    def __init__(self, settings: config.Publication) -> None:
-        self.trainer = TrainerHere(settings)
+    def __init__(self, settings: config.Publication, trainer: TrainerHere | None = None) -> None:
+        self.trainer = trainer or TrainerHere(settings)
         self.rollouts = [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)]
         self.pool = RolloutPool(self.rollouts, {rollout.name: 1 for rollout in self.rollouts}, 20.0)  # type: ignore[arg-type]
         self.publisher = Publisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
@@ -203,9 +205,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(settings: config.Publication) -> AsyncIterator[Stage]:
+async def stage(settings: config.Publication, trainer: TrainerHere | None = None) -> AsyncIterator[Stage]:
     torch.set_num_threads(1)
-    here = Stage(settings)
+    here = Stage(settings, trainer)
     here.serve(here.trainer, *here.rollouts)
     await here.trainer.service.start()
     here.tasks.append(asyncio.create_task(here.publisher.run()))

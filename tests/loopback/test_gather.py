@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
-from runtime.commands import Accumulate, Apply, BeginStep, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, MeetWeights, SendWeights
 from runtime.config import Config, Publication, Trainer
 from runtime.engines import train_rank
 from runtime.engines.train_rank import TrainRank
 from runtime.topology import data_leaders
 from runtime.types import PolicyVersion
 from runtime.weights.group import host, join
+from runtime.weights.plan import GroupAddress
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import as_rank, run_ranks
@@ -25,25 +28,41 @@ from tests.unit.training_cases import make_config, make_groups, make_policy
 DEADLINE = 60.0
 BUCKET = 1 << 11  # the tensors are of some dozen buckets
 
+Senders = Literal["one", "all"]
 
-def config_of(folder: Path, engine: str, processes: int, overlap: bool) -> Config:
+
+def config_of(folder: Path, engine: str, processes: int, overlap: bool, senders: Senders | None) -> Config:
+    """Where `senders` are told, megatron's ranks are pipeline stages, or else tensor-parallel."""
     trainer = Trainer(processes=processes, engine=engine)  # type: ignore[arg-type]
     if engine == "megatron":
-        trainer = msgspec.structs.replace(trainer, parallel=msgspec.structs.replace(trainer.parallel, tensor=processes))
+        spread = {"pipeline" if senders else "tensor": processes}
+        trainer = msgspec.structs.replace(trainer, parallel=msgspec.structs.replace(trainer.parallel, **spread))
     made = make_config(str(folder / "policy"), trainer=trainer)
     run = msgspec.structs.replace(made.run, resume="")
-    return msgspec.structs.replace(made, run=run, publication=Publication(overlap=overlap, bucket_bytes=BUCKET))
+    return msgspec.structs.replace(
+        made, run=run, publication=Publication(overlap=overlap, bucket_bytes=BUCKET, senders=senders or "one")
+    )
 
 
 def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     """What a receiver has of the weights as they are; every rank makes this call."""
-    command = SendWeights(PolicyVersion(0, version), version)
-    if rank.sender is None:
+    command, count = SendWeights(PolicyVersion(0, version), version), len(rank.senders)
+    if rank.rank:
+        if count > 1:
+            rank.aside(MeetWeights(*of_rank_0(None)))
+            dist.barrier()
         rank.execute(command)
+        if count > 1:
+            dist.barrier()  # its part may still be on its way
         return {}
-    pending = host(version, 2, "127.0.0.1", "gloo", DEADLINE)
-    joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=1)))
+    pending = host(version, 1 + count, "127.0.0.1", "gloo", DEADLINE, names=rank.senders, senders=count)
+    joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=count)))
+    if count > 1:
+        of_rank_0(pending.address)
     groups = pending.connect(), joining.result(DEADLINE)
+    if count > 1:
+        dist.barrier()
+    assert rank.sender is not None
     reception = WeightReceiver(rank.manifest).receive(groups[1], command.version, DEADLINE)
     rank.sender.begin(DEADLINE)
     sending = rank.sender.send(groups[0], command.version, DEADLINE)
@@ -52,14 +71,22 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     received = {name: tensor.clone() for name, tensor in reception.result(DEADLINE).tensors().items()}
     for group in groups:
         group.abort()
+    if count > 1:
+        dist.barrier()
     return received
 
 
+def of_rank_0(address: GroupAddress | None) -> list[GroupAddress]:
+    told: list[Any] = [address]
+    dist.broadcast_object_list(told, 0)
+    return told
+
+
 def published(
-    folder: Path, engine: str, rank: int, processes: int, *, overlap: bool, within: bool
+    folder: Path, engine: str, rank: int, processes: int, *, overlap: bool, within: bool, senders: Senders | None = None
 ) -> list[dict[str, torch.Tensor]]:
     """After a step, in the middle of the next if `within`, and after that."""
-    config, device = config_of(folder, engine, processes, overlap), torch.device("cpu")
+    config, device = config_of(folder, engine, processes, overlap, senders), torch.device("cpu")
     made = train_rank.engine_type(config, device)(config, rank=rank, world_size=processes, device=device)
     worker = TrainRank(made, config, rank, processes, device)
     leaders = data_leaders(config.services.trainer)
@@ -74,6 +101,7 @@ def published(
         worker.execute(Accumulate(step, 1, share[1:], True))
         worker.execute(Apply(step))
         found.append(publish(worker, step + 1))
+    worker.close()
     return found
 
 
@@ -82,8 +110,15 @@ def all_ways(rank: int, folder: Path, engine: str, processes: int) -> list[list[
     return [published(folder, engine, rank, processes, **way) for way in ways]
 
 
+def shared_ways(rank: int, folder: Path, engine: str, processes: int) -> list[list[dict[str, torch.Tensor]]]:
+    """What one of two pipeline stages, or two ranks of FSDP, send for both; and what both send, each a part."""
+    ways: tuple[tuple[bool, Senders], ...] = (True, "one"), (True, "all"), (False, "all")
+    return [published(folder, engine, rank, processes, overlap=each, within=False, senders=senders) for each, senders in ways]
+
+
 def member(rank: int, folder: Path) -> None:
-    found = all_ways(rank, folder, sys.argv[4], int(sys.argv[3]))
+    ways = shared_ways if sys.argv[5:] else all_ways
+    found = ways(rank, folder, sys.argv[4], int(sys.argv[3]))
     if rank == 0:
         torch.save(found, folder / "published.pt")
 
@@ -104,6 +139,18 @@ def test_what_is_sent_without_a_copy_is_what_is_sent_with_one(tmp_path: Path, en
     assert not equal([first], [last])
     assert equal(undisturbed, [first, last])
     assert equal(without, with_copy)
+
+
+@pytest.mark.parametrize("engine", ["torch", "megatron"])
+def test_what_two_ranks_send_each_a_part_of_is_what_one_sends(tmp_path: Path, engine: str) -> None:
+    if engine == "megatron":
+        pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+    make_policy(tmp_path / "policy")
+    run_ranks(__name__, tmp_path, 2, engine, "shared")
+    one, copied, gathered = torch.load(tmp_path / "published.pt")
+    assert not equal(one[:1], one[1:])
+    assert equal(copied, one)
+    assert equal(gathered, one)
 
 
 def equal(left: Sequence[dict[str, torch.Tensor]], right: Sequence[dict[str, torch.Tensor]]) -> bool:

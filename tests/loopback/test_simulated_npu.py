@@ -35,7 +35,7 @@ members = [Member("rollout-0", simulated_npu=True)]
 said = {"device": str(device)}
 try:
     group = connect(members, 1, 90.0, backend="hccl")
-    said["link"] = type(group._link).__name__
+    said["link"] = type(group._links[0]).__name__
     sender = WeightSender(MANIFEST)
     said["staged"] = []
     for version in range(2):

@@ -139,6 +139,29 @@ def test_commands_arrive_in_order_and_then_the_end(stack: ExitStack, pool: list[
         assert [one.hear() for _ in range(5)] == [["begin", 7], ["load", 50_000.0], ["load", 508.0], ["begin", 8], "end"]
 
 
+def test_what_is_sent_aside_goes_past_what_waits() -> None:
+    store, past, there = open_store(), list[Any](), threading.Event()
+
+    def aside(command: Any) -> None:
+        past.append(command.step)
+        there.set()
+
+    joining = in_thread("follower", lambda: connect(store.clone(), 1, 2, on_aside=aside))
+    relay = connect(store, 0, 2)
+    follower = joining.result(20)
+    try:
+        for step in (1, 2):
+            relay.send(Begin(step))
+        relay.send(Begin(3), aside=True)
+        assert there.wait(20)
+        relay.send(Begin(4))
+        assert [follower.receive(20) for _ in range(3)] == [Begin(1), Begin(2), Begin(4)]
+        assert past == [3]
+    finally:
+        relay.close()
+        follower.close()
+
+
 def test_a_stopped_follower_is_named_within_the_deadline(stack: ExitStack, pool: list[Child]) -> None:
     noticed = threading.Event()
     relay = lead(stack, pool, on_fault=lambda _: noticed.set())

@@ -125,7 +125,7 @@ class Endless:
 
 @pytest.mark.parametrize("pair", ["collective"], indirect=True)
 def test_abort_frees_sender_and_caller_from_a_broadcast_that_gloo_has_forgotten(pair: list[WeightGroup]) -> None:
-    mesh = pair[0]._link._mesh  # type: ignore[attr-defined]
+    mesh = pair[0]._links[0]._mesh  # type: ignore[attr-defined]
     begun, freed = threading.Event(), threading.Event()
     whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
     try:

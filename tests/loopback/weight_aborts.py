@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -18,12 +19,17 @@ from tests.loopback.weight_cases import MANIFEST, PATIENCE, settles, threads_and
 VERSION = PolicyVersion(0, 1)
 
 
-def connected(transport: str, world_size: int = 2, timeout: float = PATIENCE, folder: str = "") -> list[WeightGroup]:
+def connected(
+    transport: str, world_size: int = 2, timeout: float = PATIENCE, folder: str = "", senders: Sequence[str] = ()
+) -> list[WeightGroup]:
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
-    pending = host(1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder)
+    pending = host(
+        1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder, names=senders, senders=max(1, len(senders))
+    )
+    names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
-        in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
+        in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), names[rank]))
         for rank in range(1, world_size)
     ]
     return [pending.connect(), *(other.result(PATIENCE) for other in others)]

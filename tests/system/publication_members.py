@@ -82,6 +82,7 @@ class Versions:
     """A trainer's engine, as far as publication goes: a version's weights are made from its number."""
 
     publication_backend = "gloo"
+    senders = ("trainer-0",)
 
     def __init__(self, config: Config, rank: int, world_size: int):
         specs = (TensorSpec(name, "float32", shape) for name, shape in WeightFiles(config.model.path).shapes.items())

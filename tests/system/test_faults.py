@@ -69,7 +69,7 @@ MEGATRON_REFERENCE = ("services.reference.engine=megatron", "services.reference.
 @pytest.mark.parametrize(
     ("role", "settings"),
     [
-        ("trainer", ()),
+        ("trainer", ("publication.senders=all",)),
         pytest.param("reference", MEGATRON_REFERENCE, marks=pytest.mark.skipif(no_megatron, reason="needs megatron-core")),
     ],
 )

@@ -107,6 +107,7 @@ def test_what_is_made_again_after_the_loss_of_a_rank_is_what_would_have_been(tin
         training={"steps": 12, "staleness": 0, "optimizer": {"learning_rate": 1e-3}},
         checkpoint={"every": EVERY},
         services={"trainer": {"processes": 2}},
+        publication={"senders": "all"},
         deadlines={"stop": 60.0},
     )
     whole = trained(config, folder=tmp_path / "whole", timeout=BACK)

@@ -1,4 +1,4 @@
-"""A trainer of two ranks computes what one rank computes."""
+"""A trainer of two ranks computes what one rank computes, and both of them publish it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ def test_two_ranks_have_the_losses_of_one(tiny: Path, tmp_path: Path) -> None:
         training={"steps": STEPS, "staleness": 0, "optimizer": {"learning_rate": 1e-3}},
     )
     one, two = (
-        trained(config, f"services.trainer.processes={ranks}", folder=tmp_path / f"ranks-{ranks}", timeout=RUN)
+        trained(
+            config,
+            f"services.trainer.processes={ranks}",
+            "publication.senders=all",
+            folder=tmp_path / f"ranks-{ranks}",
+            timeout=RUN,
+        )
         for ranks in (1, 2)
     )
     for alone, shared in zip(trained_groups(one), trained_groups(two), strict=True):

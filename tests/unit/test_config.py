@@ -528,6 +528,10 @@ def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dic
             "publication.folder: missing; transport filesystem needs a folder that trainer and rollouts share",
         ),
         (
+            {"publication": {"transport": "filesystem", "folder": "weights", "senders": "all"}},
+            "publication.senders: all is not for transport filesystem, whose folder one process writes; must be one",
+        ),
+        (
             {"publication": {"transport": "filesystem", "folder": "/dev/null/weights"}},
             "publication.folder: '/dev/null/weights' cannot be made, as /dev/null is a file",
         ),

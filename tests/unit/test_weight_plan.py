@@ -3,12 +3,13 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidMessage
-from runtime.weights.plan import ALIGNMENT, ITEM_BYTES, TRAILER, Manifest, TensorSpec, plan_buckets
+from runtime.weights.plan import ALIGNMENT, ITEM_BYTES, TRAILER, Bucket, Manifest, TensorSpec, plan_buckets, roots
 
 tensors = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=30
@@ -58,8 +59,71 @@ def test_a_large_tensor_has_a_bucket_of_its_own() -> None:
         ((TensorSpec("w", "complex64", (1,)),), 64, "tensor w: dtype 'complex64'"),
         ((TensorSpec("w", "int8", (1,)), TensorSpec("w", "int8", (1,))), 64, "w occurs twice"),
         ((), 0, "bucket_bytes is 0"),
+        ((TensorSpec("w", "int8", (1,), held_by=(0, 2)),), 64, r"w is held by \(0, 2\), of 2 senders"),
     ],
 )
 def test_a_bad_manifest_is_refused(specs: tuple[TensorSpec, ...], bucket_bytes: int, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
-        plan_buckets(Manifest(specs, bucket_bytes))
+        plan_buckets(Manifest(specs, bucket_bytes, 2))
+
+
+def test_nobody_sends_nothing() -> None:
+    with pytest.raises(InvalidMessage, match="senders is 0"):
+        plan_buckets(Manifest((), 64, 0))
+
+
+@st.composite
+def spread(draw: st.DrawFn) -> Manifest:
+    """Tensors of pipeline stages, each of which some replicas hold, in any order."""
+    stages, replicas = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    specs = draw(tensors)
+    held = [tuple(range(draw(st.integers(0, stages - 1)), stages * replicas, stages)) for _ in specs]
+    found = (TensorSpec(spec.name, spec.dtype, spec.shape, held_by=by) for spec, by in zip(specs, held, strict=True))
+    return Manifest(tuple(found), draw(st.integers(1, 5000)), stages * replicas)
+
+
+def held_by(manifest: Manifest, bucket: Bucket) -> set[tuple[int, ...]]:
+    return {manifest.tensors[entry.tensor].held_by for entry in bucket.entries}
+
+
+@given(spread())
+def test_every_tensor_moves_once_from_one_of_its_holders(manifest: Manifest) -> None:
+    buckets = plan_buckets(manifest)
+    assert sorted(entry.tensor for bucket in buckets for entry in bucket.entries) == list(range(len(manifest.tensors)))
+    for bucket in buckets:
+        (holders,) = held_by(manifest, bucket)
+        assert bucket.root in holders
+    assert roots(manifest) == [
+        next(bucket.root for bucket in buckets if any(entry.tensor == index for entry in bucket.entries))
+        for index in range(len(manifest.tensors))
+    ]
+
+
+@given(spread())
+def test_senders_that_hold_the_same_differ_by_a_bucket_at_most(manifest: Manifest) -> None:
+    buckets = plan_buckets(manifest)
+    for holders in {spec.held_by for spec in manifest.tensors}:
+        own = [bucket for bucket in buckets if held_by(manifest, bucket) == {holders}]
+        loads = [sum(bucket.data_bytes for bucket in own if bucket.root == holder) for holder in holders]
+        assert max(loads) - min(loads) <= max(bucket.data_bytes for bucket in own)
+
+
+@given(spread())
+def test_the_plan_is_that_of_the_stages_alone_and_all_come_forward_at_one_pace(manifest: Manifest) -> None:
+    buckets = plan_buckets(manifest)
+    assert buckets == plan_buckets(msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest))
+    for holders in {spec.held_by for spec in manifest.tensors}:
+        own = [bucket for bucket in buckets if held_by(manifest, bucket) == {holders}]
+        alone = Manifest(
+            tuple(spec for spec in manifest.tensors if spec.held_by == holders), manifest.bucket_bytes, manifest.senders
+        )
+        assert [bucket.data_bytes for bucket in own] == [bucket.data_bytes for bucket in plan_buckets(alone)]
+    totals = dict.fromkeys({spec.held_by for spec in manifest.tensors}, 0)
+    for bucket in buckets:
+        totals[held_by(manifest, bucket).pop()] += bucket.data_bytes
+    done, share = dict.fromkeys(totals, 0), 0.0
+    for bucket in buckets:
+        (holders,) = held_by(manifest, bucket)
+        assert done[holders] / max(1, totals[holders]) >= share
+        share = done[holders] / max(1, totals[holders])
+        done[holders] += bucket.data_bytes

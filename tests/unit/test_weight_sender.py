@@ -50,7 +50,7 @@ class Memory(WeightGroup):
         self.gone[index].set()
         return Taking(self, buffer, self.sent[-1])
 
-    def receive(self, index: int, buffer: torch.Tensor) -> Taking:
+    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Taking:
         raise AssertionError("it is rank 0's")
 
     def abort(self) -> None:

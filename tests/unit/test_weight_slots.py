@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,24 @@ def test_what_a_bucket_waits_for_can_leave_before_it_is_begun(plan: tuple[tuple[
             first = min(entry.tensor for entry in bucket.entries)
             ahead = [entry.tensor for other in buckets[: awaited + 1] for entry in other.entries]
             assert max(ahead) < first
+
+
+@given(shuffled(), st.integers(1, 5), st.integers(1, 3))
+def test_senders_that_gather_in_step_wait_for_what_can_leave_alone(
+    plan: tuple[tuple[Bucket, ...], int], spare: int, senders: int
+) -> None:
+    """Whatever another of them has to send before, too."""
+    buckets, bucket_bytes = plan
+    shared = tuple(msgspec.structs.replace(bucket, root=index % senders) for index, bucket in enumerate(buckets))
+    for root in range(senders):
+        own = [index for index, bucket in enumerate(shared) if bucket.root == root]
+        before = predecessors(plan_slots(shared, bucket_bytes, spare, root))
+        assert len(before) == len(own)
+        for index, awaited in zip(own, before, strict=True):
+            if awaited is not None:
+                first = min(entry.tensor for entry in shared[index].entries)
+                ahead = [entry.tensor for other in shared[: own[awaited] + 1] for entry in other.entries]
+                assert max(ahead) < first
 
 
 @given(shuffled(), st.integers(1, 5))

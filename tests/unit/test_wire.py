@@ -50,13 +50,23 @@ MODULES = (
 VERSION = PolicyVersion(3, 1 << 20)
 
 
-ADDRESS = GroupAddress(epoch=4, host="10.0.0.7", port=65535, rank=2, world_size=9, backend="gloo", timeout=12.5)
+ADDRESS = GroupAddress(
+    epoch=4,
+    host="10.0.0.7",
+    port=65535,
+    rank=2,
+    world_size=9,
+    backend="gloo",
+    timeout=12.5,
+    names=("trainer-0", "trainer-2", "rollout-0"),
+    senders=2,
+)
 
 
 MANIFEST = Manifest(
     (
         TensorSpec("model.embed.weight", "bfloat16", (151936, 4096)),
-        TensorSpec("part", "float32", (3,), (7,)),
+        TensorSpec("part", "float32", (3,), (7,), (0, 1)),
         TensorSpec("s", "int8", ()),
     ),
     64 << 20,

@@ -55,9 +55,21 @@ class Grid:
         self.model_group = parallel_state.get_model_parallel_group()
         self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0
         """Whether this rank is the first of its block, which is given the block's data."""
+        self.places = self._places()
+        """(replica, pipeline stage) by rank, of each first rank of a stage in one of the replicas that hold all experts."""
+        self.leaders = [[rank for rank, (_, at) in self.places.items() if at == stage] for stage in range(parallel.pipeline)]
+        """Those ranks, by stage."""
         self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
         self.last = self.pipeline_rank == parallel.pipeline - 1
         """Whether this rank's stage is the last one, which computes the loss."""
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        own = [self.expert_data_rank, self.pipeline_rank, int(self.tensor_rank == self.expert_rank == 0)]
+        told = torch.tensor(own, dtype=torch.int32, device=self.device)
+        of_ranks = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, told)
+        rows = enumerate(row.tolist() for row in of_ranks)
+        return {rank: (replica, stage) for rank, (replica, stage, first) in rows if first}
 
     def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of `part` over the blocks, of its dtype and on its device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import groupby, repeat
 from pathlib import Path
@@ -27,8 +27,8 @@ def read_family(path: str, value_head: bool) -> Family:
 
 
 class ModelWeights:
-    """The weights of this rank's `model`. What is collective is so over the first holders of all experts: the other blocks pass
-    it by.
+    """The weights of this rank's `model`. What is collective is so over the ranks that hold all of the model once: other
+    replicas pass it by.
     """
 
     def __init__(self, family: Family, model: torch.nn.Module, grid: Grid):
@@ -61,15 +61,25 @@ class ModelWeights:
                 )  # but for a value head that is to begin at 0
                 self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
 
+    def stages(self) -> list[int]:
+        """For each of `shapes`, the pipeline stage that holds it."""
+        found = {
+            source.name: stage
+            for stage in range(self._grid.layout.pipeline)
+            for _, each in self._rows(stage)
+            if not each.copy
+            for source in each.sources
+        }
+        return [found[name] for name in self.shapes]
+
     @torch.no_grad()
-    def wholes(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank 0 each Hugging Face tensor in `dtype`, one at a time; nothing on the others, which send their pieces."""
-        if self._grid.expert_data_rank:
-            return
+    def wholes(self, dtype: torch.dtype, targets: Mapping[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank `targets[name]`, one of the grid's leaders, each Hugging Face tensor in `dtype`, one at a time; without
+        `targets` all are on rank 0. The others send their pieces meanwhile."""
         for stage in range(self._grid.layout.pipeline):
             for expert_rank, each in self._rows(stage):
                 if not each.copy:
-                    yield from self._whole(each, stage, expert_rank, dtype)
+                    yield from self._whole(each, stage, expert_rank, dtype, targets or {})
 
     def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
         """All parameters of a stage and the expert rank that each is taken from: a layer's experts in the order of their
@@ -79,22 +89,29 @@ class ModelWeights:
             columns = enumerate(zip(*rows, strict=True))
             yield from ((rank, each) for rank, column in columns if expert or rank == 0 for each in column)
 
-    def _whole(self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """By way of the stage's first expert rank."""
+    def _whole(
+        self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype, targets: Mapping[str, int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Within each target's replica of the model, by way of the stage's first expert rank."""
         grid = self._grid
+        places = [grid.places[targets.get(source.name, 0)] for source in each.sources]
+        if all(replica != grid.expert_data_rank for replica, _ in places):
+            return
         held: Iterator[torch.Tensor | None] = repeat(None)
         if (grid.pipeline_rank, grid.expert_rank) == (stage, expert_rank):
             pieces = self._pieces(each, self._parameters[each.name].to(dtype))
             held = (whole for _, whole in each.to_hf(pieces)) if grid.tensor_rank == 0 else held
         if grid.tensor_rank:
             return
-        for source, whole in zip(each.sources, held):  # noqa: B905 - the one without end
+        for source, (replica, target), whole in zip(each.sources, places, held):  # noqa: B905 - the one without end
+            if replica != grid.expert_data_rank:
+                continue
             empty = partial(torch.empty, source.shape, dtype=dtype, device=grid.device)
             if grid.pipeline_rank == stage:
-                whole = _at_first(whole, expert_rank, grid.expert_group, empty)
+                whole = _moved(whole, expert_rank, 0, grid.expert_group, empty)
             if grid.expert_rank == 0:
-                whole = _at_first(whole, stage, grid.pipeline_group, empty)
-                if grid.pipeline_rank == 0 and whole is not None:
+                whole = _moved(whole, stage, target, grid.pipeline_group, empty)
+                if grid.pipeline_rank == target and whole is not None:
                     yield source.name, whole
 
     def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
@@ -106,15 +123,17 @@ class ModelWeights:
         return pieces
 
 
-def _at_first(
-    tensor: torch.Tensor | None, origin: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
+def _moved(
+    tensor: torch.Tensor | None, origin: int, target: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
 ) -> torch.Tensor | None:
-    """What rank `origin` of `group` has, on the group's first rank; on the others what they have."""
+    """What rank `origin` of `group` has, on its rank `target`; on the others what they have."""
+    if origin == target:
+        return tensor
     ranks = dist.get_process_group_ranks(group)
-    if origin and dist.get_rank() == ranks[origin]:
+    if dist.get_rank() == ranks[origin]:
         assert tensor is not None
-        dist.send(tensor.contiguous(), ranks[0], group=group)
-    elif origin and dist.get_rank() == ranks[0]:
+        dist.send(tensor.contiguous(), ranks[target], group=group)
+    elif dist.get_rank() == ranks[target]:
         tensor = empty()
         dist.recv(tensor, ranks[origin], group=group)
     return tensor
