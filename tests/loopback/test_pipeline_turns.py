@@ -275,8 +275,8 @@ def test_a_run_that_lost_all_rollouts_goes_on_with_one_that_comes(tmp_path: Path
     late = newcomer(cast, "rollout-1")
 
     async def course(run: Run) -> None:
-        assert run._turns is not None
-        while not (run.buffer.committed and run._turns.phase == phase):  # noqa: ASYNC110
+        assert run._lineage._turns is not None
+        while not (run.buffer.committed and run._lineage._turns.phase == phase):  # noqa: ASYNC110
             await asyncio.sleep(0)
         for rollout in cast.rollouts:
             assert isinstance(rollout, Sleeper)
