@@ -16,8 +16,8 @@ from launcher.machine import Machine
 from launcher.supervisor import Child, Supervisor
 from runtime import config_loading, layout
 from runtime.config import Config
-from runtime.errors import ServiceFault, Unreachable, UserError
-from runtime.nodes import Assignment, Death, NodePaths, NodeRegistration
+from runtime.errors import ServiceFault, UserError
+from runtime.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
 from runtime.status import Progress
 from runtime.topology import named_paths
 from services import session, wire
@@ -67,7 +67,7 @@ class Agent:
                         await self._obey(channel)
                     finally:
                         reached = loop.time()
-            except (Unreachable, asyncio.TimeoutError) as error:
+            except (ServiceFault, asyncio.TimeoutError) as error:
                 if loop.time() >= reached + timeout:
                     message = f"not to be reached at {self._coordinator} from node {self._node.name}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
@@ -117,11 +117,19 @@ class Agent:
         async with aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments:
             async for assignment in assignments:
                 self._read(assignment)
+                if assignment.coordinator != self._assignment.coordinator:
+                    await self._forget(assignment)
                 if told_paths:
                     await self._apply(assignment)
                 else:
                     told_paths = True
                     await self._tell_paths(channel)
+
+    async def _forget(self, assignment: Assignment) -> None:
+        """Another coordinator's process: what ran for the one before has registered there alone."""
+        self._supervisor.replace_nobody()
+        await asyncio.gather(*(self._supervisor.end(launch.name, END_GRACE) for launch in self._assignment.launches))
+        self._assignment, self._began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:
         """Write the configuration as this node's processes are to read it: the address is the node's own."""
@@ -157,6 +165,14 @@ class Agent:
         self._assignment = assignment
         for name, launch in wanted.items():
             if name not in running:
-                await self._supervisor.start(specs[name], incarnation=launch.incarnation)
+                await self._start(specs[name], launch)
         if self._began:
             self._replace()
+
+    async def _start(self, spec: topology.ProcessSpec, launch: Launch) -> None:
+        try:
+            await self._supervisor.start(spec, incarnation=launch.incarnation)
+        except UserError as error:
+            name, incarnation = launch.name, launch.incarnation
+            await self._report(Death(node=self._node.name, name=name, incarnation=incarnation, reason=str(error), mistake=True))
+            raise

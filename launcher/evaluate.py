@@ -11,7 +11,7 @@ from launcher.here import Here
 from launcher.job import Interrupted, Job
 from launcher.view import View
 from runtime import evaluation
-from runtime.config import Config
+from runtime.config import Cluster, Config
 from runtime.errors import UserError
 from runtime.evaluation import EvaluationResult
 from runtime.evaluation_sets import evaluation_sets
@@ -21,8 +21,9 @@ FOLDER = "eval"
 
 
 def own_folder(config: Config) -> Config:
-    """The configuration with the evaluation's folder as that of the run."""
-    return replace(config, run=replace(config.run, dir=str(Path(config.run.dir) / FOLDER), resume="never"))
+    """The configuration with the evaluation's folder as that of the run, on this machine alone."""
+    run = replace(config.run, dir=str(Path(config.run.dir) / FOLDER), resume="never")
+    return replace(config, run=run, cluster=Cluster())
 
 
 async def evaluate(config: Config, view: View) -> EvaluationResult:

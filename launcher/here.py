@@ -15,10 +15,10 @@ from runtime import config_loading, network, os_process
 from runtime.config import Config
 from runtime.config_checks_network import has_several_nodes
 from runtime.errors import ConfigError, UserError
-from runtime.nodes import NodeRegistration
+from runtime.nodes import GROUPS, TRIES, NodeRegistration
 from runtime.placement import NodeOffer, offers, place, table
 
-MEETINGS = 3  # SPMD groups that a run may have: trainer, critic, reference
+MEETINGS = len(GROUPS) * TRIES
 
 
 class Here(Struct, frozen=True):

@@ -46,6 +46,7 @@ class Child:
         self.incarnation = incarnation
         self.given_up = ""  # why it was ended from here, while the others go on
         self.last = ""  # why no other comes in its place
+        self.late = bool(incarnation)  # it was started when the run was under way
 
     @property
     def pid(self) -> int:
@@ -112,6 +113,7 @@ class Supervisor:
         """The newest of each name that is not ended; it may have died, or be about to be started."""
         self._restarts: Mapping[str, Restarts] = {}
         self._judged: Collection[str] = ()
+        self._under_way = False
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
@@ -120,6 +122,7 @@ class Supervisor:
         """One of these processes that dies is started again as its settings allow, while the others go on. `judged`: those of
         whom it is decided elsewhere, once `forsaken` has told of their death."""
         self._restarts, self._judged = restarts, judged
+        self._under_way = True
 
     def replace_nobody(self) -> None:
         """From now on every death is a failure, and who was to be started again is not."""
@@ -154,12 +157,13 @@ class Supervisor:
                     start_new_session=True,
                     preexec_fn=partial(os_process.before_exec, spec.cpus),  # torchrun does not ask for it by itself
                 )
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
             except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
                 raise UserError(f"services.{spec.role}.cpus: this machine gives none of {cpus.shown(spec.cpus)}") from None
         self._started.set()
         child = Child(spec, process, output, incarnation)
+        child.late = child.late or self._under_way
         self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
@@ -181,7 +185,9 @@ class Supervisor:
                 for child in self.children:
                     if child not in waits.values() and child.running:
                         waits[asyncio.create_task(child.process.wait())] = child
-                if failed := next((one for one in self.children if one.process.returncode and not self._replace(one)), None):
+                if failed := next(
+                    (one for one in list(self.children) if one.process.returncode and not self._replace(one)), None
+                ):
                     return failed
                 self._started.clear()
                 another = asyncio.create_task(self._started.wait())
@@ -244,12 +250,13 @@ class Supervisor:
     async def wait_all(self, timeout: float) -> None:
         """Wait for every child to end. Raises DeadlineExceeded naming one that did not.
 
-        One that came in another's place is killed then: those whom it should have heard from may never have known it.
+        One that was started when the run was under way is killed then: those whom it should have heard from may never have
+        known it.
         """
         waits = [asyncio.create_task(child.process.wait()) for child in self.children]
         if waits:
             await asyncio.wait(waits, timeout=timeout)
-        for child in [child for child in self.children if child.running and child.incarnation]:
+        for child in [child for child in self.children if child.running and child.late]:
             child.process.kill()
             await child.process.wait()
             self.let_go(child)

@@ -11,6 +11,9 @@ from runtime.errors import UserError
 from runtime.placement import NodeOffer, Placement, Seat
 from runtime.topology import is_group
 
+GROUPS = ("trainer", "critic", "reference")  # that may span nodes
+TRIES = 4  # ports of each, one for each incarnation in turn: another process may have taken one meanwhile
+
 
 class NodeRegistration(Struct, kw_only=True, frozen=True):
     """A node's agent announces itself. `address` is the node's, for the others; `machine` as in `status.Registration`.
@@ -60,8 +63,12 @@ class Launch(Struct, kw_only=True, frozen=True):
 
 
 class Assignment(Struct, kw_only=True, frozen=True):
-    """All that is to run on a node: what is not named there any more is to end. `config` is YAML."""
+    """All that is to run on a node: what is not named there any more is to end. `config` is YAML.
 
+    `coordinator` is another for each coordinator's process: what an earlier one had started knows nothing of it, and is to end.
+    """
+
+    coordinator: str = ""
     config: str
     launches: list[Launch] = []
 
@@ -198,8 +205,10 @@ def launches(
             out[seat.node].append(
                 Launch(role=member.role, name=member.name, devices=list(seat.devices), incarnation=incarnation)
             )
-    for place, (role, parts) in enumerate(groups.items()):
-        for node, launch in _group(role, parts, roster, place, incarnations.get(role, 0)):
+    for role, parts in groups.items():
+        incarnation = incarnations.get(role, 0)
+        place = GROUPS.index(role) + len(GROUPS) * (incarnation % TRIES)
+        for node, launch in _group(role, parts, roster, place, incarnation):
             out[node].append(launch)
     return out
 

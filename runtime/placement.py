@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 from runtime.topology import Member, is_group, local_ranks, members, path_of, place_in_fleet, settings_of
+
+Hosted = TypeVar("Hosted", bound=Computing)
 
 
 class NodeOffer(Struct, frozen=True):
@@ -65,6 +69,8 @@ def place(
     `waits`: a replica without room is pending, as long as another of its role, or fleet, is placed. Raises ConfigError with a
     line for each role that cannot be placed.
     """
+    if not trains:
+        config = _without_hosts(config)
     seated = {seat.member for seat in kept}
     roles: dict[str, list[Member]] = {}
     for member in members(config, trains):
@@ -82,6 +88,18 @@ def place(
     if faults:
         raise ConfigError(faults)
     return Placement(tuple(table.seats), tuple(pending))
+
+
+def _without_hosts(config: Config) -> Config:
+    """For an evaluation: with nobody on the devices of a role that it does without."""
+    there = {member.role for member in members(config, trains=False)}
+
+    def own(role: Hosted) -> Hosted:
+        return role if role.colocate in there else replace(role, colocate="")
+
+    services = config.services
+    rollout = own(services.rollout) if isinstance(services.rollout, Rollout) else [own(fleet) for fleet in services.rollout]
+    return replace(config, services=replace(services, rollout=rollout, reward_model=own(services.reward_model)))
 
 
 def _turn(config: Config, member: Member) -> tuple[bool, bool, bool, int]:

@@ -111,13 +111,15 @@ class Coordinator:
 
     async def _train(self) -> None:
         self._fleet.expect(await self._nodes.placed(self._started))
+        placed = time.monotonic()
         material = await self._material()
         try:
             before = time.monotonic()
-            await self._fleet.connect(self._started, self._arrive)
+            await self._fleet.connect(placed, self._arrive)
             material.startup.phases["services"] = time.monotonic() - before
             material.startup.processes |= {one.name: in_order(one.seconds) for one in self._fleet.processes}
             self._run = Run(material, self._fleet.roles())
+            self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()
@@ -132,6 +134,7 @@ class Coordinator:
     async def _evaluate(self) -> None:
         config = self._config
         self._fleet.expect(await self._nodes.placed(self._started))
+        placed = time.monotonic()
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
         trackers = Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
@@ -145,7 +148,7 @@ class Coordinator:
             lost=self._fleet.lose,
         )
         try:
-            await self._fleet.connect(self._started, self._arrive)
+            await self._fleet.connect(placed, self._arrive)
             self._evaluation = EvaluationRun(material, self._fleet.evaluation_roles())
             if self._interrupted:
                 self._evaluation.stop()
@@ -182,9 +185,8 @@ class Coordinator:
         )
 
     def _arrive(self, role: str, replica: Replaceable) -> None:
-        run = self._run or self._evaluation
-        assert run is not None  # nobody is replaced before
-        run.arrive(role, replica)
+        if (run := self._run or self._evaluation) is not None:  # else it will be among those that it begins with
+            run.arrive(role, replica)
 
     def _interrupt(self) -> None:
         self._interrupted = True

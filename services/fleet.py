@@ -98,6 +98,7 @@ class Fleet:
         for member in members:
             self.lost.pop(member.name, None)
         self._changed()
+        self._arrived.set()
 
     def others(self, role: str, name: str) -> bool:
         """Whether another unit of `role` is there, or comes."""
@@ -117,14 +118,15 @@ class Fleet:
         self._arrive = arrive
         timeout = self._config.deadlines.start
         deadline = began + timeout
-        while missing := [member for member in self._members if member not in self._registered]:
+        first = list(self._members)  # who comes besides is not waited for
+        while missing := [one for one in first if one in self._members and one not in self._registered]:
             self._arrived.clear()
             try:
                 await asyncio.wait_for(self._arrived.wait(), max(0.0, deadline - time.monotonic()))
             except asyncio.TimeoutError:
                 names = ", ".join(member.name for member in missing)
                 raise DeadlineExceeded(names, "start", "did not register", timeout) from None
-        self._sessions = {member: self._session(member) for member in self._members}
+        self._sessions = {member: self._session(member) for member in self._members if member in self._registered}
         await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
 
     async def regroup(self) -> Updated:
@@ -172,6 +174,9 @@ class Fleet:
         except DeadlineExceeded as error:
             await asyncio.gather(*(session.close() for session in sessions))
             self.lose(Loss(name=first.name, incarnation=incarnation, reason=str(error)))
+            return
+        if any(member not in self._members for member in unit):  # dismissed meanwhile
+            await asyncio.gather(*(session.close() for session in sessions))
             return
         former = [self._sessions[member] for member in unit if member in self._sessions]
         self._sessions.update(zip(unit, sessions, strict=True))

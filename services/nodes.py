@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 
 from runtime import config_loading, os_process
 from runtime.config import Config, Rollout
-from runtime.errors import DeadlineExceeded, UserError
+from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.placement import Placement, Seat, place
 from runtime.restarts import Allowance
@@ -32,6 +33,7 @@ class Nodes:
         """`trains`: False for an evaluation alone."""
         self._config = config
         self._yaml = config_loading.to_yaml(config)
+        self._id = uuid.uuid4().hex
         self._trains = trains
         self._fleet = fleet
         self.roster = Roster(config)
@@ -63,7 +65,7 @@ class Nodes:
         log.info("node %s came: %s, %d devices, agent %d", node.name, node.address, node.devices, node.pid)
         changed = self._streams[node.name] = asyncio.Event()
         try:
-            yield Assignment(config=self._yaml)  # whose paths it is to look at
+            yield Assignment(coordinator=self._id, config=self._yaml)  # whose paths it is to look at
             while await changed.wait() and self._streams.get(node.name) is changed:
                 changed.clear()
                 yield self._assignments[node.name]
@@ -79,6 +81,8 @@ class Nodes:
 
     def report_paths(self, found: NodePaths) -> None:
         """A node has looked at what the configuration names: from now on it counts. Raises UserError."""
+        if found.node not in self.roster.there:
+            return  # its stream has broken meanwhile
         self._paths[found.node] = found
         if found.node == self._own_name:
             self._own.set()
@@ -118,15 +122,17 @@ class Nodes:
         """As many rollouts as are wanted, from now on; those with the highest numbers are the ones to go. Raises UserError."""
         if self._placement is None:
             raise UserError("scale: the run has not started yet")
+        if not self._trains:
+            raise UserError("scale: an evaluation has as many rollouts as it began with")
         if wanted.role != "rollout" or not isinstance(self._config.services.rollout, Rollout):
             raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, where it is one fleet")
         if wanted.replicas < 1:
             raise UserError(f"scale: rollout={wanted.replicas}: must be at least 1")
         before = {seat.member for seat in self._placement.seats}
-        self._config = with_rollouts(self._config, wanted.replicas)
-        self._yaml = config_loading.to_yaml(self._config)
+        config = with_rollouts(self._config, wanted.replicas)
         stays = [seat for seat in self._placement.seats if not _beyond(seat.member, wanted.replicas)]
-        after = self._place_beside(stays)
+        after = self._place_beside(stays, config)
+        self._config, self._yaml = config, config_loading.to_yaml(config)
         started = [seat.member for seat in after.seats if seat.member not in before]
         stopped = sorted(before - {seat.member for seat in after.seats}, key=lambda member: member.name)
         self._fleet.dismiss(stopped, "the run was scaled down")
@@ -166,11 +172,14 @@ class Nodes:
         if not mine:
             seats = tuple(seat for seat in seats if seat.node in there or is_group(self._config, seat.member.role))
         before = set(seats)
-        after = self._place_beside(seats)
+        try:
+            after = self._place_beside(seats, self._config)
+        except ConfigError:  # what the others left has no room here, and waits for them
+            after = self._place_beside(self._placement.seats, self._config)
         self._start([*mine, *(seat.member for seat in after.seats if seat not in before)])
 
-    def _place_beside(self, kept: Sequence[Seat]) -> Placement:
-        self._placement = place(self._config, self.roster.offers, kept, trains=self._trains, waits=True)
+    def _place_beside(self, kept: Sequence[Seat], config: Config) -> Placement:
+        self._placement = place(config, self.roster.offers, kept, trains=self._trains, waits=True)
         return self._placement
 
     def _start(self, coming: Sequence[Member]) -> None:
@@ -222,8 +231,9 @@ class Nodes:
         assert self._placement is not None
         nodes = self.roster.nodes
         for name, started in launches(self._config, self._placement, nodes, self._incarnations).items():
-            self._assignments[name] = Assignment(config=self._yaml, launches=started)
-            self._streams[name].set()
+            self._assignments[name] = Assignment(coordinator=self._id, config=self._yaml, launches=started)
+            if name in self._streams:  # it is not, once all are closed
+                self._streams[name].set()
 
 
 def _beyond(member: Member, replicas: int) -> bool:

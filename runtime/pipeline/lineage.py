@@ -115,6 +115,7 @@ class Lineage:
         self._updated: list[UpdatePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
         self._regrouping: asyncio.Future[Updated] | None = None
         self.accuracy_after: float | None = None
+        self._interrupted = False
         self.stop_reason = ""
 
     # ------------------------------------------------------------------------------------------ from outside
@@ -124,10 +125,10 @@ class Lineage:
         if not self.stop_reason:
             self.stop_reason = reason
             self._training.stop()
-        if reason == INTERRUPTED and self._evaluating is not None:
-            self._evaluating.cancel()
-        if reason == INTERRUPTED and self._regrouping is not None:
-            self._regrouping.cancel()
+        self._interrupted = self._interrupted or reason == INTERRUPTED
+        for task in (self._evaluating, self._regrouping):
+            if self._interrupted and task is not None:
+                task.cancel()
 
     @property
     def buffer(self) -> Buffer:
@@ -191,8 +192,8 @@ class Lineage:
         )
 
     def _can_recover(self) -> bool:
-        """In turns the rollouts may hold the devices that another trainer would begin on, so that a loss ends the run."""
-        return self._turns is None and self._begun and self._material.regroup is not None and self.stop_reason != INTERRUPTED
+        """In turns rollouts may hold the devices that another trainer would begin on."""
+        return self._turns is None and self._begun and self._material.regroup is not None and not self._interrupted
 
     async def _regrouped(self, loss: ServiceFault) -> Updated:
         """Wait for other groups, while the rollouts go on as far as the staleness bound allows. Raises `loss` when the run is
@@ -208,7 +209,7 @@ class Lineage:
         try:
             return await self._regrouping
         except asyncio.CancelledError:
-            if self.stop_reason == INTERRUPTED:
+            if self._interrupted:
                 raise loss from None
             raise
 
@@ -321,7 +322,7 @@ class Lineage:
 
     async def _evaluate_alone(self, wanted: bool) -> float | None:
         """Before or after training. None when it is not wanted, or was cut short."""
-        if self._evaluator is None or not wanted or self.stop_reason == INTERRUPTED:
+        if self._evaluator is None or not wanted or self._interrupted:
             return None
         step = self._buffer.committed
 

@@ -134,12 +134,14 @@ class Launch(_message.Message):
     def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("config", "launches")
+    __slots__ = ("config", "launches", "coordinator")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     LAUNCHES_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     config: str
     launches: _containers.RepeatedCompositeFieldContainer[Launch]
-    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ...) -> None: ...
+    coordinator: str
+    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ..., coordinator: _Optional[str] = ...) -> None: ...
 
 class Death(_message.Message):
     __slots__ = ("node", "name", "incarnation", "reason", "mistake")
