@@ -51,7 +51,6 @@ class Agent:
         self._path = Path(config.run.dir) / layout.NODES / f"{node.name}.yaml"
         self._assignment = Assignment(config="")
         self._began = False
-        self._heard = 0.0  # when the coordinator was last reached, on the loop's clock
         self._reports: set[asyncio.Task[None]] = set()
         supervisor.forsaken = self.report
 
@@ -59,14 +58,17 @@ class Agent:
         """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
         for `deadlines.start` seconds."""
         timeout, loop = self._config.deadlines.start, asyncio.get_running_loop()
-        self._heard = loop.time()
+        reached = loop.time()
         while True:
             try:
                 async with session.open_channel(self._coordinator, self._config.deadlines.silence) as channel:
-                    await asyncio.wait_for(channel.channel_ready(), max(0.0, self._heard + timeout - loop.time()))
-                    await self._obey(channel)
+                    await asyncio.wait_for(channel.channel_ready(), max(0.0, reached + timeout - loop.time()))
+                    try:
+                        await self._obey(channel)
+                    finally:
+                        reached = loop.time()
             except (Unreachable, asyncio.TimeoutError) as error:
-                if loop.time() >= self._heard + timeout:
+                if loop.time() >= reached + timeout:
                     message = f"not to be reached at {self._coordinator} from node {self._node.name}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(AGAIN)
@@ -97,7 +99,12 @@ class Agent:
         )
         task = asyncio.create_task(self._report(death))
         self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
+        task.add_done_callback(self._reported)
+
+    def _reported(self, task: asyncio.Task[None]) -> None:
+        self._reports.discard(task)
+        if not task.cancelled():
+            task.exception()  # a coordinator that cannot be told loses sight of the whole node
 
     async def _report(self, death: Death) -> None:
         async with session.open_channel(self._coordinator) as channel:
@@ -109,7 +116,6 @@ class Agent:
         told_paths = False
         async with aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments:
             async for assignment in assignments:
-                self._heard = asyncio.get_running_loop().time()
                 self._read(assignment)
                 if told_paths:
                     await self._apply(assignment)
@@ -120,10 +126,12 @@ class Agent:
     def _read(self, assignment: Assignment) -> None:
         """Write the configuration as this node's processes are to read it: the address is the node's own."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(assignment.config, encoding="utf-8")
-        config = config_loading.load(self._path, ())
+        partial = self._path.with_suffix(".partial")  # a process that is started again may read it at any time
+        partial.write_text(assignment.config, encoding="utf-8")
+        config = config_loading.load(partial, ())
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
-        self._path.write_text(config_loading.to_yaml(self._config), encoding="utf-8")
+        partial.write_text(config_loading.to_yaml(self._config), encoding="utf-8")
+        partial.replace(self._path)
 
     async def _tell_paths(self, channel: grpc.aio.Channel) -> None:
         paths = named_paths(self._config)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from launcher.environment import _VISIBLE
+from launcher.machine import VISIBLE
 from runtime import platform
 from runtime.engines.vllm.worker import CHECK_FORMAT
 from runtime.weights.device_link import KINDS
@@ -205,7 +205,7 @@ def test_the_simulation_invents_nothing(torch_npu: Wheel) -> None:
 def variables() -> dict[str, str]:
     """By name, the role that configs/envs/ascend.yaml sets it for."""
     roles = yaml.safe_load((ROOT / "configs" / "envs" / "ascend.yaml").read_text())
-    return {name: role for role, section in roles.items() for name in section["env"]} | {_VISIBLE: ""}
+    return {name: role for role, section in roles.items() for name in section["env"]} | {VISIBLE["npu"]: ""}
 
 
 @pytest.mark.parametrize("variable", variables())

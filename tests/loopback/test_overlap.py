@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,8 +34,8 @@ def test_the_first_bucket_arrives_before_the_last_is_gathered(settings: Publicat
     verified = threading.Semaphore(0)
     faults = Reception._faults
 
-    def seen(reception: Reception, index: int, buffer: torch.Tensor) -> list[str]:
-        found = faults(reception, index, buffer)
+    def seen(reception: Reception, index: int, *bucket: Any) -> list[str]:
+        found = faults(reception, index, *bucket)
         verified.release()
         return found
 

@@ -132,7 +132,7 @@ def test_reflection_describes_what_is_served() -> None:
         async with serving(echo) as address:
             services, methods = await asyncio.to_thread(reflect, address)
         assert services == {"sluice.v1.Reference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-        assert methods == ["Session", "Logprobs"]
+        assert methods == ["Session", "Logprobs", "Onload", "Offload"]
 
     run(test())
 

@@ -179,7 +179,7 @@ def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
         async with open_channel(address) as channel:
             with pytest.raises(errors.DeadlineExceeded, match=r"x: Status: did not answer \(deadline 0.2 s\)"):
                 await call(channel, "x", wire.METHODS["Process", "Status"], None, 0.2)
-        with pytest.raises(errors.ServiceFault, match="coordinator: watch: UNAVAILABLE"):
+        with pytest.raises(errors.ServiceFault, match="coordinator: Watch: UNAVAILABLE"):
             async for _ in watch(address):
                 pass
 

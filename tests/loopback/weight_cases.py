@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,5 +69,6 @@ def settles(counts: Callable[[], list[int]], most: list[int], seconds: float = P
     while any(count > limit for count, limit in zip(counts(), most, strict=True)):
         if time.monotonic() > give_up:
             return False
+        gc.collect()  # an exception and the frames of its traceback hold each other
         time.sleep(0.01)
     return True
