@@ -235,8 +235,10 @@ def _validate(options: argparse.Namespace) -> int:
     from launcher import environment
     from launcher.here import Here, placement_faults, placement_table
     from launcher.known import known_names
+    from launcher.machine import on_this_machine
     from runtime import config_checks, config_loading
     from runtime.config_checks_megatron import memory_of_ranks
+    from runtime.config_checks_network import has_several_nodes
     from runtime.errors import ConfigError
 
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
@@ -244,6 +246,8 @@ def _validate(options: argparse.Namespace) -> int:
     faults = [*config_checks.semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
     if faults := faults or placement_faults(config, here.offer, trains=True):
         raise ConfigError(faults)
+    if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
+        on_this_machine(config)
     print(f"{options.config}: valid")
     Console().print(placement_table(config, here.offer))
     for role, held in memory_of_ranks(config, config_checks.spread_models(config)).items():

@@ -29,10 +29,10 @@ class Here(Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Config, name: str = "", address: str = "", devices: int | None = None) -> Here:
-        """Raises UserError for more devices than there are. The only node of a configuration needs no name."""
+        """Raises UserError for a number of devices that there is not. The only node of a configuration needs no name."""
         machine = this_machine()
-        if devices is not None and devices > len(machine.devices):
-            raise UserError(f"--devices: {devices}, but this machine has {len(machine.devices)}")
+        if devices is not None and not 0 <= devices <= len(machine.devices):
+            raise UserError(f"--devices: {devices}, but this machine has {len(machine.devices)}; must be from 0 to that")
         nodes = config.cluster.nodes
         alone = nodes[0].name if nodes != "auto" and len(nodes) == 1 else ""
         return cls(name or alone or socket.gethostname(), machine, address, devices)

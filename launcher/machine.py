@@ -64,10 +64,11 @@ def on_this_machine(config: Config, address: str = "") -> Config:
 
     Raises UserError when there is none, or none that other nodes reach.
     """
-    own = own_address(address or config.network.interface, config.services.coordinator.host)
+    key, given = ("--address", address) if address else ("network.interface", config.network.interface)
+    own = own_address(given, config.services.coordinator.host, key)
     if has_several_nodes(config.cluster) and is_loopback(own):
         raise UserError(
-            f"network.interface: '{config.network.interface}' gives this node {own}, by which no other is reached; must be "
+            f"{key}: '{given}' gives this node {own}, by which no other is reached; must be "
             "its address, a network that it is in, or an interface"
         )
     return replace(config, network=replace(config.network, interface=own))

@@ -28,6 +28,7 @@ from launcher.view import View
 from runtime import config_loading, layout, network
 from runtime.config import Config
 from runtime.errors import ConfigError, ServiceFault, UserError
+from runtime.nodes import name_fault
 from services import session
 
 FAILED_GRACE = 3.0  # seconds that processes have to end in when the run failed, or this node leaves it
@@ -111,6 +112,8 @@ def run_node(options: argparse.Namespace) -> int:
     """The exit code. Raises SluiceError."""
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
     here = Here.of(config, options.name, options.address, options.devices)
+    if fault := name_fault(config.cluster, here.name):
+        raise UserError(fault)
     coordinator = config.services.coordinator
     if not coordinator.host or network.is_own(coordinator.host):
         return run_training(config, here, options.verbose)

@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.config import Config
+from runtime.config_checks_network import cluster_faults
 from runtime.errors import ConfigError
 
 Device = Literal["cpu", "cuda", "npu"]
@@ -110,10 +111,7 @@ def _faults(config: Config, device: Device, devices: int | None) -> Iterator[str
         if device != "cpu" and devices is None:
             yield f"--devices: missing; with --device {device} and cluster.nodes: auto it says how many each node has"
         return
-    if not config.cluster.nodes:
-        yield "cluster.nodes: empty; must be auto, or name at least one node"
-    names = [node.name for node in config.cluster.nodes]
-    yield from (f"cluster.nodes: '{name}' is the name of several" for name in sorted({n for n in names if names.count(n) > 1}))
+    yield from cluster_faults(config.cluster)
     for index, node in enumerate(config.cluster.nodes):
         if device == "cpu" and node.devices:
             yield f"cluster.nodes.{index}.devices: {node.devices}, but --device is cpu; must be 0, or --device be cuda or npu"

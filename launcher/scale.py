@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launcher.status import address_of
-from runtime.errors import UserError
+from runtime.errors import Unanswered, UserError
 from runtime.nodes import Scale, Scaled
 from services import session, wire
 
@@ -11,10 +11,14 @@ from services import session, wire
 async def scale(run: str, wanted: str) -> str:
     """What was done, for the user. Raises UserError, ServiceFault."""
     role, equals, number = wanted.partition("=")
-    if not equals or not number.isdecimal():
+    if role != "rollout" or not equals or not number.isdecimal():
         raise UserError(f"scale: '{wanted}' is not rollout=N, with N the number of rollouts there are to be")
     method = wire.METHODS["Coordinator", "Scale"]
-    async with session.open_channel(address_of(run, "scale")) as channel:
-        done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
+    address = address_of(run, "scale")
+    try:
+        async with session.open_channel(address) as channel:
+            done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
+    except Unanswered as error:
+        raise UserError(f"scale: no coordinator at {address}: {error}") from None
     said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already"

@@ -15,6 +15,7 @@ from runtime.status import Registration, Status, Topology
 from services import session, wire
 
 REFRESH = 1.0  # seconds
+LAST_PORT = 65535
 
 
 async def show(run: str, watch: bool) -> None:
@@ -35,7 +36,8 @@ def address_of(run: str, command: str) -> str:
     """Of the coordinator of a run, given its folder or host:port. Raises UserError."""
     folder = Path(run)
     if not folder.is_dir():
-        if ":" in run:
+        host, _, port = run.rpartition(":")
+        if host and port.isdecimal() and 0 < int(port) <= LAST_PORT:
             return run
         raise UserError(f"{command}: {run!r} is neither a run's folder nor host:port")
     try:

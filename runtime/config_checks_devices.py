@@ -23,8 +23,8 @@ def device_faults(config: Config, trains: bool) -> Iterator[str]:
 
 def _devices(key: str, role: Computing) -> Iterator[str]:
     count = len(role.devices)
-    if len(set(role.devices)) < count:
-        yield f"{key}.devices: names a device twice"
+    if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
+        yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
     if isinstance(role, Trainer) or (isinstance(role, ReferenceScorer) and role.engine == "megatron"):
         if count != role.processes:
             yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"

@@ -1,24 +1,52 @@
-"""Checks of addresses and ports: whether the nodes of a cluster can reach each other by them. Loads no torch."""
+"""Checks of nodes, addresses and ports: who is to come, and whether all can reach each other. Loads no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.config import Cluster, Config
+from runtime.config import Cluster, Config, Placed
 from runtime.config_checks_devices import RESERVED
 from runtime.network import is_loopback
-from runtime.topology import members
+from runtime.topology import members, processes
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 
 
 def network_faults(config: Config, trains: bool) -> Iterator[str]:
     """One line per fault."""
+    yield from cluster_faults(config.cluster)
+    for path, role in processes(config).items():
+        if isinstance(role, Placed) and isinstance(role.placement, list):
+            yield from _names(f"{path}.placement", role.placement)
     several = has_several_nodes(config.cluster)
     if several:
         yield from _reachable(config)
     if config.network.port_range is not None:
         yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+
+
+def cluster_faults(cluster: Cluster) -> Iterator[str]:
+    """What is wrong with the nodes themselves, one line each."""
+    if cluster.nodes == "auto":
+        return
+    if not cluster.nodes:
+        yield "cluster.nodes: empty; must be auto, or name at least one node"
+        return
+    names = [node.name for node in cluster.nodes]
+    for index, name in enumerate(names):
+        if not name:
+            yield f"cluster.nodes.{index}.name: '' is no name; must be what its agent is called (--name, or its host name)"
+        elif name in names[:index]:
+            yield f"cluster.nodes.{index}.name: '{name}' is that of another node; must be its own"
+    if cluster.min_nodes > len(names):
+        yield f"cluster.min_nodes: {cluster.min_nodes}, but cluster.nodes names {len(names)}; must be at most that"
+
+
+def _names(key: str, names: list[str]) -> Iterator[str]:
+    if not names:
+        yield f"{key}: empty; must be pack, spread, or name at least one node"
+    elif twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+        yield f"{key}: names '{twice}' twice; must name each node once"
 
 
 def has_several_nodes(cluster: Cluster) -> bool:

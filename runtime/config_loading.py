@@ -313,7 +313,9 @@ def _union_faults(value: object, kind: inspect.UnionType, path: str, root: inspe
 
 def _is_kind(value: object, kind: inspect.Type) -> bool:
     """Whether `value` is of that kind as a whole, whatever is wrong within."""
-    return isinstance(value, list) if isinstance(kind, inspect.ListType) else bool(_fields(kind)) and isinstance(value, dict)
+    if isinstance(kind, (inspect.ListType, inspect.TupleType)):
+        return isinstance(value, list)
+    return bool(_fields(kind)) and isinstance(value, dict)
 
 
 def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, root: inspect.Type) -> Iterator[str]:

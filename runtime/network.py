@@ -21,31 +21,32 @@ LOOPBACK = "127.0.0.1"
 _NOWHERE = 9  # a port to ask for a route to: a datagram socket that is connected sends nothing
 
 
-def own_address(interface: str, towards: str = "") -> str:
+def own_address(interface: str, towards: str = "", key: str = "network.interface") -> str:
     """The address that this machine has for `network.interface`.
 
     `interface` is one of its addresses, a network (`10.1.0.0/16`) that it is in, the name of a device (`eth0`), or `auto`: the
-    address from which it reaches `towards`, a name or an address; without one, loopback. Raises UserError when there is none.
+    address from which it reaches `towards`, a name or an address; without one, loopback. Raises UserError, which names `key`,
+    when there is none.
     """
     if interface == AUTO:
         return _route_to(towards) if towards else LOOPBACK
     with suppress(ValueError):
         if ipaddress.ip_address(interface).is_unspecified:
-            raise UserError(f"network.interface: '{interface}' is no address that others reach; must be one of {_known()}")
+            raise UserError(f"{key}: '{interface}' is no address that others reach; must be one of {_known()}")
         if is_own(interface):
             return interface
-        raise UserError(f"network.interface: '{interface}' is not an address of this machine, which has {_known()}")
+        raise UserError(f"{key}: '{interface}' is not an address of this machine, which has {_known()}")
     with suppress(ValueError):
         network = ipaddress.ip_network(interface, strict=False)
         for _, address in _addresses():
             if ipaddress.ip_address(address) in network:
                 return address
-        raise UserError(f"network.interface: this machine has no address in {interface}; it has {_known()}")
+        raise UserError(f"{key}: this machine has no address in {interface}; it has {_known()}")
     for device, address in _addresses():
         if device == interface:
             return address
     raise UserError(
-        f"network.interface: '{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices; "
+        f"{key}: '{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices; "
         f"it has {_known()}"
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from runtime.config import Config
+from runtime.config import Cluster, Config
 from runtime.errors import UserError
 from runtime.placement import NodeOffer, Placement, Seat
 from runtime.topology import is_group
@@ -157,8 +157,8 @@ class Roster:
             yield f"node {node.name}: {self._there[node.name].address} has this name already; one of them needs another --name"
         if nodes != "auto":
             named = {each.name: each for each in nodes}
-            if node.name not in named:
-                yield f"node {node.name}: not in cluster.nodes, {', '.join(named)}; must be one of these (--name)"
+            if fault := name_fault(self._cluster, node.name):
+                yield fault
             elif (needed := named[node.name].devices) is not None and needed > node.devices:
                 yield f"cluster.nodes: {node.name} is to have {needed} devices, but its agent finds {node.devices}"
         if one is not None:
@@ -169,6 +169,13 @@ class Roster:
                     f"node {node.name} was started with another configuration (hash {node.config}) than {one.name} "
                     f"({one.config}); must be the same file and the same overrides"
                 )
+
+
+def name_fault(cluster: Cluster, name: str) -> str:
+    """Why a node of this name may not come; "" when it may."""
+    if cluster.nodes == "auto" or name in (names := [node.name for node in cluster.nodes]):
+        return ""
+    return f"node {name}: not in cluster.nodes, {', '.join(names)}; must be one of these (--name)"
 
 
 def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]) -> Iterator[str]:

@@ -242,7 +242,7 @@ class _Table:
             return list(self._nodes)
         named = self._config.cluster.nodes
         known = self._nodes if named == "auto" else [node.name for node in named]
-        if unknown := [name for name in settings.placement if name not in known and not self._waits]:
+        if unknown := [name for name in settings.placement if name not in known and not (self._waits and named == "auto")]:
             raise _NoRoom(f".placement: there is no node '{unknown[0]}'; nodes are {', '.join(known)}")
         if there := [name for name in settings.placement if name in self._nodes]:
             return there

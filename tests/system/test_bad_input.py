@@ -168,6 +168,12 @@ def test_a_run_that_is_not_there(command: str, tmp_path: Path) -> None:
     assert str(tmp_path / "none") in one_line(ended.stderr)
 
 
+def test_validate_looks_for_the_address_of_the_only_machine(config: Path) -> None:
+    ended = sluice("validate", str(config), "network.interface=nowhere0", timeout=AT_ONCE)
+    assert ended.returncode == 2
+    assert one_line(ended.stderr).startswith("error: network.interface: 'nowhere0' is neither an address, nor a network")
+
+
 def test_validate_finds_the_same_mistakes_and_starts_nothing(config: Path, tmp_path: Path) -> None:
     ended = sluice("validate", str(config), f"run.dir={tmp_path / 'run'}", "services.rollout.slots=100000000", timeout=AT_ONCE)
     assert ended.returncode == 2

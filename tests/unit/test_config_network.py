@@ -65,3 +65,31 @@ def test_a_range_holds_what_listens_at_once() -> None:
     assert faults(trains=False, network={"port_range": [7000, 7002]}, rewards=rewards) == []
     # Which nodes take how many of it is known when they are there.
     assert faults(cluster=TWO_NODES, **REACHED | {"network": {"interface": "eth0", "port_range": [7000, 7001]}}) == []
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fault"),
+    [
+        ({"nodes": []}, "cluster.nodes: empty; must be auto, or name at least one node"),
+        ({"nodes": [{"name": "a"}, {"name": "a"}]}, "cluster.nodes.1.name: 'a' is that of another node; must be its own"),
+        (
+            {"nodes": [{"name": "a"}, {"name": ""}]},
+            "cluster.nodes.1.name: '' is no name; must be what its agent is called (--name, or its host name)",
+        ),
+        (TWO_NODES | {"min_nodes": 3}, "cluster.min_nodes: 3, but cluster.nodes names 2; must be at most that"),
+    ],
+)
+def test_nodes_that_cannot_come(cluster: dict[str, Any], fault: str) -> None:
+    assert faults(cluster=cluster, **REACHED) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("placement", "fault"),
+    [
+        ([], "services.trainer.placement: empty; must be pack, spread, or name at least one node"),
+        (["a", "b", "a"], "services.trainer.placement: names 'a' twice; must name each node once"),
+    ],
+)
+def test_a_placement_that_names_nobody_or_somebody_twice(placement: list[str], fault: str) -> None:
+    services = REACHED["services"] | {"trainer": {"placement": placement}}
+    assert faults(cluster=TWO_NODES, **REACHED | {"services": services}) == [fault]

@@ -110,7 +110,10 @@ class TestDevices:
         [
             ({"rollout": {"replicas": 2, "devices": [0, 1, 2]}}, "services.rollout.devices: 3 of them for 2 replicas"),
             ({"trainer": {"processes": 2, "devices": [0]}}, "services.trainer.devices: 1 of them for 2 processes"),
-            ({"trainer": {"processes": 2, "devices": [0, 0]}}, "services.trainer.devices: names a device twice"),
+            (
+                {"trainer": {"processes": 2, "devices": [0, 0]}},
+                "services.trainer.devices: names 0 twice; must name each device once",
+            ),
         ],
     )
     def test_a_number_that_does_not_fit_is_one_line(self, services: dict[str, Any], said: str) -> None:

@@ -162,6 +162,10 @@ def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
     assert [member.name for member in first.pending] == ["rollout-1"]
     nowhere = make(cluster=cluster, services={"rollout": {"placement": ["n2"]}})
     assert refused(nowhere, nodes(0, 0), waits=True) == ["services.rollout.placement: none of n2 has come; nodes are n0, n1"]
+    unknown = make(cluster=cluster, services={"rollout": {"placement": ["n1", "n9"]}})
+    assert refused(unknown, nodes(0, 0), waits=True) == [
+        "services.rollout.placement: there is no node 'n9'; nodes are n0, n1, n2"
+    ]
     group = make(cluster=cluster, services={"trainer": {"processes": 2, "placement": ["n1", "n2"]}})
     assert refused(group, nodes(0, 0), waits=True) == [
         "services.trainer.placement: node 'n2' is not there, which a group cannot do without"

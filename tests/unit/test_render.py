@@ -68,7 +68,10 @@ def test_a_folder_that_would_hide_others_is_refused(directory: str) -> None:
         ({"device": "cuda", "devices": 0}, "--devices: 0 is not an integer of at least 1"),
         (listed(a=8), "cluster.nodes.0.devices: 8, but --device is cpu"),
         ({"cluster": {"nodes": []}}, "cluster.nodes: empty"),
-        ({"cluster": {"nodes": [{"name": "a"}, {"name": "a"}]}}, "cluster.nodes: 'a' is the name of several"),
+        (
+            {"cluster": {"nodes": [{"name": "a"}, {"name": "a"}]}},
+            "cluster.nodes.1.name: 'a' is that of another node; must be its own",
+        ),
         ({"run": {"name": "..."}}, "run.name: '...' has neither"),
     ],
 )
