@@ -40,6 +40,12 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - born
 
 
+def say_errors(lines: Sequence[str]) -> None:
+    """On stderr, in one write: the ranks of a group have one log, and may all have something to say at once."""
+    sys.stderr.write("".join(f"error: {line}\n" for line in lines))
+    sys.stderr.flush()
+
+
 def stacks_on_signal() -> None:
     """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)

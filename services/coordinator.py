@@ -321,11 +321,10 @@ def main() -> None:
         uvloop.install()
         asyncio.run(Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd))
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        os_process.say_errors(str(error).splitlines())
         sys.exit(2)
     except SluiceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        os_process.say_errors([str(error)])
         sys.exit(1)
 
 

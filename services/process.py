@@ -113,11 +113,10 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         uvloop.install()
         asyncio.run(Process(service, arguments.coordinator, phases).run())
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        os_process.say_errors(str(error).splitlines())
         sys.exit(2)
     except SluiceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        os_process.say_errors([str(error)])
         sys.exit(1)
 
 

@@ -126,3 +126,16 @@ class Books:
     def _queues(self) -> dict[str, int]:
         counts = self._buffer.counts()
         return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
+
+
+def line(figures: dict[str, float]) -> str:
+    """The figures that a progress bar has room for."""
+    shown = (
+        ("eval/accuracy", "accuracy {:.1%}"),
+        ("grpo/score/mean", "reward {:.2f}"),
+        ("timing/all", "{:.0f} ms/step"),
+        ("staleness/mean", "staleness {:.1f}"),
+        ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
+    )
+    scale = {"timing/all": 1000.0}
+    return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)

@@ -26,7 +26,7 @@ from runtime.errors import ServiceFault
 from runtime.evaluation import EvaluationResult
 from runtime.ledger_records import Note
 from runtime.metrics import SpanClock
-from runtime.pipeline.accounting import Books, BusyMeter
+from runtime.pipeline.accounting import Books, BusyMeter, line
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.checkpoints import Checkpoints
 from runtime.pipeline.dynamic_sampling import DynamicSampling
@@ -391,18 +391,5 @@ class Lineage:
         step, steps = self._buffer.committed, self._config.training.steps
         if phase == "training":
             done, total = step, steps
-        detail = detail or _line(figures)
+        detail = detail or line(figures)
         self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail))
-
-
-def _line(figures: dict[str, float]) -> str:
-    """The figures that a progress bar has room for."""
-    shown = (
-        ("eval/accuracy", "accuracy {:.1%}"),
-        ("grpo/score/mean", "reward {:.2f}"),
-        ("timing/all", "{:.0f} ms/step"),
-        ("staleness/mean", "staleness {:.1f}"),
-        ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
-    )
-    scale = {"timing/all": 1000.0}
-    return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)

@@ -32,6 +32,7 @@ class Coordinator:
         self.told: asyncio.Queue[NodePaths] = asyncio.Queue()
         self.ends = asyncio.Event()
         self.refuses = ""
+        self.name = "first"
         self._server = Server({"Coordinator": {"ReportPaths": self._paths}}, {("Coordinator", "Join"): self._join})
         self.address = self._server.bind("127.0.0.1", port)
 
@@ -42,7 +43,7 @@ class Coordinator:
         self.joined.put_nowait(node)
         if self.refuses:
             raise UserError(self.refuses)
-        yield Assignment(config=self._yaml)
+        yield Assignment(coordinator=self.name, config=self._yaml)
         await self.ends.wait()
 
     async def start(self) -> None:

@@ -230,6 +230,23 @@ def test_another_node_takes_over_what_one_that_left_had() -> None:
     run(make(cluster={"min_nodes": 2}, services={"rollout": {"replicas": 5}}), test)
 
 
+def test_a_node_that_has_no_room_for_what_another_left_is_welcome_all_the_same() -> None:
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        Member(desk, registration("a", own=True))
+        b = Member(desk, registration("b"))
+        desk.fleet.expect(await placing)
+        await b.told()
+        await b.leave()
+        await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
+        c = Member(desk, registration("c"))
+        assert await c.told() == {}
+        back = Member(desk, registration("b"))
+        assert set(await back.told()) == {"rollout-0", "rollout-1"}
+
+    run(make(cluster={"min_nodes": 2}, services=ON_B), test)
+
+
 def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
     async def test(desk: Desk) -> None:
         a = Member(desk, registration("a", own=True))

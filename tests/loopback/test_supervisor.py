@@ -21,7 +21,7 @@ from runtime.restarts import Allowance
 DEADLINE = 60.0
 LIVES = "import time; time.sleep(600)"
 DIES = "raise SystemExit(1)"
-FAULTS = "import sys; print('error: it cannot be', file=sys.stderr); raise SystemExit({code})"
+FAULTS = "from runtime import os_process; os_process.say_errors(['it cannot be']); raise SystemExit({code})"
 DIES_FIRST = f"import os, time; os.environ['{INCARNATION}'] == '0' and os.abort(); time.sleep(600)"
 
 
@@ -249,6 +249,32 @@ def test_one_that_was_dying_when_it_was_given_up_says_itself_why(tmp_path: Path)
 
     (line,) = supervised(tmp_path, test)
     assert line == "rollout-0: run: was killed by SIGKILL; started again in 0 s"
+
+
+def test_of_two_that_died_at_once_both_are_told(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        told: list[str] = []
+        supervisor.forsaken = lambda child: told.append(child.spec.name)
+        supervisor.replace_from_now_on(allowed(attempts=0))
+        for name in ("rollout-0", "rollout-1"):
+            await (await supervisor.start(spec(name, DIES))).process.wait()
+        failing = asyncio.create_task(supervisor.first_failure())
+        await fewer(supervisor, 1)
+        assert told == ["rollout-0", "rollout-1"]
+        failing.cancel()
+
+    supervised(tmp_path, test)
+
+
+def test_one_that_came_late_holds_up_no_end(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.replace_from_now_on(allowed())
+        late = await supervisor.start(spec("rollout-1", LIVES))
+        supervisor.replace_nobody()
+        await supervisor.wait_all(0.1)
+        assert not late.running
+
+    supervised(tmp_path, test)
 
 
 def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:

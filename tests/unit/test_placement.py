@@ -139,6 +139,13 @@ def test_what_has_no_room_is_one_line_that_names_both_sides(services: dict[str, 
     assert refused(make(services=services), nodes(2)) == [said]
 
 
+def test_an_evaluation_has_the_devices_of_hosts_that_it_does_without() -> None:
+    services = {"trainer": {"processes": 2}, "rollout": {"replicas": 2, "colocate": "trainer"}}
+    placed = place(make(services=services), nodes(2), trains=False)
+    assert seats(placed, "rollout") == [("n0", (0,)), ("n0", (1,))]
+    assert not seats(placed, "trainer")
+
+
 def test_a_cluster_may_begin_small_and_its_replicas_wait() -> None:
     config = make(services={"rollout": {"replicas": 4}})
     first = place(config, nodes(3), waits=True)
