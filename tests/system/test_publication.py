@@ -35,7 +35,7 @@ def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, t
 def test_a_killed_run_leaves_a_folder_that_the_next_one_clears(config: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     way = ("publication.transport=filesystem", f"publication.folder={shared}")
-    with started(config, *LONG, *way, folder=tmp_path / "killed") as run:
+    with started(config, *LONG, *way, "services.trainer.restarts.attempts=0", folder=tmp_path / "killed") as run:
         run.reaches(1)
         run.member("trainer-0").kill()
         assert run.wait(60.0) == 1

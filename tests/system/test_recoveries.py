@@ -133,7 +133,7 @@ def test_out_of_attempts_the_run_ends_and_says_so_first(config: Path, tmp_path: 
         assert run.wait(BACK) == 1, run.output + run.errors
         check_gone(run.folder)
         line = "error: trainer-0: run: was killed by SIGKILL; services.trainer.restarts allows no further start"
-        assert one_line(run.errors) == line
+        assert one_line(run.errors).startswith(line)
         assert (run.folder / "checkpoints").is_dir()
 
 
