@@ -85,9 +85,10 @@ def test_two_ranks_of_trainer_and_critic_report_what_one_does(tiny: Path, tmp_pa
         assert two[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4), name
 
 
-def test_a_critic_that_is_killed_is_named(tiny: Path, tmp_path: Path, rules: Rules) -> None:
+def test_a_critic_that_is_killed_and_may_not_be_started_again_is_named(tiny: Path, tmp_path: Path, rules: Rules) -> None:
     config = write_config(tmp_path / "config.yaml", tiny, rewards=rules("length"), **PPO)
-    with started(config, "training.steps=100000", folder=tmp_path / "run") as run:
+    once = "services.critic.restarts.attempts=0"
+    with started(config, "training.steps=100000", once, folder=tmp_path / "run") as run:
         run.reaches(2)
         run.member("critic-0").kill()
         assert run.wait(RUN) == 1

@@ -71,7 +71,8 @@ def test_a_trainer_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_
         services={"trainer": {"engine": "megatron", "offload_train_optimizer": True, "offload_train_param": True}},
     )
     slow = f"services.trainer.env.PYTHONPATH={tmp_path / 'slow'}:{ROOT}"
-    with started(config, "training.steps=100000", slow, folder=folder) as run:
+    once = "services.trainer.restarts.attempts=0"
+    with started(config, "training.steps=100000", slow, once, folder=folder) as run:
         eventually(mark.exists, RUN, "the second checkpoint's files")
         run.reaches(5)  # beside it: the one of step 6 waits
         assert checkpoints(folder) == [2]
