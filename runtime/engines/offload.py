@@ -16,14 +16,19 @@ class Shelf:
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True, frozen: bool = False):
         """Without `keep` what they hold is lost, and they come back as zeros. Of a storage that several share there is one.
         `frozen`: what they hold never changes, and is copied to the host once."""
-        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        self._storages = [storage for storage in storages.values() if storage.nbytes()]
-        self._nbytes = [storage.nbytes() for storage in self._storages]
+        self._tensors = list(tensors)  # until they are put away for the first time
+        self._storages: list[torch.UntypedStorage] = []
+        self._nbytes: list[int] = []
         self._keep, self._frozen = keep, frozen
         self._hosts: list[torch.Tensor] = []
 
     def put(self) -> None:
         """Copy to the host, and free the device's memory. For tensors that are on the device."""
+        if self._tensors:
+            storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in self._tensors)}
+            self._storages = [storage for storage in storages.values() if storage.nbytes()]
+            self._nbytes = [storage.nbytes() for storage in self._storages]
+            self._tensors = []
         changed = not (self._frozen and self._hosts)
         if self._keep and not self._hosts:
             self._hosts = [_host(storage) for storage in self._storages]
