@@ -26,6 +26,7 @@ class Here(Struct, frozen=True):
     machine: Machine
     address: str = ""  # "" = as network.interface says
     devices: int | None = None  # how many of the machine's are for the run; None = all
+    echo: float = 0.0  # seconds within which a signal that comes again is the same one
 
     @classmethod
     def of(cls, config: Config, name: str = "", address: str = "", devices: int | None = None) -> Here:

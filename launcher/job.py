@@ -30,7 +30,6 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C, or deadlines.stop where that is more
-ONE_SIGNAL = 0.3  # seconds within which a second one is the first, which a terminal, or torchrun, has sent on as well
 FAILED_GRACE = 3.0  # seconds the others have after a process died
 
 
@@ -59,7 +58,7 @@ class Job(ABC, Generic[Result]):
         self.supervisor: Supervisor
         self._lock: IO[bytes]
         self._signals = 0
-        self._signalled = -ONE_SIGNAL
+        self._signalled = 0.0
         self._twice = asyncio.Event()
         self._coordinator: Child | None = None
         self._agent: Agent
@@ -189,7 +188,7 @@ class Job(ABC, Generic[Result]):
 
     def _on_signal(self) -> None:
         now = time.monotonic()
-        if now - self._signalled < ONE_SIGNAL:
+        if now - self._signalled < self._here.echo:
             return
         self._signalled = now
         self._signals += 1

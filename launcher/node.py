@@ -31,6 +31,7 @@ from runtime.errors import ConfigError, ServiceFault, UserError
 from runtime.nodes import name_fault
 from services import session
 
+ECHO = 0.5  # seconds: who signals every process of a machine reaches torchrun too, which sends it on
 FAILED_GRACE = 3.0  # seconds that processes have to end in when the run failed, or this node leaves it
 
 # What torchrun gives its worker, which this node's own groups must not take for theirs.
@@ -116,6 +117,7 @@ def run_node(options: argparse.Namespace) -> int:
         raise UserError(fault)
     coordinator = config.services.coordinator
     if not coordinator.host or network.is_own(coordinator.host):
+        here = replace(here, echo=ECHO)
         return run_training(config, here, options.verbose)
     if not coordinator.port:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
