@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from launcher import environment
