@@ -35,7 +35,7 @@ def make(**sections: Any) -> Config:
 def registration(name: str, own: bool = False, **values: Any) -> NodeRegistration:
     """`own`: as of the node whose agent started this process."""
     pid, machine = (os.getppid(), os_process.machine()) if own else (1, "another")
-    given = {"address": "127.0.0.1", "devices": 4, "config": "c", "version": "1", "ports": [1, 2, 3]}
+    given = {"address": "127.0.0.1", "devices": 4, "config": "c", "version": "1", "ports": list(range(7001, 7013))}
     return NodeRegistration(name=name, pid=pid, machine=machine, **{**given, **values})
 
 
@@ -245,6 +245,35 @@ def test_a_node_that_has_no_room_for_what_another_left_is_welcome_all_the_same()
         assert set(await back.told()) == {"rollout-0", "rollout-1"}
 
     run(make(cluster={"min_nodes": 2}, services=ON_B), test)
+
+
+def test_a_group_over_two_nodes_is_started_again_on_both_as_often_as_it_may() -> None:
+    restarts = {"attempts": 1, "backoff": 0.0}
+    services = {"trainer": {"processes": 6, "restarts": restarts}, "rollout": {"placement": ["b"]}}
+
+    async def test(desk: Desk) -> None:
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+        a = Member(desk, registration("a", own=True))
+        b = Member(desk, registration("b"))
+        await placing
+        assert await a.told() == {"trainer-0": 0, "reward-0": 0}
+        assert await b.told() == {"trainer-4": 0, "rollout-0": 0}
+        assert desk.nodes.start_again("trainer", 0)
+        assert desk.nodes.start_again("trainer", 0)  # the other node tells of the same end
+        assert (await a.told())["trainer-0"] == (await b.told())["trainer-4"] == 1
+        assert not desk.nodes.start_again("trainer", 1)
+
+    run(make(cluster=NAMED, services=services), test)
+
+
+def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
+    async def test(desk: Desk) -> None:
+        a = Member(desk, registration("a", own=True))
+        await desk.nodes.placed(time.monotonic())
+        await a.told()
+        assert not desk.nodes.start_again("trainer", 0)
+
+    run(make(services={"trainer": {"processes": 2}}), test)
 
 
 def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
