@@ -82,6 +82,10 @@ class Cluster:
         """The addresses at which processes called `name` registered, in this order."""
         return [address for one, address in self.registered() if one == name]
 
+    def pids(self, name: str) -> list[int]:
+        """Of the processes called `name` that registered, in this order. Nodes share their pids."""
+        return [int(pid) for pid in re.findall(rf" {name} registered: pid (\d+) at", self.log("coordinator"))]
+
     def log(self, name: str) -> str:
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""

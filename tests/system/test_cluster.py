@@ -4,6 +4,8 @@ killed and one that comes late lead to."""
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,22 @@ def test_the_ranks_of_one_group_are_on_two_nodes(nodes: Path, tmp_path: Path, en
             "trainer-0": [run.node("second").address],
             "trainer-1": [run.node("third").address],
         }
+
+
+def test_a_rank_that_is_killed_on_one_node_takes_its_group_along_on_both(nodes: Path, tmp_path: Path) -> None:
+    group = (
+        "services.trainer.processes=2",
+        "services.trainer.placement=[first, second]",
+        "services.trainer.restarts.backoff=0.5",
+    )
+    with cluster(nodes, *LONG, *group, "checkpoint.every=2", "deadlines.stop=60", folder=tmp_path / "run") as run:
+        run.run.reaches(4, START)
+        os.kill(run.pids("trainer-1")[0], signal.SIGKILL)
+        eventually(lambda: len(run.pids("trainer-0")) == len(run.pids("trainer-1")) == 2, START, "both ranks' return")
+        goes_on(run)
+        assert run.where("trainer-1") == [run.node("second").address] * 2
+        assert len(run.pids("rollout-0")) == 1
+        ends_well(run, *NAMES)
 
 
 def test_a_link_that_is_cut_for_a_moment_and_for_too_long(nodes: Path, tmp_path: Path) -> None:
