@@ -40,6 +40,7 @@ class Log:
         self._say = say
         self._show = show
         self._unshown = b""  # of a line that is not whole yet
+        self._unkept = b""  # likewise: in the file it might be cut where the next file begins
         self._lost = 0  # bytes since the file could be written last
         self._lock = threading.Lock()  # who has it carries
         for old in path.parent.glob(f"{path.name}.*"):
@@ -66,6 +67,7 @@ class Log:
         """The newest part, with everything that was written until now."""
         with self._lock:
             self._carry()
+            self._keep_rest()
         data = b""
         for path in (self._older(1), self.path):
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -88,6 +90,7 @@ class Log:
             with self._lock:
                 ended = self._carry()
         with self._lock:
+            self._keep_rest()
             if self._unshown:
                 self._tell(b"\n")
             os.close(self._reader)
@@ -103,18 +106,30 @@ class Log:
                 return False
             if not data:
                 return True
-            self._keep(data)
-            self._tell(data)
+            before, data = len(self._unkept), self._unkept + data
+            whole = data.rfind(b"\n") + 1 if len(data) < 2 * CHUNK else len(data)  # nobody writes lines as long as that
+            self._unkept = data[whole:]
+            self._keep(data[:whole])
+            self._tell(data[before:])
         return True
+
+    def _keep_rest(self) -> None:
+        """Of a line that is not whole yet."""
+        data, self._unkept = self._unkept, b""
+        self._keep(data)
 
     def _keep(self, data: bytes) -> None:
         """In files of at most `max_bytes`, each of which ends with a whole line if there is one."""
+        if not data:
+            return
         try:
             if self._lost:
                 self._write(f"[{self._lost} bytes were lost here]\n".encode())
                 self._lost = 0
             while len(data) > (room := self._settings.max_bytes - self._file.tell()):
-                cut = data.rfind(b"\n", 0, room) + 1 or room
+                cut = data.rfind(b"\n", 0, room) + 1
+                if not cut and room == self._settings.max_bytes:  # not even one line fits
+                    cut = room
                 self._write(data[:cut])
                 data = data[cut:]
                 self._rotate()
