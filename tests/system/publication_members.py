@@ -30,6 +30,7 @@ from runtime.config import Config
 from runtime.engines import rollout_torch  # noqa: F401 - imported before the forks
 from runtime.engines.decoder_weights import DecoderWeights
 from runtime.engines.hf_weights import WeightFiles, read_config
+from runtime.startup import Phases
 from runtime.types import PolicyVersion
 from runtime.weights import store_group  # noqa: F401
 from runtime.weights.group import WeightGroup
@@ -238,7 +239,7 @@ def serve(config: Config, name: str, incarnation: int, coordinator: str, control
         service = Rollout(config, name, 0)
         faults = service.faults = Faulty(service, control, incarnation)
         faults.receptions()
-    process = Process(service, coordinator)
+    process = Process(service, coordinator, Phases())
     faults.watch(process, coordinator)
     uvloop.run(process.run())
 
