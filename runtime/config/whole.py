@@ -21,6 +21,7 @@ class Config(Section, frozen=True):
     run: Run
     model: Model = Model()
     warmup: Warmup | None = None
+    """Null: none; `{}`: one with the defaults below."""
     data: Data = Data()
     sampling: Sampling = Sampling()
     evaluation: Evaluation = Evaluation()
@@ -28,8 +29,11 @@ class Config(Section, frozen=True):
     algorithm: Algorithm = Algorithm()
     training: Training = Training()
     critic: Critic | None = None
+    """Null: none; `{}`: one with the defaults below. For `algorithm.advantage: gae` alone."""
     reference: Reference = Reference()
     lora: Lora | None = None
+    """Null: the weights themselves are trained; `{}`: adapters with the defaults below. Needs `pip install 'sluice-rl[lora]'`
+    where the trainer runs."""
     stop: Stop = Stop()
     services: Services = Services()
     cluster: Cluster = Cluster()
@@ -40,3 +44,4 @@ class Config(Section, frozen=True):
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
+    """Where metrics go."""
