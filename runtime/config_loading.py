@@ -122,7 +122,7 @@ def resolve(config: Config) -> Config:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file, for editors and `sluice schema`."""
+    """The JSON Schema of a configuration file; `runtime.config_meanings` adds what the keys mean."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Sluice configuration",
@@ -283,6 +283,8 @@ def _fields(kind: inspect.Type | None) -> tuple[inspect.Field, ...]:
 
 def _faults(value: object, kind: inspect.Type, path: str, root: inspect.Type = _ROOT) -> Iterator[str]:
     """Every place where `value` is not of type `kind`, within the schema `root`. msgspec's own decoding stops at the first."""
+    if isinstance(kind, inspect.Metadata):  # a type with a unit
+        kind = kind.type
     if isinstance(kind, inspect.UnionType):
         yield from _union_faults(value, kind, path, root)
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
@@ -368,6 +370,8 @@ def _fits(value: object, kind: inspect.Type) -> bool:
 
 def _wanted(kind: inspect.Type) -> str:
     """`kind` in words, after "is not"."""
+    if isinstance(kind, inspect.Metadata):
+        kind = kind.type
     if isinstance(kind, inspect.UnionType):
         return " or ".join(_wanted(variant) for variant in kind.types)
     if isinstance(kind, inspect.LiteralType):
