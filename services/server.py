@@ -158,10 +158,6 @@ async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) 
     await context.abort(code, wire.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
 
 
-def _forget(answering: dict[int, asyncio.Task[None]], id_: int, _: asyncio.Task[None]) -> None:
-    answering.pop(id_, None)
-
-
 class _SessionHandler:
     """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion."""
 
@@ -172,7 +168,7 @@ class _SessionHandler:
 
     async def serve(self, frames: AsyncIterator[common_pb2.CallFrame], context: grpc.aio.ServicerContext) -> None:
         outbox = stream.Outbox()
-        answering: dict[int, asyncio.Task[None]] = {}
+        answering: dict[int, asyncio.Future[Any]] = {}
         reader = asyncio.create_task(self._read(frames, outbox, answering))
         try:
             while replies := await outbox.frame():
@@ -182,11 +178,11 @@ class _SessionHandler:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
-            for task in answering.values():
-                task.cancel()
+            for answer in list(answering.values()):
+                answer.cancel()
 
     async def _read(
-        self, frames: AsyncIterator[common_pb2.CallFrame], outbox: stream.Outbox, answering: dict[int, asyncio.Task[None]]
+        self, frames: AsyncIterator[common_pb2.CallFrame], outbox: stream.Outbox, answering: dict[int, asyncio.Future[Any]]
     ) -> None:
         joiner = stream.Joiner()
         try:
@@ -198,36 +194,57 @@ class _SessionHandler:
                         if call.id in answering:
                             answering[call.id].cancel()
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
-                        task = answering[call.id] = asyncio.create_task(self._answer(frame.peer, call, body, outbox))
-                        task.add_done_callback(partial(_forget, answering, call.id))
+                        self._begin(frame.peer, call, body, outbox, answering)
         finally:
             outbox.close()
 
-    async def _answer(self, peer: str, call: common_pb2.Call, body: bytes, outbox: stream.Outbox) -> None:
+    def _begin(
+        self,
+        peer: str,
+        call: common_pb2.Call,
+        body: bytes,
+        outbox: stream.Outbox,
+        answering: dict[int, asyncio.Future[Any]],
+    ) -> None:
+        """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
         method = wire.METHODS.get((self._service, call.method))
         try:
             if method is None or call.method not in self._handlers:
                 raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
-            value = await self._once((peer, call.id), method, body, call.timeout_ms / 1000 or None)
-            reply = method.reply.pack(value).SerializeToString()
+            answer = self._once((peer, call.id), method, body, call.timeout_ms / 1000 or None)
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
             outbox.put(common_pb2.Reply(id=call.id, error=wire.error_to_wire(error)), urgent=True)
             return
-        for chunk, more in stream.split(reply):
-            outbox.put(common_pb2.Reply(id=call.id, body=chunk, more=more), method.priority is wire.Priority.CONTROL)
+        answering[call.id] = answer
+        answer.add_done_callback(partial(_reply, call.id, method, outbox, answering))
 
-    async def _once(self, key: tuple[str, int], method: wire.Method, body: bytes, timeout: float | None) -> Any:
-        """Hand the call over, unless this id was seen before: then wait for, or repeat, the answer it got.
-
-        Raises Cancelled when its caller withdrew it, now or before.
-        """
-        future = self._known.get(key)
-        if future is None:
-            future = asyncio.ensure_future(self._handlers[method.name](method.request.parse(body), timeout))
-            self._known[key] = future
+    def _once(self, key: tuple[str, int], method: wire.Method, body: bytes, timeout: float | None) -> asyncio.Future[Any]:
+        """The answer of the handler, or the one that this id was given, if it was seen before."""
+        answer = self._known.get(key)
+        if answer is None:
+            answer = asyncio.ensure_future(self._handlers[method.name](method.request.parse(body), timeout))
+            self._known[key] = answer
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            raise errors.Cancelled(f"{method.name} was withdrawn") from None
+        return answer
+
+
+def _reply(
+    id_: int,
+    method: wire.Method,
+    outbox: stream.Outbox,
+    answering: dict[int, asyncio.Future[Any]],
+    answer: asyncio.Future[Any],
+) -> None:
+    """Put the answer of a call into the outbox. One that its caller withdrew, now or before, is Cancelled."""
+    answering.pop(id_, None)
+    try:
+        body = method.reply.pack(answer.result()).SerializeToString()
+    except asyncio.CancelledError:
+        withdrawn = errors.Cancelled(f"{method.name} was withdrawn")
+        outbox.put(common_pb2.Reply(id=id_, error=wire.error_to_wire(withdrawn)), urgent=True)
+    except Exception as error:  # noqa: BLE001 - the error goes to the caller
+        outbox.put(common_pb2.Reply(id=id_, error=wire.error_to_wire(error)), urgent=True)
+    else:
+        for chunk, more in stream.split(body):
+            outbox.put(common_pb2.Reply(id=id_, body=chunk, more=more), method.priority is wire.Priority.CONTROL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -146,27 +147,34 @@ class Session:
         return self._answer(id_, method, future, timeout)
 
     async def _answer(self, id_: int, method: wire.Method, future: asyncio.Future[bytes], timeout: float) -> Any:
+        # Not wait_for, which makes a second future and costs as much as all else here.
+        timer = asyncio.get_running_loop().call_later(timeout, self._expire, id_, timeout)
         try:
-            return method.reply.parse(await asyncio.wait_for(future, timeout))
-        except asyncio.TimeoutError:
-            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
-            raise errors.Unanswered(self.name, method.name, "did not answer", timeout) from None
+            body = await future
         except asyncio.CancelledError:
             self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
             raise
         finally:
+            timer.cancel()
             self._waiting.pop(id_, None)
+        return method.reply.parse(body)
+
+    def _expire(self, id_: int, timeout: float) -> None:
+        method_name, future = self._waiting[id_]
+        if not future.done():
+            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
 
     async def call(self, method_name: str, request: Any, timeout: float) -> Any:
         """`post`, and again after the delay that a peer with a full mailbox names, until `timeout` is over."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
+        began = time.monotonic()
+        left = timeout
         while True:
             try:
-                return await self.post(method_name, request, timeout)
+                return await self.post(method_name, request, left)
             except errors.Overloaded as error:
-                timeout = deadline - loop.time() - error.retry_after
-                if timeout <= 0:
+                left = timeout - (time.monotonic() - began) - error.retry_after
+                if left <= 0:
                     raise
                 await asyncio.sleep(error.retry_after)
 

@@ -54,7 +54,7 @@ NONE, KILL, STOP, PAUSE, RAISE, RECEIVED, SENT, JOIN, CUT = (
 AT_A_MOMENT = (KILL, STOP, PAUSE, JOIN, CUT)
 FAULTS = (*AT_A_MOMENT, RAISE, RECEIVED, SENT)
 MOMENTS = ("before", *PHASES)
-SAID = {RAISE: "on purpose", RECEIVED: "checksum", SENT: "checksum"}  # why the publication is aborted: for what was done to it
+SAID = {RAISE: "on purpose", RECEIVED: "checksum", SENT: "checksum"}  # in an abort's reason, unless another's came first
 SHARE = 1 / 3  # of publications with a fault
 
 
@@ -105,6 +105,7 @@ class Trial:
         self._joiners = 0
         self._planned: deque[str] = deque()  # faults that are due
         self._step = 0
+        self._named: set[str] = set()  # the faults of `SAID` that were aborted for what was done
         self.record = Record()
 
     def plan(self, publications: int) -> list[str]:
@@ -133,6 +134,8 @@ class Trial:
         await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
         await self._settle()
         record.check(not generating.done(), "generation has ended")
+        unnamed = SAID.keys() & {outcome.fault for outcome in record.outcomes} - self._named
+        record.check(not unnamed, f"no abort says what was done: {unnamed}")
         generating.cancel()
         before = record.counts["after warm-up"]
         try:
@@ -191,9 +194,8 @@ class Trial:
         record.check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
         if here.renewing.done():
             here.renewing.result()
-        if fault in SAID:
-            said = here.publisher.abort  # of this publication, or of one that brought a newcomer the version before
-            record.check(SAID[fault] in said, f"{fault}: the last abort was for {said!r}")
+        if SAID.get(fault, NONE) in here.publisher.abort:
+            self._named.add(fault)
         lost = len(here.losses) - losses
         record.outcomes.append(Outcome(fault, moment, figures.aborts, lost, seconds))
         await self._verify()
