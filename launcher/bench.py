@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ from runtime.errors import UserError
 FOLDER = Path("runs") / ".cache" / "bench"
 MATERIAL = FOLDER / "material"  # made at once by a rename, so that nothing else may lie in it
 
+Measured = tuple[Any, list[Table]]  # the figures, and how they are shown
+Show = Callable[[str], None]
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """Of the command line. All but `json` are for one bench each."""
+
+    json: Path | None = None
+    quick: bool = False
+    data: Path | None = None
+    vllm_python: Path | None = None
+    sizes: str | None = None
+    receivers: int | None = None
+
 
 class Machine(Struct):
     """Where it was measured."""
@@ -31,81 +46,129 @@ class Machine(Struct):
     python: str
 
 
-def run(
-    name: str,
-    json_path: Path | None,
-    quick: bool = False,
-    data: Path | None = None,
-    vllm_python: Path | None = None,
-    sizes: str | None = None,
-    receivers: int | None = None,
-) -> None:
-    """Measure, print a table, and write the figures to `json_path`. Raises UserError, ServiceFault."""
-    from launcher import (
-        bench_engine,
-        bench_engines,
-        bench_packing,
-        bench_publication,
-        bench_rewards,
-        bench_rollout,
-        bench_staleness,
-        bench_startup,
-        bench_train,
-    )
+def run(name: str, options: Options) -> None:
+    """Measure, print a table, and write the figures to `options.json`. Raises UserError, ServiceFault."""
+    _check(name, options)
+    console = Console()
+    with console.status("starting") as status:
+        report, tables = BENCHES[name](options, status.update)
+    for table in tables:
+        console.print(table)
+    if options.json is not None:
+        figures = {"bench": name, "machine": msgspec.to_builtins(machine()), **msgspec.to_builtins(report)}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
 
-    for option, given in (("--sizes", sizes), ("--receivers", receivers)):
+
+def _check(name: str, options: Options) -> None:
+    for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
         if given is not None and name != "publication":
             raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
-    if quick and name != "staleness":
+    if options.quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
-    if (data is not None) != (name == "rewards"):
+    if (options.data is not None) != (name == "rewards"):
         raise UserError(
             f"--data: {'bench rewards needs' if name == 'rewards' else 'only bench rewards takes'} a folder of cases"
         )
-    if vllm_python is not None and name != "rollout":
+    if options.vllm_python is not None and name != "rollout":
         raise UserError(f"--vllm-python: bench {name} runs no vLLM; rollout is the only one that does")
-    if json_path is not None and not json_path.parent.is_dir():
-        raise UserError(f"--json: there is no folder {json_path.parent}")
-    console = Console()
-    tables: list[Table]
-    report: Any
-    with console.status("starting") as status:
-        if name == "engine":
-            report = asyncio.run(bench_engine.measure(MATERIAL, bench_engine.Settings(), status.update))
-            tables = [bench_engine.render(report)]
-        elif name == "engines":
-            report = asyncio.run(bench_engines.measure(FOLDER / name, bench_engines.Settings(), status.update))
-            tables = bench_engines.render(report)
-        elif name == "staleness":
-            settings = bench_staleness.QUICK if quick else bench_staleness.Settings()
-            report = asyncio.run(bench_staleness.measure(FOLDER / name, settings, status.update, console.print))
-            tables = bench_staleness.render(report)
-        elif data is not None:
-            report = asyncio.run(bench_rewards.measure(data, bench_rewards.Settings(), status.update))
-            tables = bench_rewards.render(report)
-        elif name == "rollout":
-            python = bench_rollout.interpreter(vllm_python or bench_rollout.DEFAULT_PYTHON)
-            measuring = bench_rollout.measure(FOLDER / name, python, bench_rollout.Settings(), status.update)
-            rollouts = asyncio.run(measuring)
-            report, tables = rollouts, bench_rollout.render(rollouts)
-        elif name == "publication":
-            report = asyncio.run(bench_publication.measure(FOLDER, bench_publication.settings(sizes, receivers), status.update))
-            tables = bench_publication.render(report)
-        elif name == "startup":
-            report = asyncio.run(bench_startup.measure(FOLDER / name, bench_startup.Settings(), status.update))
-            tables = bench_startup.render(report)
-        elif name == "packing":
-            report = asyncio.run(bench_packing.measure(FOLDER / name, bench_packing.Settings(), status.update))
-            tables = bench_packing.render(report)
-        else:
-            report = asyncio.run(bench_train.measure(MATERIAL, bench_train.Settings(), status.update))
-            tables = bench_train.render(report)
-    for table in tables:
-        console.print(table)
-    if json_path is not None:
-        figures = {"bench": name, "machine": msgspec.to_builtins(machine()), **msgspec.to_builtins(report)}
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UserError(f"--json: there is no folder {options.json.parent}")
 
 
 def machine() -> Machine:
     return Machine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
+
+
+def _coordinator(options: Options, show: Show) -> Measured:
+    from launcher import bench_coordinator as bench
+
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _engine(options: Options, show: Show) -> Measured:
+    from launcher import bench_engine as bench
+
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    return report, [bench.render(report)]
+
+
+def _engines(options: Options, show: Show) -> Measured:
+    from launcher import bench_engines as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "engines", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _messages(options: Options, show: Show) -> Measured:
+    from launcher import bench_messages as bench
+
+    report = bench.run(bench.Settings(), show)
+    return report, bench.render(report)
+
+
+def _packing(options: Options, show: Show) -> Measured:
+    from launcher import bench_packing as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "packing", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _publication(options: Options, show: Show) -> Measured:
+    from launcher import bench_publication as bench
+
+    report = asyncio.run(bench.measure(FOLDER, bench.settings(options.sizes, options.receivers), show))
+    return report, bench.render(report)
+
+
+def _rewards(options: Options, show: Show) -> Measured:
+    from launcher import bench_rewards as bench
+
+    assert options.data is not None
+    report = asyncio.run(bench.measure(options.data, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _rollout(options: Options, show: Show) -> Measured:
+    from launcher import bench_rollout as bench
+
+    python = bench.interpreter(options.vllm_python or bench.DEFAULT_PYTHON)
+    report = asyncio.run(bench.measure(FOLDER / "rollout", python, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _staleness(options: Options, show: Show) -> Measured:
+    from launcher import bench_staleness as bench
+
+    settings = bench.QUICK if options.quick else bench.Settings()
+    report = asyncio.run(bench.measure(FOLDER / "staleness", settings, show, print))
+    return report, bench.render(report)
+
+
+def _startup(options: Options, show: Show) -> Measured:
+    from launcher import bench_startup as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "startup", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _train(options: Options, show: Show) -> Measured:
+    from launcher import bench_train as bench
+
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
+    "coordinator": _coordinator,
+    "engine": _engine,
+    "engines": _engines,
+    "messages": _messages,
+    "packing": _packing,
+    "publication": _publication,
+    "rewards": _rewards,
+    "rollout": _rollout,
+    "staleness": _staleness,
+    "startup": _startup,
+    "train": _train,
+}

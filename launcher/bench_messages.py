@@ -162,6 +162,6 @@ def render(report: Report) -> list[Table]:
     rates = Table(
         "calls at once", "plain, calls/s", "stream, calls/s", "ratio", title="Many calls at once", title_justify="left"
     )
-    for in_flight, each in report.rates.items():
-        rates.add_row(str(in_flight), f"{each[PLAIN]:,.0f}", f"{each[STREAM]:,.0f}", f"{report.ratios[in_flight]:.2f}")
+    for in_flight, rate in report.rates.items():
+        rates.add_row(str(in_flight), f"{rate[PLAIN]:,.0f}", f"{rate[STREAM]:,.0f}", f"{report.ratios[in_flight]:.2f}")
     return [pings, rates]

@@ -102,7 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         help="measure this machine, or the cost of staleness",
     )
     bench.add_argument(
-        "name", choices=("engine", "engines", "packing", "publication", "rewards", "rollout", "startup", "train", "staleness")
+        "name",
+        choices=(
+            *("coordinator", "engine", "engines", "messages", "packing", "publication"),
+            *("rewards", "rollout", "staleness", "startup", "train"),
+        ),
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
@@ -318,15 +322,8 @@ def _convert(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
-    bench.run(
-        options.name,
-        options.json,
-        options.quick,
-        options.data,
-        options.vllm_python,
-        options.sizes,
-        options.receivers,
-    )
+    given = {field: getattr(options, field) for field in bench.Options.__struct_fields__}
+    bench.run(options.name, bench.Options(**given))
     return 0
 
 

@@ -61,8 +61,8 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--data: neither .*verifier_open.jsonl nor .*solutions.jsonl is there"):
-        bench.run("rewards", None, data=tmp_path)
+        bench.run("rewards", bench.Options(data=tmp_path))
     with pytest.raises(UserError, match="--data: bench rewards needs a folder"):
-        bench.run("rewards", None)
+        bench.run("rewards", bench.Options())
     with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
-        bench.run("train", None, data=tmp_path)
+        bench.run("train", bench.Options(data=tmp_path))

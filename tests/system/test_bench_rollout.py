@@ -46,9 +46,9 @@ def test_ranks() -> None:
 def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"'\.venv-vllm/bin/python' is not an executable; run make install-vllm$"):
-        bench.run("rollout", None)
+        bench.run("rollout", bench.Options())
     with pytest.raises(UserError, match=r"'/no/python' is not an executable$"):
-        bench.run("rollout", None, vllm_python=Path("/no/python"))
+        bench.run("rollout", bench.Options(vllm_python=Path("/no/python")))
     with pytest.raises(UserError, match="bench engine runs no vLLM"):
-        bench.run("engine", None, vllm_python=Path("/no/python"))
+        bench.run("engine", bench.Options(vllm_python=Path("/no/python")))
     assert bench_rollout.interpreter(Path("python3")) == "python3"

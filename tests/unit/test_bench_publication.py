@@ -41,15 +41,15 @@ def test_what_is_no_size_is_refused(text: str, line: str) -> None:
 
 def test_options_are_those_of_this_bench_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--sizes: bench engine publishes nothing; publication is the only one that does"):
-        bench.run("engine", None, sizes="64")
+        bench.run("engine", bench.Options(sizes="64"))
     with pytest.raises(UserError, match="--receivers: bench train publishes nothing"):
-        bench.run("train", None, receivers=1)
+        bench.run("train", bench.Options(receivers=1))
     with pytest.raises(UserError, match="--receivers: 0 is not at least 1"):
-        bench.run("publication", None, receivers=0)
+        bench.run("publication", bench.Options(receivers=0))
     with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
-        bench.run("publication", None, data=tmp_path)
+        bench.run("publication", bench.Options(data=tmp_path))
     with pytest.raises(UserError, match="--json: there is no folder"):
-        bench.run("publication", tmp_path / "none" / "figures.json")
+        bench.run("publication", bench.Options(json=tmp_path / "none" / "figures.json"))
 
 
 def test_settings_are_the_defaults_unless_told() -> None:
