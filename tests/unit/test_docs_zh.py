@@ -63,6 +63,15 @@ def test_the_pages_of_both_languages_lead_to_each_other_and_to_the_reference(pag
         assert "configuration-reference.md" in one.read_text(encoding="utf-8")
 
 
+@ALL
+def test_chinese_is_shown_as_written(page: Path) -> None:
+    """A line's end within a paragraph is shown as a space, and stars between punctuation and a letter as stars."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    assert re.findall(r"[\u4e00-\u9fff，。：；]\n(?![-*|#0-9])[^\n]", text) == []
+    assert re.findall(r"[\u4e00-\u9fff] [\u4e00-\u9fff]", text) == []
+    assert re.findall(r"[。，、；：！？）]\*{1,2}[\u4e00-\u9fff]", text) == []
+
+
 def test_a_page_that_lags_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# A\n")
     page = tmp_path / "zh.md"
