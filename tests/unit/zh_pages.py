@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+GENERATED = re.compile(r"<!-- (\w+): begin.*?<!-- \1: end -->", re.DOTALL)
 STAMP = re.compile(r"<!-- source: (?P<source>\S+) sha256:(?P<hash>[0-9a-f]{16}|-) -->\n")
 
 
@@ -26,9 +27,14 @@ def source_of(page: Path) -> Path:
     return (page.parent / _stamp(page)["source"]).resolve()
 
 
+def translated(source: Path) -> str:
+    """What of a source is translated: all but what is generated in it, to which a Chinese page leads."""
+    return GENERATED.sub("", source.read_text(encoding="utf-8"))
+
+
 def stamp(source: Path) -> str:
     """What the translation of `source` as it is now is stamped with."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(translated(source).encode()).hexdigest()[:16]
 
 
 def is_current(page: Path) -> bool:
