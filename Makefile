@@ -8,7 +8,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run test test-all check format proto reference docs-zh-stamp install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
+.PHONY: run test test-all check format proto reference install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
 	contract-wheels cluster-demo
 
 run: install
@@ -39,6 +39,7 @@ proto: install-dev
 reference: install
 	$(BIN)/python -m runtime.config_reference docs/configuration-reference.md
 
+.PHONY: docs-zh-stamp
 # Says that the Chinese pages, or those of PAGES, are translated from their sources as they are now.
 docs-zh-stamp: install-dev
 	$(BIN)/python -m tests.unit.zh_pages $(PAGES)
