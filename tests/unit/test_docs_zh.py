@@ -64,13 +64,26 @@ def test_the_pages_of_both_languages_lead_to_each_other_and_to_the_reference(pag
     assert "configuration-reference.md" in text
 
 
+def ill_shown(text: str) -> list[str]:
+    """Where a line that ends within a paragraph is shown as a space, or stars as stars: after punctuation, before a letter."""
+    plain = re.sub(r"`[^`]+`", "`", FENCE.sub("", text))
+    found = re.findall(r"[\u4e00-\u9fff，。：；]\n(?![-*|#0-9])[^\n]", plain) + re.findall(
+        r"[\u4e00-\u9fff] [\u4e00-\u9fff]", plain
+    )
+    for stars in re.finditer(r"(\*{1,2})([^*\n]+)\1(.?)", plain):
+        if re.match(r"[。，、；：！？）]$", stars[2][-1]) and re.match(r"[\u4e00-\u9fff]", stars[3]):
+            found.append(stars[0])
+    return found
+
+
 @ALL
 def test_chinese_is_shown_as_written(page: Path) -> None:
-    """A line's end within a paragraph is shown as a space, and stars between punctuation and a letter as stars."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    assert re.findall(r"[\u4e00-\u9fff，。：；]\n(?![-*|#0-9])[^\n]", text) == []
-    assert re.findall(r"[\u4e00-\u9fff] [\u4e00-\u9fff]", text) == []
-    assert re.findall(r"[。，、；：！？）]\*{1,2}[\u4e00-\u9fff]", text) == []
+    assert ill_shown(page.read_text(encoding="utf-8")) == []
+
+
+def test_chinese_that_is_shown_otherwise_is_found() -> None:
+    assert ill_shown("甲。*乙*丙，**丁**：戊 `a *` 己\n\n- 庚\n") == []
+    assert ill_shown("甲\n乙 丙**丁。**戊") == ["甲\n乙", "乙 丙", "**丁。**戊"]
 
 
 def test_a_page_that_lags_is_found(tmp_path: Path) -> None:
