@@ -43,6 +43,11 @@ proto: install-dev
 reference: install
 	$(BIN)/python -m runtime.config_reference docs/configuration-reference.md
 
+.PHONY: docs-zh-stamp
+# Says that the Chinese pages, or those of PAGES, are translated from their sources as they are now.
+docs-zh-stamp: install-dev
+	$(BIN)/python -m tests.unit.zh_pages $(PAGES)
+
 install: .venv/installed
 install-dev: .venv/installed-dev
 install-vllm: $(VLLM)/installed

@@ -1,0 +1,113 @@
+"""The Chinese pages keep up with their English sources, have their shape, and name the same commands, keys and files."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit import zh_pages
+from tests.unit.zh_pages import ROOT
+
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PAGES = {"README.zh.md"} | {
+    f"docs/zh/{name}.md" for name in ("installation", "migration", "configuration", "metrics", "questions")
+}
+ALL = pytest.mark.parametrize("page", zh_pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def shape(text: str) -> dict[str, object]:
+    """What a translation does not change: headings by level, blocks of code, rows of tables."""
+    plain = FENCE.sub("", text)
+    return {
+        "headings": [len(found) for found in re.findall(r"^(#+) ", plain, re.MULTILINE)],
+        "blocks of code": len(FENCE.findall(text)),
+        "rows": len(re.findall(r"^\|", plain, re.MULTILINE)),
+    }
+
+
+def code(text: str) -> set[str]:
+    """What stands in `code`, outside blocks; a line may end within it."""
+    return {" ".join(found.split()) for found in re.findall(r"`([^`]+)`", FENCE.sub("", text))}
+
+
+def test_the_pages_are_there() -> None:
+    assert {str(page.relative_to(ROOT)) for page in zh_pages.pages()} == PAGES
+
+
+@ALL
+def test_a_page_is_current(page: Path) -> None:
+    assert zh_pages.is_current(page), (
+        f"{zh_pages.source_of(page).relative_to(ROOT)} has changed: translate that, then run make docs-zh-stamp"
+    )
+
+
+@ALL
+def test_a_page_has_its_source_s_shape(page: Path) -> None:
+    assert shape(page.read_text(encoding="utf-8")) == shape(zh_pages.translated(zh_pages.source_of(page)))
+
+
+@ALL
+def test_a_page_names_what_its_source_names(page: Path) -> None:
+    theirs, ours = code(zh_pages.translated(zh_pages.source_of(page))), code(page.read_text(encoding="utf-8"))
+    assert sorted(theirs - ours) == []
+
+
+@ALL
+def test_the_pages_of_both_languages_lead_to_each_other_and_to_the_reference(page: Path) -> None:
+    source = zh_pages.source_of(page)
+    text = page.read_text(encoding="utf-8")
+    assert f"]({os.path.relpath(source, page.parent)})" in text[:400]
+    assert f"]({os.path.relpath(page, source.parent)})" in source.read_text(encoding="utf-8")[:400]
+    assert "configuration-reference.md" in text
+
+
+def ill_shown(text: str) -> list[str]:
+    """Where a line that ends within a paragraph is shown as a space, or stars as stars: after punctuation, before a letter."""
+    plain = re.sub(r"`[^`]+`", "`", FENCE.sub("", text))
+    found = re.findall(r"[\u4e00-\u9fff，。：；]\n(?![-*|#0-9])[^\n]", plain) + re.findall(
+        r"[\u4e00-\u9fff] [\u4e00-\u9fff]", plain
+    )
+    for stars in re.finditer(r"(\*{1,2})([^*\n]+)\1(.?)", plain):
+        if re.match(r"[。，、；：！？）]$", stars[2][-1]) and re.match(r"[\u4e00-\u9fff]", stars[3]):
+            found.append(stars[0])
+    return found
+
+
+@ALL
+def test_chinese_is_shown_as_written(page: Path) -> None:
+    assert ill_shown(page.read_text(encoding="utf-8")) == []
+
+
+def test_chinese_that_is_shown_otherwise_is_found() -> None:
+    assert ill_shown("甲。*乙*丙，**丁**：戊 `a *` 己\n\n- 庚\n") == []
+    assert ill_shown("甲\n乙 丙**丁。**戊") == ["甲\n乙", "乙 丙", "**丁。**戊"]
+
+
+def test_a_page_that_lags_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# A\n")
+    page = tmp_path / "zh.md"
+    page.write_text("<!-- source: a.md sha256:- -->\n# 甲\n")
+    assert not zh_pages.is_current(page)
+    assert zh_pages.restamp(page)
+    assert zh_pages.is_current(page) and not zh_pages.restamp(page)
+    assert page.read_text(encoding="utf-8").endswith("-->\n# 甲\n")
+    (tmp_path / "a.md").write_text("# A\n<!-- keys: begin, from a table -->\n## B\n<!-- keys: end -->")
+    page.write_text("<!-- source: a.md sha256:- -->\n# 甲\n")
+    zh_pages.restamp(page)
+    (tmp_path / "a.md").write_text("# A\n<!-- keys: begin, from a table -->\n## C\n<!-- keys: end -->")
+    assert zh_pages.is_current(page)  # what is generated is not translated
+    (tmp_path / "a.md").write_text("# A\n## B\n")
+    assert not zh_pages.is_current(page)
+    page.write_text("# 甲\n")
+    with pytest.raises(ValueError, match="the first line is not"):
+        zh_pages.is_current(page)
+
+
+def test_a_page_of_another_shape_is_found() -> None:
+    text = "# A\n## B\n| a |\n```\n# no heading\n```\n`x`"
+    assert shape(text) == {"headings": [1, 2], "blocks of code": 1, "rows": 1}
+    assert shape(text) != shape("# 甲\n| a |\n```\n```\n")
+    assert code("`a.b` `c` `e\nf`\n```\n`d`\n```\n") == {"a.b", "c", "e f"}
