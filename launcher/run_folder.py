@@ -21,7 +21,8 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
 
     Returns the folder for logs, and the lock that keeps the folder ours while it is open. Raises UserError.
     """
-    if run.resume == "never" and not run.overwrite and (folder / layout.LEDGER).exists():
+    # A run's own config.yaml says "" where it began anew.
+    if run.resume in ("never", "") and not run.overwrite and (folder / layout.LEDGER).exists():
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
             "with it, or run.overwrite=true to replace it"
