@@ -55,7 +55,7 @@ class TestLineages:
 
     def test_evaluations_of_steps_that_were_done_again_go_with_them(self) -> None:
         """The checkpoint's own stays; one that comes late is that of the lineage that goes on."""
-        first = [*(step(n) for n in (1, 2, 3)), evaluated(2, 0.2), evaluated(3, 0.3)]
+        first = [*(step(n) for n in (1, 2, 3, 4)), *(evaluated(n, n / 10) for n in (2, 3, 4))]
         found = course([*first, step(3), evaluated(3, 0.9)])
         assert [(point["step"], point["eval/accuracy"]) for point in found.evaluations] == [(2, 0.2), (3, 0.9)]
 
