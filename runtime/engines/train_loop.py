@@ -265,6 +265,6 @@ class UpdateLoop(UpdateEngine):
         """Account the block's seconds to the step's `timing/NAME`. What it computes has to be on the host at its end."""
         begin = time.perf_counter()
         yield
-        for name in names:
-            metric = f"timing/{name}"
-            self.phases[metric] = self.phases.get(metric, 0.0) + time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        for metric in (f"timing/{name}" for name in names):
+            self.phases[metric] = self.phases.get(metric, 0.0) + seconds

@@ -37,6 +37,7 @@ def draw(panel: Panel, returns: Sequence[int]) -> str:
     figure.update_yaxes(
         title_text=panel.unit,
         type="log" if panel.log else "linear",
+        dtick="D2" if panel.log else None,
         tickformat="~%" if panel.share else None,
         hoverformat=".2%" if panel.share else ".4g",
         exponentformat="power" if panel.log else "e",

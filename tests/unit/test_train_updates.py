@@ -97,6 +97,7 @@ class TestSeveralUpdates:
             for engine, expected in ((several, parts | {"timing/old_log_p"}), (single, parts)):
                 result = run_step(engine, batch(step, engine._config))
                 assert engine.phases.keys() == expected
+                assert engine.phases["timing/adv"] == engine.phases["timing/non_overlap_adv"]
                 assert 0 < sum(engine.phases.values()) - engine.phases["timing/adv"] < result.seconds
         engine.begin_step(2)
         assert engine.phases == {}
