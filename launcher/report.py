@@ -52,9 +52,9 @@ def text(found: Record, under_way: bool) -> str:
 def _state(found: Record, under_way: bool) -> str:
     if under_way:
         return "Under way: this is how it stood when the file was made."
-    if found.summary is None:
+    if found.ended is None:
         return f"Ended without a summary: it was killed, or failed; {layout.LOGS}/ has why."
-    return f"Stopped: {found.summary.stop_reason}"
+    return f"Stopped: {found.ended.stop_reason}"
 
 
 def _notes(found: Record, course: lineages.Course) -> list[str]:

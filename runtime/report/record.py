@@ -16,7 +16,6 @@ from runtime.errors import UserError
 from runtime.evaluation import EvaluationResult
 from runtime.ledger_reader import LedgerReader
 from runtime.report.lineages import Point
-from runtime.summary import Summary
 
 
 class _Run(Struct):
@@ -60,16 +59,24 @@ class Settings(Struct):
     critic: dict[str, Any] | None = None
 
 
+class Ended(Struct):
+    """What a summary says that a report tells."""
+
+    stop_reason: str
+    groups: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+
+
 class Record(Struct, kw_only=True):
-    """`groups` and `dropped` (by reason) are the ledger's, None where there is none to read. `described`: the model's
-    config.json."""
+    """`ended` is None for a run without a summary, or that went on after it. `groups` and `dropped` (by reason) are the
+    ledger's, None where there is none to read. `described`: the model's config.json."""
 
     folder: Path
     configuration: str  # the file's text; "" when there is none
     settings: Settings
     points: list[Point]  # as they were logged
     torn: bool  # the last line of the metrics is not whole
-    summary: Summary | None
+    ended: Ended | None
     startup: str
     evaluations: list[EvaluationResult]
     groups: dict[str, int] | None
@@ -94,7 +101,7 @@ def read(folder: Path) -> Record:
         settings=settings,
         points=points,
         torn=torn,
-        summary=Summary.read(folder) if (folder / layout.SUMMARY).is_file() else None,
+        ended=_ended(folder / layout.SUMMARY, points),
         startup=startup.line(started) if started else "",
         evaluations=evaluation.read(folder),
         groups=groups,
@@ -123,8 +130,9 @@ def _settings(path: Path, text: str) -> Settings:
         raise UserError(f"{path}: not a run's configuration: {error}") from error
 
 
-class _Numbered(Struct):
-    step: int
+CLOCKS = 1.0  # seconds by which a file's time may be before the clock's
+
+_Logged = dict[str, int | float | dict[str, int] | None]
 
 
 def _points(path: Path) -> tuple[list[Point], bool]:
@@ -139,11 +147,27 @@ def _points(path: Path) -> tuple[list[Point], bool]:
     points: list[Point] = []
     for number, line in enumerate(lines, start=1):
         try:
-            msgspec.json.decode(line, type=_Numbered)
-            points.append(msgspec.json.decode(line))
+            point = msgspec.json.decode(line, type=_Logged)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
+        if not isinstance(point.get("step"), int):
+            raise UserError(f"{path}: line {number} is not a point of metrics: it names no step")
+        points.append(point)
     return points, bool(rest)
+
+
+def _ended(path: Path, points: list[Point]) -> Ended | None:
+    try:
+        written, text = path.stat().st_mtime, path.read_bytes()
+        ended = msgspec.json.decode(text, type=Ended)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{path}: not a summary: {error}") from error
+    newest = points[-1].get("time") if points else None
+    return ended if not isinstance(newest, float) or newest <= written + CLOCKS else None
 
 
 def _ledger(folder: Path) -> tuple[dict[str, int] | None, dict[str, int] | None]:

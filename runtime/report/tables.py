@@ -41,7 +41,7 @@ def facts(record: Record, course: Course) -> list[Fact]:
     steps, planned = course.steps, record.settings.training.steps
     seconds = total(steps, STEP_ENDED)
     done = int(steps[-1]["step"]) if steps else 0
-    accuracies = [(point["step"], point["eval/accuracy"]) for point in course.evaluations if "eval/accuracy" in point]
+    accuracies = [(point["step"], point["eval/accuracy"]) for point in course.evaluations if _has(point, "eval/accuracy")]
     first, last = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
     before = ""
     if first is not None and last is not None:
@@ -49,7 +49,7 @@ def facts(record: Record, course: Course) -> list[Fact]:
         before = at if first == last else f"{at}; {first[1]:.1%} after {first[0]:,}, best {max(a for _, a in accuracies):.1%}"
     rate = total(steps, "samples") / seconds if seconds else None
     limit = record.settings.training.staleness
-    oldest = max((point["staleness/max"] for point in steps if "staleness/max" in point), default=None)
+    oldest = max((point["staleness/max"] for point in steps if _has(point, "staleness/max")), default=None)
     return [
         Fact("Steps", f"{done:,}", f"of {planned:,}" if planned is not None else ""),
         Fact("Held-out accuracy", share(last[1] if last else None), before),
@@ -117,8 +117,8 @@ def _evaluated(step: int, each: SetResult, most: Sequence[int], votes: Sequence[
 def groups(record: Record) -> Table:
     """Groups by state, dropped ones by reason: the ledger's, else the summary's."""
     states, reasons = record.groups, record.dropped
-    if states is None and record.summary is not None:
-        states, reasons = record.summary.groups, record.summary.dropped
+    if states is None and record.ended is not None:
+        states, reasons = record.ended.groups, record.ended.dropped
     if states is None:
         return Table("Groups", ["State", "Groups"], [["all", NOT_MEASURED]])
     rows = [[state, f"{count:,}"] for state, count in states.items() if count or state in ("retired", "dropped")]

@@ -7,6 +7,7 @@ import base64
 import fcntl
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -153,6 +154,15 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     assert "2 of 200" in found.text
 
 
+def test_a_run_that_was_resumed_after_its_end_and_killed(tmp_path: Path) -> None:
+    """What it said at its first end is not what it came to."""
+    folder = made(tmp_path, [step(1), step(2)])
+    (folder / layout.SUMMARY).write_text('{"stop_reason": "2 hours are over", "of another": "version"}')
+    assert "Stopped: 2 hours are over" in read(folder).text
+    os.utime(folder / layout.SUMMARY, (1e9, 1e9))
+    assert "Ended without a summary" in read(folder).text
+
+
 def test_a_run_that_is_under_way(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1)])
     (folder / layout.ADDRESS).write_text("127.0.0.1:1")
@@ -224,7 +234,7 @@ class TestRefused:
         line = self.refused(capsys, str(tmp_path))
         assert line == f"error: {tmp_path}: not a run's folder: neither config.yaml nor metrics.jsonl is in it"
 
-    @pytest.mark.parametrize("line", ["nonsense", '{"time": 1}', "[1]", '{"step": "x"}'])
+    @pytest.mark.parametrize("line", ["nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}'])
     def test_metrics_that_are_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
         folder = made(tmp_path, [step(1)], tail=f"{line}\n")
         assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'metrics.jsonl'}: line 2 is not a point")

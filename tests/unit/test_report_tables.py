@@ -11,7 +11,7 @@ import pytest
 from runtime.report import published, tables
 from runtime.report.lineages import course
 from runtime.report.published import Published
-from runtime.report.record import Record, Settings
+from runtime.report.record import Ended, Record, Settings
 from tests.unit.model_dimensions import CONFIGS
 
 SETTINGS = {
@@ -29,7 +29,7 @@ def record(**changes: Any) -> Record:
         "settings": msgspec.convert(SETTINGS, Settings),
         "points": [],
         "torn": False,
-        "summary": None,
+        "ended": None,
         "startup": "",
         "evaluations": [],
         "groups": None,
@@ -147,6 +147,8 @@ def test_groups_are_told_with_the_reasons() -> None:
     rows = tables.groups(record(groups={"ready": 0, "retired": 7, "dropped": 3}, dropped={"no signal": 2, "run ended": 1})).rows
     assert rows == [["retired", "7"], ["dropped", "3"], ["dropped: no signal", "2"], ["dropped: run ended", "1"]]
     assert tables.groups(record()).rows == [["all", "not measured"]]
+    told = Ended("done", {"retired": 5, "dropped": 1}, {"run ended": 1})
+    assert tables.groups(record(ended=told)).rows == [["retired", "5"], ["dropped", "1"], ["dropped: run ended", "1"]]
 
 
 def test_failures_add_up_over_steps() -> None:
