@@ -144,12 +144,14 @@ def algorithm(settings: Settings) -> str:
 
 
 def comparison(rows: Sequence[Published], record: Record, course: Course) -> Table | None:
-    """Published rows of the run's model beside the run; None when there are none."""
+    """Published rows of the run's model beside the run, those of its algorithm first; None when there are none."""
     if not rows:
         return None
     settings, steps = record.settings, course.steps
+    kind = algorithm(settings)
+    rows = sorted(rows, key=lambda row: row.algorithm != kind)
     own = [
-        algorithm(settings) or NOT_MEASURED,
+        kind or NOT_MEASURED,
         NOT_MEASURED,
         number(steps[-1].get("world_size") if steps else None),
         number(settings.training.groups_per_step),
@@ -186,8 +188,9 @@ def comparison(rows: Sequence[Published], record: Record, course: Course) -> Tab
         "Published throughput of the same model",
         ["", "this run", *(row.name for row in rows)],
         cells,
-        "Both count tokens of prompts and replies, over all devices of the run. A card of A3 has two devices: double a "
-        "device's figure to have a card's. Figures compare only where batch, samples, lengths and hardware are alike.",
+        "Both count tokens of prompts and replies, over all devices of the run. On A3 a card is two devices: what a run logs is a "
+        "device's, and is to be doubled for a card; what is published may be a card's. Figures compare only where batch, samples, "
+        "lengths and hardware are alike.",
     )
 
 

@@ -121,6 +121,11 @@ class TestPublished:
         assert cells["Tokens/s and device, end to end"] == ("150", "220")
         assert tables.comparison([], record(), course(points)) is None
 
+    def test_rows_of_the_same_algorithm_come_first(self) -> None:
+        rows = [Published(name=f"their {kind}", algorithm=kind, model="M", hardware="A3") for kind in ("ppo", "dapo", "grpo")]
+        found = tables.comparison(rows, record(), course([]))
+        assert found is not None and found.head[1:] == ["this run", "their grpo", "their ppo", "their dapo"]
+
     @pytest.mark.parametrize(
         ("changes", "name"),
         [
