@@ -188,9 +188,9 @@ def comparison(rows: Sequence[Published], record: Record, course: Course) -> Tab
         "Published throughput of the same model",
         ["", "this run", *(row.name for row in rows)],
         cells,
-        "Both count tokens of prompts and replies, over all devices of the run. On A3 a card is two devices: what a run logs is a "
-        "device's, and is to be doubled for a card; what is published may be a card's. Figures compare only where batch, samples, "
-        "lengths and hardware are alike.",
+        "Both count tokens of prompts and replies, over all devices of the run. On A3 a card is two devices: what is logged is "
+        "a device's, and is to be doubled for a card; what is published may be a card's. Figures compare only where batch, "
+        "samples, lengths and hardware are alike.",
     )
 
 
