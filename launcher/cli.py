@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
     samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
 
+    report = commands.add_parser("report", help="a run as one HTML file: curves, tables, configuration")
+    report.add_argument("run", type=Path, help="a run's folder")
+    report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
+
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
@@ -298,6 +302,13 @@ def _samples(options: argparse.Namespace) -> int:
     return 0
 
 
+def _report(options: argparse.Namespace) -> int:
+    from launcher import report
+
+    print(report.report(options.run, options.output))
+    return 0
+
+
 def _data(options: argparse.Namespace) -> int:
     from launcher import prepare
 
@@ -353,6 +364,7 @@ _COMMANDS = {
     "status": _status,
     "scale": _scale,
     "samples": _samples,
+    "report": _report,
     "data": _data,
     "score": _score,
     "convert": _convert,

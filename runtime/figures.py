@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from runtime import layout
 from runtime.errors import UserError
-from runtime.metrics import UPDATE
+from runtime.metrics import UPDATE, WITHIN_UPDATE
 from runtime.trackers import read_jsonl
 
 ACCURACY = "eval/accuracy"
@@ -145,7 +145,8 @@ def _phases(axes: Axes, rows: Rows) -> None:
     axes.set_title("Time by phase")
     rows = [row for row in rows if row.get("timing/all") is not None]
     names = {name for row in rows for name in row if name.startswith("timing/") and not name.startswith("timing/non_overlap_")}
-    phases = {name.partition("/")[2]: np.array([row.get(name) or 0.0 for row in rows]) for name in names - {"timing/all"}}
+    names -= {"timing/all", *(f"timing/{phase}" for phase in WITHIN_UPDATE)}
+    phases = {name.partition("/")[2]: np.array([row.get(name) or 0.0 for row in rows]) for name in names}
     if not phases:
         _empty(axes, "no timing logged")
         return

@@ -22,8 +22,9 @@ Metrics = dict[str, float | Histogram]
 Span = tuple[float, float]  # start, end in seconds
 
 UPDATE, UPDATE_CRITIC = "update", "update_critic"
+WITHIN_UPDATE = ("adv", "old_log_p")  # phases of the trainer's own, which are part of UPDATE
 REASONS = 8  # told by name in a step: a remote reward's are its own, and might be many
-NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model", "adv")
+NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model")
 
 
 class PublicationFigures(msgspec.Struct, frozen=True):
@@ -46,6 +47,8 @@ class StepFigures(msgspec.Struct, kw_only=True):
     timing: Mapping[str, float]  # of SpanClock.close_step
     trained: StepResult
     world_size: int  # all accelerators of the run
+    incarnation: int = 0  # of the lineage that made the step
+    scores_as: Sequence[str] = ("grpo/score",)  # the names under which MindSpeed-RL's algorithms log the same scores
     queues: Mapping[str, int] = {}  # groups waiting, by stage
     idle: Mapping[str, float] = {}  # by role, of `idle_fraction`
     publication: PublicationFigures | None = None
@@ -61,7 +64,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
     return {
         **figures.timing,
         **lengths,
-        **score_metrics(figures.scores),
+        **score_metrics(figures.scores, figures.scores_as),
         **staleness_metrics(figures.staleness),
         **throughput_metrics(
             prompt_mean=lengths.get("prompt_length/mean", 0.0),
@@ -81,6 +84,8 @@ def step_metrics(figures: StepFigures) -> Metrics:
             if publication
             else {}
         ),
+        **size_metrics(figures.generated, figures.world_size),
+        "incarnation": float(figures.incarnation),
         "samples": float(samples),
         "tokens": float(sum(sum(group.response_tokens) for group in figures.generated)),
     }
@@ -98,6 +103,14 @@ def throughput_metrics(
     return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
 
 
+def size_metrics(groups: Sequence[GeneratedGroup], world_size: int) -> dict[str, float]:
+    """What throughput is computed from besides lengths; the number of samples to a prompt is the mean over the groups."""
+    sizes = {"world_size": float(world_size), "global_batch_size": float(len(groups))}
+    if groups:
+        sizes["n_samples_per_prompt"] = sum(len(group.response_tokens) for group in groups) / len(groups)
+    return sizes
+
+
 def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
     """Lengths in tokens over all samples; `response_length/clip_ratio` is the fraction that ended by length."""
     if not groups:
@@ -111,9 +124,9 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
     }
 
 
-def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
-    """`grpo/score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the others, and
-    `grpo/errors/REASON` why: one for each scorer that failed on the sample, the most frequent reasons."""
+def score_metrics(scores: Sequence[Scores], names: Sequence[str] = ("grpo/score",)) -> dict[str, float]:
+    """`grpo/score/*`, under all `names`, and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the
+    others, and `grpo/errors/REASON` why: one for each scorer that failed on the sample, the most frequent reasons."""
     if not scores:
         return {}
     masks = [group.valid.astype(bool) for group in scores]
@@ -124,7 +137,8 @@ def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
     figures |= {f"grpo/errors/{reason}": float(count) for reason, count in errors.most_common(REASONS)}
     valid = np.concatenate([group.rewards[mask] for group, mask in zip(scores, masks, strict=True)])
     if valid.size:
-        figures |= _distribution("grpo/score", valid)
+        for name in names:
+            figures |= _distribution(name, valid)
     for rule in sorted({rule for group in scores for rule in group.rules}):
         held = np.concatenate(
             [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]

@@ -24,6 +24,9 @@ class UpdateEngine(ABC):
     batch, or a step makes several updates, `accumulate` checks and holds the groups, and `apply` computes.
     """
 
+    phases: dict[str, float] = {}  # noqa: RUF012 - of those that account for none
+    """Seconds of the step's parts on this rank, by metric, until the next begins. They are within the result's `seconds`."""
+
     @abstractmethod
     def begin_step(self, step: int) -> None: ...
 

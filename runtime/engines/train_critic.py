@@ -53,6 +53,10 @@ class CriticLoop(UpdateLoop, CriticEngine):
             ("vf_error", (values - targets).square()),
         ):
             self._statistics.mean(METRICS + name, (each.detach() * batch.mask).sum(), tokens)
+        counted = batch.mask != 0
+        for name, each in (("values", values.detach()), ("returns", targets)):
+            self._statistics.maximum(f"{METRICS}{name}/max", each.masked_fill(~counted, -torch.inf).max())
+            self._statistics.minimum(f"{METRICS}{name}/min", each.masked_fill(~counted, torch.inf).min())
         return loss
 
     def _close_step(self) -> dict[str, float]:

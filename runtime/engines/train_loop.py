@@ -131,6 +131,7 @@ class UpdateLoop(UpdateEngine):
         self._reduced = Reduced()
         self._norms: list[float] = []
         self._skipped = 0
+        self.phases = {}
 
     def _begin_update(self) -> None:
         self._statistics = StepStatistics(self._device)
@@ -258,3 +259,12 @@ class UpdateLoop(UpdateEngine):
             yield
         finally:
             self._seconds += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def _phase(self, *names: str) -> Iterator[None]:
+        """Account the block's seconds to the step's `timing/NAME`. What it computes has to be on the host at its end."""
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        for metric in (f"timing/{name}" for name in names):
+            self.phases[metric] = self.phases.get(metric, 0.0) + seconds

@@ -27,10 +27,14 @@ class PolicyLoop(UpdateLoop, TrainEngine):
         coefficient = self._kl_control.coefficient
         self._objective.kl_coefficient = coefficient
         self._report_rows(rows)
-        advantages = self._advantages(rows, coefficient, self._statistics)
+        with self._phase("adv", "non_overlap_adv"):  # no pass runs meanwhile
+            advantages = self._advantages(rows, coefficient, self._statistics)
+        if self._config.critic is not None:
+            self._report_advantages(rows, advantages)
         columns = self._objective.columns(rows, advantages, self._step)
         if self._several_updates:
-            columns["proximal"] = self._forward_only(rows)
+            with self._phase("old_log_p"):
+                columns["proximal"] = self._forward_only(rows)
         return columns, self._objective.has_gradient(advantages)
 
     def _numbers(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
@@ -52,9 +56,18 @@ class PolicyLoop(UpdateLoop, TrainEngine):
         age = (self._step - rows.steps)[rows.mask]
         self._statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
 
+    def _report_advantages(self, rows: Rows, advantages: np.ndarray) -> None:
+        mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
+        counted = np.broadcast_to(advantages, mask.shape)[mask]
+        self._statistics.mean("critic/advantages/mean", float(counted.sum()), float(len(counted)))
+        self._statistics.maximum("critic/advantages/max", float(counted.max(initial=-math.inf)))
+        self._statistics.minimum("critic/advantages/min", float(counted.min(initial=math.inf)))
+
     def _close_step(self) -> dict[str, float]:
         metrics = super()._close_step()
         metrics["actor/lr"] = metrics.pop("lr")
+        if "grad_norm" in metrics:
+            metrics["actor/grad_norm"] = metrics["grad_norm"]  # MindSpeed-RL's documentation has the one, its code the other
         return metrics
 
 

@@ -68,7 +68,7 @@ class UpdateRank(GroupRank, Generic[Engine]):
             self._begun = False
             self.version = replace(self.version, step=command.step + 1)
             seconds, self._seconds = self._seconds, {}
-            return replace(result, metrics=result.metrics | seconds)
+            return replace(result, metrics=result.metrics | self.engine.phases | seconds)
         elif isinstance(command, Save):
             return self._save(Path(command.folder))
         elif isinstance(command, Restore):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
+from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.pipeline.buffer import Buffer
@@ -76,6 +78,7 @@ class Books:
         pool: RolloutPool,
         totals: Totals,
         dynamic_sampling: DynamicSampling | None = None,
+        scores_as: Sequence[str] = ("grpo/score",),
     ):
         self._trackers = trackers
         self._spans = spans
@@ -85,6 +88,8 @@ class Books:
         self._pool = pool
         self._dynamic_sampling = dynamic_sampling
         self._totals = totals
+        self._scores_as = scores_as
+        self.incarnation = 0
         self.newest: Metrics = {}
 
     async def step(self, trained: TrainedStep) -> Metrics:
@@ -105,6 +110,8 @@ class Books:
                 timing=timing,
                 trained=trained.result,
                 world_size=self._world_size,
+                incarnation=self.incarnation,
+                scores_as=self._scores_as,
                 queues=self._queues(),
                 idle={
                     "trainer": idle_fraction(trained.result.seconds, timing["timing/all"]),
@@ -126,6 +133,12 @@ class Books:
     def _queues(self) -> dict[str, int]:
         counts = self._buffer.counts()
         return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
+
+
+def score_names(config: Config) -> list[str]:
+    """What MindSpeed-RL's trainers of GRPO, PPO and DAPO call the scores, as far as the run is like them."""
+    also = {"critic/score": config.critic is not None, "dapo/score": config.algorithm.dynamic_sampling}
+    return ["grpo/score", *(name for name, applies in also.items() if applies)]
 
 
 def line(figures: dict[str, float]) -> str:

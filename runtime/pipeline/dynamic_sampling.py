@@ -51,10 +51,12 @@ class DynamicSampling:
                 self._buffer.drop(group.group_id, NO_SIGNAL)
 
     def close_step(self) -> dict[str, float]:
-        """The metrics of the groups scored since the last call; the fraction is left out when there were none."""
+        """The metrics of the groups scored since the last call; the fraction is left out when there were none. MindSpeed-RL
+        generates whole batches until one is full, and counts them; here it is how many batches the groups would make up."""
         kept, dropped = self._kept, self._dropped
         self._kept = self._dropped = 0
-        figures = {"dynamic_sampling/dropped": float(dropped)}
+        batches = (kept + dropped) / self._buffer.groups_per_step
+        figures = {"dynamic_sampling/dropped": float(dropped), "train/num_gen_batches": batches}
         if kept + dropped:
             figures["dynamic_sampling/kept"] = kept / (kept + dropped)
         return figures

@@ -26,7 +26,7 @@ from runtime.errors import ServiceFault
 from runtime.evaluation import EvaluationResult
 from runtime.ledger_records import Note
 from runtime.metrics import SpanClock
-from runtime.pipeline.accounting import Books, BusyMeter, line
+from runtime.pipeline.accounting import Books, BusyMeter, line, score_names
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.checkpoints import Checkpoints
 from runtime.pipeline.dynamic_sampling import DynamicSampling
@@ -89,6 +89,7 @@ class Lineage:
             pool,
             history.totals,
             self._dynamic,
+            score_names(config),
         )
         self._groups = GroupStage(
             config,
@@ -377,7 +378,9 @@ class Lineage:
         evaluation.forget_after(self._material.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
-        self._incarnation = self._training.incarnation = max(restored.incarnation, position.version.incarnation + 1)
+        self._incarnation = self._training.incarnation = self._books.incarnation = max(
+            restored.incarnation, position.version.incarnation + 1
+        )
         self._checkpoints.resume(self._incarnation, position)
         if self._history.folder:
             await asyncio.gather(*(model.restore(self._history.folder) for model in self._updated))

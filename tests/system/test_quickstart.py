@@ -97,6 +97,15 @@ def test_its_folder_has_everything(run: Live) -> None:
     assert not (folder / "coordinator.address").exists()
 
 
+def test_its_report_is_one_file(run: Live) -> None:
+    done = sluice("report", str(run.folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (run.folder / "report.html").read_text(encoding="utf-8")
+    result = summary(run.folder)
+    assert f"Stopped: {result['stop_reason']}" in text and f">{result['accuracy_after']:.1%}<" in text
+    assert 4 << 20 < len(text) < 8 << 20
+
+
 def test_its_metrics_name_what_each_step_did(run: Live) -> None:
     found = steps(run.folder)
     assert [point["step"] for point in found] == list(range(1, summary(run.folder)["steps"] + 1))

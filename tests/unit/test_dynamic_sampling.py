@@ -110,10 +110,15 @@ def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:
     sieve = Sieve(staleness=9)
     for group, good in zip(sieve.dispatch(4), (True, False, False, False), strict=True):
         sieve.score(group, good)
-    assert sieve.sampling.close_step() == {"dynamic_sampling/dropped": 3.0, "dynamic_sampling/kept": 0.25}
-    assert sieve.sampling.close_step() == {"dynamic_sampling/dropped": 0.0}
+
+    def closed() -> tuple[float | None, ...]:
+        found = sieve.sampling.close_step()
+        return tuple(map(found.get, ("dynamic_sampling/dropped", "dynamic_sampling/kept", "train/num_gen_batches")))
+
+    assert closed() == (3.0, 0.25, 2.0)  # four groups, with two to a step
+    assert closed() == (0.0, None, 0.0)
     sieve.score(*sieve.dispatch(1), good=True)
-    assert sieve.sampling.close_step() == {"dynamic_sampling/dropped": 0.0, "dynamic_sampling/kept": 1.0}
+    assert closed() == (0.0, 1.0, 0.5)
 
 
 @given(

@@ -107,9 +107,29 @@ def test_a_step_has_every_name_that_applies() -> None:
         "publication/aborts": 1.0,
         "publication/epoch": 3.0,
         "rollout/serving": 2.0,
+        "world_size": 4.0,
+        "global_batch_size": 2.0,
+        "n_samples_per_prompt": 2.0,
+        "incarnation": 0.0,
         "samples": 4.0,
         "tokens": 20.0,
     }
+
+
+def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
+    found = step_metrics(figures(incarnation=2))
+    tokens = (found["response_length/mean"] + found["prompt_length/mean"]) * found["global_batch_size"]  # type: ignore[operator]
+    each = tokens * found["n_samples_per_prompt"] / found["world_size"] / found["timing/all"]
+    assert found["e2e_tps"] == pytest.approx(each) and found["incarnation"] == 2.0
+    uneven = metrics.size_metrics([generated(10, [1]), generated(40, [2, 3])], 8)
+    assert uneven == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
+
+
+def test_scores_have_the_names_of_the_algorithms_that_the_run_is_like() -> None:
+    found = step_metrics(figures(scores_as=["grpo/score", "critic/score"]))
+    for part in ("mean", "max", "min"):
+        assert found[f"critic/score/{part}"] == found[f"grpo/score/{part}"]
+    assert not any(name.startswith("dapo/") for name in found)
 
 
 def test_groups_of_different_sizes_weigh_by_sample() -> None:
@@ -195,14 +215,14 @@ def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:
             "timing/non_overlap_rule_reward": 0.5,
         }
         clock.now = 105.0
-    with pytest.raises(RuntimeError), spans.span("adv"):
+    with pytest.raises(RuntimeError), spans.span("reward_model"):
         clock.now = 106.0
         raise RuntimeError
     assert spans.close_step() == {
         "timing/all": 4.0,
         "timing/rollout": 3.0,
-        "timing/adv": 1.0,
-        "timing/non_overlap_adv": 1.0,
+        "timing/reward_model": 1.0,
+        "timing/non_overlap_reward_model": 1.0,
     }
     clock.now = 107.0
     assert spans.close_step() == {"timing/all": 1.0}

@@ -28,6 +28,8 @@ PURE = (
     *(f"runtime/rewards/{name}.py" for name in ("accuracy", "answers", "boxed_accuracy", "closing_line", "extraction")),
     *(f"runtime/rewards/{name}.py" for name in ("format", "numeric", "rules", "votes")),
     "runtime/engines/families/",
+    "runtime/report/lineages.py",
+    "runtime/report/thinning.py",
     "runtime/weights/plan.py",
     "runtime/weights/transports.py",
     "runtime/pipeline/states.py",
@@ -218,7 +220,7 @@ def loaded(code: str) -> list[str]:
         ),
         pytest.param(
             "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.score, launcher.known\n"
-            "import launcher.prepare, launcher.accept, launcher.environment",
+            "import launcher.prepare, launcher.accept, launcher.environment, launcher.report, runtime.report.page",
             id="launcher",
         ),
     ],

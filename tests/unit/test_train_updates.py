@@ -90,6 +90,18 @@ class TestSeveralUpdates:
         assert_equals(engine, plain.model)
         assert engine.step == 4
 
+    def test_seconds_of_its_parts_are_those_of_this_step(self, policy: str):
+        several, single = (TorchTrainEngine(settings(policy, **training)) for training in (SEVERAL[0], {}))
+        parts = {"timing/adv", "timing/non_overlap_adv"}
+        for step in range(2):
+            for engine, expected in ((several, parts | {"timing/old_log_p"}), (single, parts)):
+                result = run_step(engine, batch(step, engine._config))
+                assert engine.phases.keys() == expected
+                assert engine.phases["timing/adv"] == engine.phases["timing/non_overlap_adv"]
+                assert 0 < sum(engine.phases.values()) - engine.phases["timing/adv"] < result.seconds
+        engine.begin_step(2)
+        assert engine.phases == {}
+
     def test_one_step_makes_one_version_and_as_many_updates_as_are_asked_for(self, policy: str):
         engine = TorchTrainEngine(settings(policy, epochs=2, mini_batch_size=2))
         result = run_step(engine, batch(0, engine._config))
@@ -129,12 +141,18 @@ class TestPpo:
         plain_critic = oracle.CriticLoop(classifier, made, made.critic.optimizer)
         for step in range(2):
             groups = batch(step, made)
-            run_step(actor, groups)
+            taken = run_step(actor, groups).metrics
             metrics = run_critic(critic, groups).metrics
             advantages, returns = oracle.gae(groups, 0.9, 0.8)
             plain_actor.step(groups, step, oracle.whitened(advantages))
             plain_critic.step(groups, step, returns)
             assert metrics["critic/returns/mean"] == pytest.approx(np.mean(list(returns.values())), rel=1e-5)
+            assert metrics["critic/returns/max"] == pytest.approx(max(returns.values()), rel=1e-5)
+            assert metrics["critic/returns/min"] == pytest.approx(min(returns.values()), rel=1e-5)
+            assert metrics["critic/values/min"] < metrics["critic/values/mean"] < metrics["critic/values/max"]
+            white = list(oracle.whitened(advantages).values())
+            told = [taken[f"critic/advantages/{part}"] for part in ("mean", "max", "min")]
+            assert told == pytest.approx([np.mean(white), max(white), min(white)], rel=1e-5, abs=1e-6)
         assert_equals(actor, plain_actor.model)
         assert_equals(critic, plain_critic.model)
         assert metrics["critic/lr"] == 5e-3

@@ -73,7 +73,8 @@ def test_a_step_makes_the_next_version() -> None:
     assert rank.execute(BeginStep(4)) is None
     assert rank.execute(Accumulate(4, 0, [], True)) is None
     assert rank.version == PolicyVersion(0, 0)
-    assert rank.execute(Apply(4)).metrics == {"critic/loss": 1.0}
+    engine.phases = {"timing/adv": 0.25}
+    assert rank.execute(Apply(4)).metrics == {"critic/loss": 1.0, "timing/adv": 0.25}
     assert rank.version == PolicyVersion(0, 5)
     assert engine.seen == [("begin", 4), ("accumulate", 0, True)]
 

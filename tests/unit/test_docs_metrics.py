@@ -1,0 +1,199 @@
+"""docs/metrics.md against the code that logs: every name that can be logged is described, and no other."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from runtime import evaluation, metrics
+from runtime.config import Critic, Layout
+from runtime.evaluation import Judged
+from runtime.evaluation_sets import EvaluationData
+from runtime.metrics import PublicationFigures, SpanClock
+from runtime.pipeline.accounting import Books
+from runtime.pipeline.dynamic_sampling import DynamicSampling
+from runtime.pipeline.rollouts import RolloutPool
+from runtime.pipeline.turn_taking import TO_INFER, TO_TRAIN
+from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
+from tests.metric_names import described
+
+pytest.importorskip("torch")
+
+from runtime.engines.critic_rank import CriticRank
+from runtime.engines.critic_torch import TorchCriticEngine
+from runtime.engines.train_rank import TrainRank
+from runtime.engines.train_torch import TorchTrainEngine
+from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.training_steps import run_step
+
+RUNTIME = Path(metrics.__file__).parent
+SEVERAL = {"groups_per_step": 3, "epochs": 2, "mini_batch_size": 1}
+LENGTHS = {"overlong_buffer": 0.5, "missing_eos_penalty": 0.1}
+PPO = {"advantage": "gae", "kl_placement": "reward", "kl": "k1"}
+
+
+def spans() -> set[str]:
+    """The phases that the coordinator accounts for."""
+    named = {TO_INFER, TO_TRAIN, metrics.UPDATE, metrics.UPDATE_CRITIC, "rule_reward", "reward_model"}
+    for path in (RUNTIME / "pipeline").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_spans.span"):
+                argument = node.args[0]
+                assert isinstance(argument, (ast.Constant, ast.Name)), f"{path.name}: {ast.unparse(node)}"
+                named |= {str(argument.value)} if isinstance(argument, ast.Constant) else set()
+    return named
+
+
+def closed(phases: set[str]) -> dict[str, float]:
+    """What the clock says of a step in which each of them was active."""
+    clock = SpanClock(lambda: 1.0)
+    for phase in phases:
+        clock.add(phase, 0.0, 2.0)
+    return clock.close_step()
+
+
+def of_the_coordinator() -> set[str]:
+    generated = GeneratedGroup(
+        group_id=1,
+        prompt_tokens=3,
+        response_tokens=[4],
+        truncated=0,
+        oldest=PolicyVersion(),
+        newest=PolicyVersion(),
+        payload=b"",
+    )
+    scores = Scores(
+        group_id=1,
+        rewards=np.ones(1, np.float32),
+        valid=np.ones(1, np.uint8),
+        rules={"RULE": np.ones(1, np.float32)},
+        errors={"REASON": 1},
+    )
+    pool: Any = SimpleNamespace(membership=SimpleNamespace(serving=[]), _lost=0, _repeated=0)
+    sampling: Any = SimpleNamespace(_kept=1, _dropped=1, _buffer=SimpleNamespace(groups_per_step=1))
+    told: list[dict[str, Any]] = []
+
+    async def log(step: int, found: dict[str, Any]) -> None:
+        told.append(found)
+
+    fakes: dict[str, Any] = {
+        "trackers": SimpleNamespace(log=log),
+        "spans": SimpleNamespace(close_step=lambda: closed(spans())),
+        "buffer": SimpleNamespace(counts=Counter),
+        "meter": SimpleNamespace(idle=0.5),
+        "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
+        "totals": SimpleNamespace(add=lambda _: None),
+        "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
+    }
+    books = Books(**fakes, world_size=2, scores_as=["grpo/score", "critic/score", "dapo/score"])
+    step: Any = SimpleNamespace(
+        step=0,
+        groups=[SimpleNamespace(generated=generated, scores=scores)],
+        result=StepResult(step=0, metrics={}, seconds=1.0),
+        publication=PublicationFigures(seconds=1.0, pause_seconds=0.0, bytes=1),
+    )
+    asyncio.run(books.step(step))
+    return set(told[0])
+
+
+def of_the_engines(folder: Path) -> set[str]:
+    """Of policies whose loss has every term, once in a step of several updates, and of a critic."""
+    path = make_policy(folder)
+    configs = [
+        make_config(path, algorithm={"kl_coefficient": 0.1, **LENGTHS}, training=SEVERAL),
+        make_config(path, algorithm={"kl_coefficient": 0.1, "loss": "ppo", "correction": "token_tis"}),
+        replace(make_config(path, algorithm={**PPO, "kl_coefficient": 0.1}), critic=Critic()),
+    ]
+    found = set(TrainRank.seconds_of.values()) | set(CriticRank.seconds_of.values())
+    for config in configs:
+        engine = TorchTrainEngine(config)
+        found |= run_step(engine, make_groups(1)).metrics.keys() | engine.phases.keys()
+    critic: Any = TorchCriticEngine(configs[-1])
+    return found | run_step(critic, make_groups(1)).metrics.keys()
+
+
+def of_evaluations() -> set[str]:
+    data = EvaluationData(
+        name="SET", path="", key="", layout=Layout(), problems=0, samples=2, k=(1, 2), temperature=1.0, max_new_tokens=8
+    )
+    judged = Judged(
+        correct=[True, False],
+        answers=["1", "2"],
+        tokens=[1, 2],
+        truncated=0,
+        errors={},
+        oldest=PolicyVersion(),
+        newest=PolicyVersion(),
+    )
+    result = evaluation.EvaluationResult(
+        model="",
+        step=0,
+        accuracy=0.5,
+        seconds=1.0,
+        oldest=PolicyVersion(),
+        newest=PolicyVersion(),
+        sets=[evaluation.set_result(data, "gsm8k", [judged])],
+    )
+    return {re.sub(r"@\d+", "@K", name) for name in evaluation.metrics(result)} | {"eval/skipped"}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return of_the_coordinator() | of_the_engines(tmp_path_factory.mktemp("policy")) | of_evaluations()
+
+
+def test_every_name_that_is_logged_is_described(logged: set[str]) -> None:
+    assert sorted(logged - set(described())) == []
+
+
+def test_every_name_that_is_described_is_logged(logged: set[str]) -> None:
+    assert sorted(set(described()) - logged) == []
+
+
+def test_no_name_is_described_twice() -> None:
+    assert [name for name, times in Counter(described()).items() if times > 1] == []
+
+
+def test_the_phases_are_found() -> None:
+    assert {"rollout", "checkpoint", "ref_onload", "critic_model"} < spans()
+
+
+def combined(*parts: str) -> Iterator[str]:
+    yield from map("/".join, product(*(part.split(",") for part in parts)))
+
+
+# What its trainers log at commit 05a90d7, its own time stamps aside, and what its documentation lists besides.
+MINDSPEED = {
+    *combined(
+        "timing",
+        "all,update,rollout,old_log_p,reference_model,resharding_to_train,resharding_to_infer,adv,non_overlap_reference_model,"
+        "non_overlap_rule_reward,non_overlap_reward_model,non_overlap_adv,rule_reward,reward_model,ref_onload,ref_offload,"
+        "critic_model,update_critic,kl,resharding_enter_infer,resharding_exit_infer,image_embeds,vit_image_emb,onload,offload",
+    ),
+    *combined("actor", "entropy,kl_loss,pg_loss,pg_clipfrac,ppo_kl,lr,grad_norm"),
+    *combined("critic", "lr,vf_loss,vf_clipfrac,grad_norm"),
+    *combined("grpo", "score,rewards", "mean,max,min"),
+    *combined("dapo", "score", "mean,max,min"),
+    *combined("critic", "score,rewards,advantages,returns,values", "mean,max,min"),
+    *combined("response_length,prompt_length,tool_call_num", "mean,max,min"),
+    *("grad_norm", "RULE_rewards/mean", "global_batch_size", "n_samples_per_prompt", "world_size", "train/num_gen_batches"),
+    *("e2e_tps", "update_tps", "vllm_tps"),
+}
+
+
+def test_every_name_of_mindspeed_rl_is_logged_or_listed_with_the_reason() -> None:
+    absent = set(described(absent=True))
+    assert sorted(MINDSPEED - set(described()) - absent) == []
+    assert sorted(absent & set(described())) == []
+    assert absent - {"start_time/NAME", "end_time/NAME"} <= MINDSPEED

@@ -1,0 +1,269 @@
+"""`sluice report` over folders as runs leave them: what is in the file, and which ones it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from launcher import cli
+from launcher.report import report
+from launcher.run_folder import LOCK
+from runtime import config, config_loading, layout
+from runtime.errors import UserError
+from runtime.ledger import Ledger
+from runtime.pipeline.buffer import Buffer
+from runtime.pipeline.states import Mark
+from runtime.report import published
+from tests.unit.model_dimensions import CONFIGS
+from tests.unit.test_buffer import ticket
+
+HOSTILE = "</script><script>alert(1)</script><b>&amp;"
+
+
+class Elements(HTMLParser):
+    """Scripts by type, visible text, and every address that is named."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[tuple[str, str]] = []
+        self.addresses: list[str] = []
+        self.policy = ""
+        self.words: list[str] = []
+        self._script: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.addresses += [str(named[key]) for key in ("src", "href", "action", "data") if key in named]
+        if named.get("http-equiv") == "Content-Security-Policy":
+            self.policy = str(named["content"])
+        if tag == "script":
+            self._script = named.get("type") or "text/javascript"
+            self.scripts.append((self._script, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self._script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._script is None:
+            self.words.append(data)
+        else:
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def figures(self) -> list[dict[str, Any]]:
+        return [json.loads(script) for kind, script in self.scripts if kind == "application/json"]
+
+
+def step(number: int, **metrics: Any) -> dict[str, Any]:
+    scores = {"grpo/score/mean": number / 10, "staleness/histogram": {"0": 3, "1": 1}, "staleness/max": 1.0}
+    return {"step": number, "time": 1e9 + number, "timing/all": 0.5, "timing/update": 0.25, "samples": 8.0, **scores, **metrics}
+
+
+def made(folder: Path, points: list[dict[str, Any]], tail: str = "", **sections: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {"run": config.Run(name="arithmetic"), "data": config.Data(train="train.jsonl")}
+    settings["training"] = config.Training(steps=200)
+    (folder / layout.CONFIG).write_text(config_loading.to_yaml(config.Config(**(settings | sections))))
+    (folder / layout.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
+    return folder
+
+
+def read(folder: Path, output: Path | None = None) -> Elements:
+    return Elements(report(folder, output).read_text(encoding="utf-8"))
+
+
+def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """Exit code, and what is said on standard error."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["report", *arguments])
+    return int(end.value.code or 0), capsys.readouterr().err.splitlines()
+
+
+def test_a_file_with_everything_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path / "run", [{"step": 0, "eval/accuracy": 0.5}, *map(step, range(1, 40))])
+    assert ends(capsys, str(folder)) == (0, [])
+    found = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    assert found.addresses == []
+    assert "arithmetic" in found.text and "train: train.jsonl" in found.text
+    assert "39 of 200" in found.text and "50.0% after step 0" in found.text
+    assert "Samples a second 16 19.5 s in 39 steps" in found.text
+    reward = found.figures()[0]
+    assert [trace["name"] for trace in reward["data"]] == ["mean of the batch, each step", "mean of the batch"]
+    assert not list(folder.glob("*.partial")) and not list(folder.glob(".*.partial"))
+
+
+def test_only_its_own_scripts_may_run_and_they_send_nothing(tmp_path: Path) -> None:
+    found = read(made(tmp_path, [step(1)]))
+    scripts = [text for kind, text in found.scripts if kind == "text/javascript"]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    rules = dict(rule.strip().split(" ", 1) for rule in found.policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
+    assert len(scripts) == 2 and "plotly.js v" in scripts[0][:100]
+    assert 'plotlyServerURL: ""' in scripts[1] and "modeBarButtons: buttons" in scripts[1]
+
+
+def test_nothing_that_a_run_names_acts_as_html(tmp_path: Path) -> None:
+    points = [
+        step(n, **{f"{HOSTILE}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"grpo/errors/{HOSTILE}": 1.0}) for n in (1, 2)
+    ]
+    folder = made(tmp_path, points, run=config.Run(name=HOSTILE))
+    text = report(folder, None).read_text(encoding="utf-8")
+    assert "<script>alert" not in text and "</script><b>" not in text
+    found = Elements(text)
+    assert len([kind for kind, _ in found.scripts if kind == "text/javascript"]) == 2
+    assert HOSTILE in "".join(found.words)
+    names = {trace.get("name", "") for figure in found.figures() for trace in figure["data"]}
+    assert any("&lt;script&gt;" in name for name in names) and not any("<" in name for name in names)
+
+
+def test_a_run_that_was_resumed(tmp_path: Path) -> None:
+    points = [*(step(n, incarnation=0.0) for n in range(1, 7)), *(step(n, incarnation=1.0) for n in range(5, 9))]
+    found = read(made(tmp_path, points))
+    assert "2 steps were done again from a checkpoint, and are left out." in found.text
+    assert "Lineages" in found.text and "1 to 4" in found.text
+    for figure in found.figures():
+        marks = [shape["x0"] for shape in figure["layout"].get("shapes", [])]
+        assert marks == ([] if figure["data"][0]["type"] == "bar" else [4.5])
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    """A torn last line, and an address that nobody serves."""
+    folder = made(tmp_path, [step(1), step(2)], tail='{"step":3,"timing/a')
+    (folder / layout.ADDRESS).write_text("127.0.0.1:1")
+    (folder / LOCK).touch()
+    found = read(folder)
+    assert "Ended without a summary" in found.text
+    assert "The last line of metrics.jsonl is not whole" in found.text
+    assert "2 of 200" in found.text
+
+
+def test_a_run_that_was_resumed_after_its_end_and_killed(tmp_path: Path) -> None:
+    """What it said at its first end is not what it came to."""
+    folder = made(tmp_path, [step(1), step(2)])
+    (folder / layout.SUMMARY).write_text('{"stop_reason": "2 hours are over", "of another": "version"}')
+    assert "Stopped: 2 hours are over" in read(folder).text
+    os.utime(folder / layout.SUMMARY, (1e9, 1e9))
+    assert "Ended without a summary" in read(folder).text
+
+
+def test_a_run_that_is_under_way(tmp_path: Path) -> None:
+    folder = made(tmp_path, [step(1)])
+    (folder / layout.ADDRESS).write_text("127.0.0.1:1")
+    with (folder / LOCK).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "Under way" in read(folder).text
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    folder = made(tmp_path, [])
+    found = read(folder)
+    assert "No training step has been logged." in found.text and found.figures() == []
+    (folder / layout.METRICS).unlink()
+    assert "There is no metrics.jsonl" in read(folder).text
+    assert "0 of 200" in found.text and found.text.count("not measured") > 10
+
+
+def test_the_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
+    folder = made(tmp_path, [step(1)])
+    (folder / layout.CONFIG).write_text("run: {name: on, color: red}\ntraining: {steps: 7}\nnew: [1]\n")
+    found = read(folder)
+    assert "on – Sluice" in found.text and "1 of 7" in found.text and "color: red" in found.text
+    (folder / layout.CONFIG).unlink()
+    assert "There is no config.yaml" in read(folder).text
+
+
+def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
+    folder = made(tmp_path, [step(1)])
+
+    async def keep() -> None:
+        ledger = await Ledger.open(folder / layout.LEDGER, 1 << 20)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger.record)
+        for number in range(3):
+            buffer.admit(ticket(number))
+        buffer.drop(0, "no signal")
+        buffer.drop(1, "run ended")
+        await ledger.close()
+
+    asyncio.run(keep())
+    assert re.search(r"admitted 1 .*dropped 2 dropped: no signal 1 dropped: run ended 1", read(folder).text)
+
+
+def test_published_figures_stand_beside_those_of_the_same_model(tmp_path: Path) -> None:
+    folder = made(tmp_path, [step(1, e2e_tps=321.0)])
+    assert "Published" not in read(folder).text
+    (folder / layout.MODEL).mkdir()
+    (folder / layout.MODEL / "config.json").write_text(json.dumps(CONFIGS["qwen25_32b"]))
+    found = read(folder).text
+    rows = published.load()
+    for row in rows:
+        assert (row.name in found) == (row.model == "Qwen2.5-32B"), row.name
+    first = next(row for row in rows if row.model == "Qwen2.5-32B" and row.algorithm == "grpo")
+    assert f"this run {first.name} " in found and f"321 {first.e2e_tps_per_device:g} " in found
+
+
+def test_the_output_is_where_it_is_asked_for(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", [step(1)])
+    assert report(folder, tmp_path / "mine.html") == tmp_path / "mine.html"
+    assert not (folder / "report.html").exists()
+
+
+class TestRefused:
+    def refused(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+        code, (line,) = ends(capsys, *arguments)
+        assert code == 2
+        return line
+
+    def test_what_is_no_runs_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.refused(capsys, str(tmp_path / "no")) == f"error: {tmp_path / 'no'}: no such folder"
+        (tmp_path / "file").touch()
+        assert self.refused(capsys, str(tmp_path / "file")) == f"error: {tmp_path / 'file'}: not a folder"
+        line = self.refused(capsys, str(tmp_path))
+        assert line == f"error: {tmp_path}: not a run's folder: neither config.yaml nor metrics.jsonl is in it"
+
+    @pytest.mark.parametrize("line", ["nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}'])
+    def test_metrics_that_are_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+        folder = made(tmp_path, [step(1)], tail=f"{line}\n")
+        assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'metrics.jsonl'}: line 2 is not a point")
+
+    @pytest.mark.parametrize("text", ["a: [", "training: 5\n", "- 1\n"])
+    def test_a_configuration_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+        folder = made(tmp_path, [step(1)])
+        (folder / layout.CONFIG).write_text(text)
+        assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'config.yaml'}: not ")
+
+    def test_a_file_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = made(tmp_path / "run", [step(1)])
+        before = set(tmp_path.rglob("*"))
+        missing = tmp_path / "no" / "a.html"
+        assert self.refused(capsys, str(folder), "--output", str(missing)) == (
+            f"error: --output: cannot write {missing}: no such file or directory"
+        )
+        assert (
+            self.refused(capsys, str(folder), "--output", str(folder))
+            == f"error: --output: {folder} is a folder; a file is wanted"
+        )
+        assert set(tmp_path.rglob("*")) == before
+
+    def test_summaries_and_evaluations_that_are_none(self, tmp_path: Path) -> None:
+        folder = made(tmp_path, [step(1)])
+        (folder / layout.SUMMARY).write_text("{}")
+        with pytest.raises(UserError, match="not a summary"):
+            report(folder, None)
