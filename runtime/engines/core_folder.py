@@ -33,11 +33,17 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     value_head: bool
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One file: the parameters of a rank that lie in it."""
 
-    name: str
+    tensor: int
+    stage: int
+    expert: int | None  # None: what all expert ranks hold
     parameters: list[Parameter]
+
+    @property
+    def name(self) -> str:
+        return f"tp_{self.tensor:02d}_pp_{self.stage:02d}{'' if self.expert is None else f'_ep_{self.expert:02d}'}.safetensors"
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -62,8 +68,8 @@ def columns(family: Family, layout: Layout) -> Iterator[Column]:
 
 def _part(family: Family, layout: Layout, tensor: int, stage: int, expert: int | None) -> Part:
     held = family.parameters(layout, tensor_rank=tensor, pipeline_rank=stage, expert_rank=expert or 0)
-    name = f"tp_{tensor:02d}_pp_{stage:02d}" + ("" if expert is None else f"_ep_{expert:02d}")
-    return Part(f"{name}.safetensors", [parameter for parameter in held if parameter.expert == (expert is not None)])
+    parameters = [parameter for parameter in held if parameter.expert == (expert is not None)]
+    return Part(tensor=tensor, stage=stage, expert=expert, parameters=parameters)
 
 
 def write_description(folder: Path, description: Description) -> None:
