@@ -142,8 +142,8 @@ def _refuse_distributed(folder: Path) -> None:
     for name in (".metadata", "metadata.json", "common.pt"):
         if (folder / name).exists():
             raise UserError(
-                f"{folder}: has {name}: it is a distributed checkpoint, without a file for each rank; "
-                "sluice convert mcore2hf reads those of Sluice's trainer; with --ckpt-format torch Megatron-LM writes ranks' files"
+                f"{folder}: has {name}: it is a distributed checkpoint, without ranks' files, which Megatron-LM writes with "
+                "--ckpt-format torch; sluice convert mcore2hf reads those of Sluice's trainer"
             )
 
 
