@@ -94,8 +94,7 @@ def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[
     """
     require_supported(found, where)
     needed = arguments_of(family, config)
-    if not found.get("group_query_attention", True):  # otherwise unused, and 1
-        found = {**found, "num_query_groups": found.get("num_attention_heads")}
+    found = {**found, "num_query_groups": _groups(found)}
     for key, name in _CONFIG_KEYS.items():
         if _unused(key, family):
             continue
@@ -142,7 +141,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         "hidden_size": need("hidden_size"),
         "intermediate_size": need("ffn_hidden_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": need("num_query_groups") if found.get("group_query_attention", True) else heads,
+        "num_key_value_heads": need("num_query_groups") if _groups(found) is None else _groups(found),
         "head_dim": need("kv_channels"),
         "max_position_embeddings": need("max_position_embeddings"),
         "rms_norm_eps": need("norm_epsilon"),
@@ -168,6 +167,17 @@ def _experts_of(need: Any) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, has in enumerate(sparse) if not has],
     }
+
+
+def _groups(found: Mapping[str, Any]) -> Any:
+    """Key-value heads; None where the arguments do not tell.
+
+    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always says that there is none, beside
+    Hugging Face's own key, which is right.
+    """
+    if found.get("num_key_value_heads") is not None:
+        return found["num_key_value_heads"]
+    return found.get("num_query_groups" if found.get("group_query_attention", True) else "num_attention_heads")
 
 
 def _unused(key: str, family: Family) -> bool:
