@@ -1,4 +1,4 @@
-"""`sluice convert` between Hugging Face folders and Megatron-LM's own checkpoints: there and back the same, by whatever names."""
+"""`sluice convert` between Hugging Face folders and Megatron-LM's own checkpoints: there and back the same, by any names."""
 
 from __future__ import annotations
 
@@ -127,6 +127,15 @@ def test_the_files_are_as_megatron_wants_them(tmp_path: Path) -> None:
     experts = [name for name in state["model"] if name.startswith(f"{LAYER}.mlp.experts.")]
     assert len(experts) == 4  # two of them, two matrices each
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state["model"].values())
+
+
+def test_virtual_stages_follow_each_other_around_the_ranks(tmp_path: Path) -> None:
+    tensors = write_folder(tmp_path / "hf", "qwen3")
+    assert to_megatron(tmp_path / "hf", tmp_path / "megatron", "--pipeline-parallel 2 --layers-per-virtual-stage 1") == 0
+    for layer, (rank, chunk) in enumerate([("000", 0), ("001", 0), ("000", 1), ("001", 1)]):
+        stored = ranks(tmp_path / "megatron")[f"mp_rank_00_{rank}"][f"model{chunk}"]
+        assert torch.equal(stored[f"{LAYER}.mlp.linear_fc2.weight"], tensors[f"model.layers.{layer}.mlp.down_proj.weight"])
+        assert ("embedding.word_embeddings.weight" in stored, "output_layer.weight" in stored) == (layer == 0, layer == 3)
 
 
 class TestOtherWriters:

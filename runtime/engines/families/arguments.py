@@ -172,8 +172,8 @@ def _experts_of(need: Any) -> dict[str, Any]:
 def _groups(found: Mapping[str, Any]) -> Any:
     """Key-value heads; None where the arguments do not tell.
 
-    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always says that there is none, beside
-    Hugging Face's own key, which is right.
+    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always says that there is none; it
+    has Hugging Face's own key as well, which is right.
     """
     if found.get("num_key_value_heads") is not None:
         return found["num_key_value_heads"]
