@@ -50,7 +50,7 @@ def _from_hf(options: argparse.Namespace, show: Show) -> Report:
         tensor=options.tensor_parallel,
         pipeline=options.pipeline_parallel,
         expert=options.expert_parallel,
-        layers_per_stage=_layers(options.layers_per_stage),
+        layers_per_stage=_numbers("--layers-per-stage", options.layers_per_stage),
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
     )
     dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[options.params_dtype]
@@ -68,8 +68,11 @@ def _from_hf(options: argparse.Namespace, show: Show) -> Report:
         options.source,
         options.target,
         layout,
+        _naming(options),
         layers_per_virtual_stage=options.layers_per_virtual_stage,
-        naming=_naming(options),
+        noops=_numbers("--noop-layers", options.noop_layers),
+        expert_tensor=options.expert_tensor_parallel,
+        extended=options.moe_tp_extend_ep,
         dtype=dtype,
         value_head=options.value_head is not None,
         check_logits=options.check_logits,
@@ -89,11 +92,11 @@ def _naming(options: argparse.Namespace) -> Naming:
     )
 
 
-def _layers(text: str | None) -> tuple[int, ...]:
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(",")) if text else ()
     except ValueError:
-        raise UserError(f"--layers-per-stage: {text!r} is not a list of numbers such as 9,10,9") from None
+        raise UserError(f"{option}: {text!r} is not a list of numbers such as 9,10,9") from None
 
 
 def _told(report: Report) -> list[str]:

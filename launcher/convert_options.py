@@ -43,6 +43,9 @@ def add(convert: argparse.ArgumentParser) -> None:
         help="a critic: one number a token in place of the vocabulary, by the name that it gets (rm_head: MindSpeed's)",
     )
     hf2megatron.add_argument("--layers-per-virtual-stage", type=int, metavar="N", help="virtual stages of N layers")
+    hf2megatron.add_argument("--noop-layers", metavar="N,N,...", help="layers, counted from 0, that are to be without weights")
+    hf2megatron.add_argument("--expert-tensor-parallel", type=int, metavar="N", help="1: experts are not cut (default: T)")
+    hf2megatron.add_argument("--moe-tp-extend-ep", action="store_true", help="tensor ranks have different experts, whole ones")
     hf2megatron.add_argument(
         "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="whose names tensors get"
     )

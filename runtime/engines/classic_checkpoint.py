@@ -30,7 +30,7 @@ def has_value_head(ranks: RankFiles) -> bool:
 
 def layout_of(ranks: RankFiles, vocab_size: int) -> Layout:
     """Raises UserError when the layers have gaps, and when the vocabulary is larger than what is stored."""
-    tensor, _, expert = ranks.sizes
+    tensor = ranks.grid.tensor
     path, stored = ranks.stored(0, 0, 0)
     rows = stored[_EMBEDDING].shape[0] if _EMBEDDING in stored and stored[_EMBEDDING].shape else 0
     if 0 < rows * tensor < vocab_size:
@@ -40,7 +40,9 @@ def layout_of(ranks: RankFiles, vocab_size: int) -> Layout:
     return Layout(
         tensor=tensor,
         pipeline=ranks.stages,
-        expert=expert,
+        expert=ranks.grid.groups,
+        whole_experts=ranks.grid.whole_experts,
+        empty_stages=True,
         layers_per_stage=ranks.layers_per_stage(),
         make_vocab_size_divisible_by=max(rows, 1),
     )
@@ -51,54 +53,45 @@ class ClassicCheckpoint:
 
     def __init__(self, ranks: RankFiles, family: Family):
         """Raises UserError, naming the tensors, when a file is of another model, and for a reward head with a bias."""
-        self.layout = layout_of(ranks, family.shape.vocab_size)
-        self.layout.require(family.shape)
+        layout = layout_of(ranks, family.shape.vocab_size)
+        layout.require(family.shape)
         _, last = ranks.stored(0, ranks.stages - 1, 0)
-        self._reward = REWARD_HEAD in last
-        self.left_out = [HEAD] if self._reward and HEAD in last else []
-        whole = list(columns(family, self.layout))
-        self.columns = [self._named(column) for column in whole] if self._reward else whole
-        self._readers: dict[tuple[int, int, int], RankReader] = {}
-        for tensor, stage, expert in self._coordinates():
-            path, stored = ranks.stored(tensor, stage, expert)
-            parameters = [p for part in self._parts(tensor, stage, expert) for p in part.parameters]
-            beside = {HEAD, REWARD_BIAS} if self._reward else set()
-            self._readers[tensor, stage, expert] = RankReader(path, stored, parameters, beside)
-            _require_zero(path, stored.get(REWARD_BIAS))
+        reward = REWARD_HEAD in last
+        self.left_out = [HEAD] if reward and HEAD in last else []
+        self.columns = [_reward_headed(column) if reward else column for column in columns(family, layout)]
+        self._holders: dict[str, list[RankReader]] = {}  # of each part, the ranks that have it
+        of_stages: dict[int, list[Part]] = {}
+        for column in self.columns:
+            of_stages.setdefault(column.parts[0].stage, []).extend(column.parts)
+        for rank, stage in ((rank, stage) for stage in of_stages for rank in ranks.grid.ranks()):
+            if stage % ranks.grid.pipeline == rank[1]:
+                path, stored = ranks.stored(rank[0], stage, rank[2])
+                parts = [part for part in of_stages[stage] if ranks.grid.holds(rank, part)]
+                reader = RankReader(path, stored, parts, {HEAD, REWARD_BIAS} if reward else set())
+                _require_zero(path, stored.get(REWARD_BIAS))
+                for part in parts:
+                    self._holders.setdefault(part.name, []).append(reader)
 
     def part(self, part: Part) -> RankReader:
-        return self._readers[part.tensor, part.stage, part.expert or 0]
+        return self._holders[part.name][0]
 
     def copies(self) -> Iterator[tuple[Parameter, Reader]]:
-        """What expert ranks after the first hold of what all of them do."""
-        for (tensor, stage, expert), reader in self._readers.items():
-            if expert > 0:
-                for part in self._parts(tensor, stage, None):
-                    for parameter in part.parameters:
-                        yield replace(parameter, copy=True), reader
+        """What further ranks hold of the same."""
+        for part in (part for column in self.columns for part in column.parts):
+            for reader in self._holders[part.name][1:]:
+                yield from ((replace(parameter, copy=True), reader) for parameter in part.parameters)
 
-    def _coordinates(self) -> Iterator[tuple[int, int, int]]:
-        for tensor in range(self.layout.tensor):
-            for stage in range(self.layout.pipeline):
-                for expert in range(self.layout.expert):
-                    yield tensor, stage, expert
 
-    def _parts(self, tensor: int, stage: int, expert: int | None) -> Iterator[Part]:
-        """What all expert ranks hold, and what the one does."""
-        for column in self.columns:
-            part = column.parts[tensor]
-            if part.stage == stage and part.expert in (None, expert):
-                yield part
-
-    def _named(self, column: Column) -> Column:
-        return Column([replace(part, parameters=list(map(reward_headed, part.parameters))) for part in column.parts])
+def _reward_headed(column: Column) -> Column:
+    return Column([replace(part, parameters=list(map(reward_headed, part.parameters))) for part in column.parts])
 
 
 class RankReader:
     """What one rank holds of one stage. Conversion asks for parameters by the table's names."""
 
-    def __init__(self, path: Path, stored: dict[str, ArchiveTensor], parameters: list[Parameter], beside: set[str]):
-        """`beside`: names that there may be as well. Raises UserError, naming the tensors, unless they are the parameters."""
+    def __init__(self, path: Path, stored: dict[str, ArchiveTensor], parts: list[Part], beside: set[str]):
+        """`beside`: names that there may be as well. Raises UserError, naming the tensors, unless they are those of `parts`."""
+        parameters = [parameter for part in parts for parameter in part.parameters]
         self.path = path
         self.specs: dict[str, TensorSpec] = {}
         self._tensors: dict[str, ArchiveTensor] = {}

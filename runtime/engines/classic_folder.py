@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from runtime.engines.families.arguments import DECISIVE
+from runtime.engines.classic_ranks import Coordinates, Grid, grid_of
+from runtime.engines.families.arguments import DECISIVE, noop_layers
 from runtime.engines.torch_archive import ArchiveTensor, Attributes, read_archive
 from runtime.errors import UserError
 
@@ -28,9 +28,7 @@ FILE = "model_optim_rng.pt"
 VERSION = 3.0
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_SIZES = ("tensor", "pipeline", "expert")
-Coordinates = tuple[int, int, int]  # tensor rank, pipeline stage (not a virtual one), expert rank
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class RankFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +43,7 @@ class RankFile(msgspec.Struct, frozen=True, kw_only=True):
 class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks'."""
 
-    sizes: Coordinates  # of parallelism
+    grid: Grid
     files: dict[Coordinates, RankFile]
 
     @property
@@ -53,18 +51,13 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
         return self.files[0, 0, 0]
 
     @property
-    def chunks(self) -> int:
-        """Of each stage."""
-        return len(self.first.chunks)
-
-    @property
     def stages(self) -> int:
         """With the virtual ones."""
-        return self.sizes[1] * self.chunks
+        return self.grid.pipeline * len(self.first.chunks)
 
     def stored(self, tensor: int, stage: int, expert: int) -> tuple[Path, dict[str, ArchiveTensor]]:
         """What a rank holds of a stage, which may be a virtual one."""
-        chunk, real = divmod(stage, self.sizes[1])
+        chunk, real = divmod(stage, self.grid.pipeline)
         file = self.files[tensor, real, expert]
         return file.path, file.chunks[chunk]
 
@@ -73,19 +66,11 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
         counts = []
         for stage in range(self.stages):
             path, stored = self.stored(0, stage, 0)
-            numbers = {int(layer[1]) for name in stored if (layer := _LAYER.match(name)) is not None}
-            if numbers != set(range(len(numbers))):
-                raise UserError(f"{path}: has the layers {', '.join(map(str, sorted(numbers)))}; must be numbered from 0 on")
+            numbers = _layers(stored)
+            if numbers != list(range(len(numbers))):
+                raise UserError(f"{path}: has the layers {', '.join(map(str, numbers))}; must be numbered from 0 on")
             counts.append(len(numbers))
         return tuple(counts)
-
-
-def rank_name(coordinates: Coordinates, sizes: Coordinates) -> str:
-    """The folder of a rank."""
-    tensor, stage, expert = coordinates
-    name = f"mp_rank_{tensor:02d}"
-    name += f"_{stage:03d}" if sizes[1] > 1 else ""
-    return name + (f"_{expert:03d}" if sizes[2] > 1 else "")
 
 
 def read_rank_files(source: Path) -> RankFiles:
@@ -100,21 +85,17 @@ def read_rank_files(source: Path) -> RankFiles:
         _refuse_distributed(folder)
         raise UserError(f"{folder}: has no rank's folder mp_rank_00 ...")
     first = _read(folder / names[0] / FILE)
-    sizes = _sizes(first, names)
-    tensor, pipeline, expert = map(range, sizes)
-    expected = {rank_name(one, sizes): one for one in product(tensor, pipeline, expert)}
+    grid = grid_of(first.arguments, _found(names), str(first.path))
+    expected = {grid.name(rank): rank for rank in grid.ranks()}
     if missing := [name for name in expected if not (folder / name / FILE).is_file()]:
         told = ", ".join(f"{name}/{FILE}" for name in missing[:10])
-        by = " x ".join(map(str, sizes))
-        raise UserError(f"{folder}: {len(missing)} ranks' files are missing, of {by} by args: {told}")
+        raise UserError(f"{folder}: {len(missing)} ranks' files are missing, of {grid.told()} by args: {told}")
     if more := [name for name in names if name not in expected]:
-        raise UserError(
-            f"{folder}: {more[0]} is of no rank, of {' x '.join(map(str, sizes))} (tensor, pipeline, expert) by args"
-        )
-    files = {one: first if name == names[0] else _read(folder / name / FILE) for name, one in expected.items()}
+        raise UserError(f"{folder}: {more[0]} is of no rank, of {grid.told()} (tensor, pipeline, expert) by args")
+    files = {rank: first if name == names[0] else _read(folder / name / FILE) for name, rank in expected.items()}
     for file in files.values():
         _require_agreement(files[0, 0, 0], file)
-    return RankFiles(sizes=sizes, files=files)
+    return RankFiles(grid=grid, files=files)
 
 
 def _newest(source: Path) -> Path:
@@ -156,7 +137,10 @@ def _read(path: Path) -> RankFile:
     arguments = found.get("args")
     if not isinstance(arguments, Attributes):
         raise UserError(f"{path}: has no args")
-    return RankFile(path=path, arguments=arguments.values, iteration=found.get("iteration"), chunks=_chunks(path, found))
+    chunks = _chunks(path, found)
+    if noop_layers(arguments.values):
+        chunks = [_without_gaps(chunk) for chunk in chunks]
+    return RankFile(path=path, arguments=arguments.values, iteration=found.get("iteration"), chunks=chunks)
 
 
 def _chunks(path: Path, found: Mapping[Any, Any]) -> list[dict[str, ArchiveTensor]]:
@@ -182,22 +166,26 @@ def _tensors(path: Path, key: str, model: Any) -> dict[str, ArchiveTensor]:
     return found
 
 
-def _sizes(first: RankFile, names: list[str]) -> Coordinates:
-    """Of parallelism, by the arguments; where they say nothing, by the folders' names, whose second number is a stage."""
+def _found(names: list[str]) -> Coordinates:
+    """Sizes of parallelism by the folders' names; of two numbers the second is a stage."""
     numbers = [_RANK.fullmatch(name) for name in names]
-    found = []
-    for group, kind in enumerate(_SIZES, 1):
-        size = first.arguments.get(f"{kind}_model_parallel_size")
-        if size is None:
-            size = 1 + max(int(number[group] or 0) for number in numbers if number is not None)
-        if not isinstance(size, int) or not 1 <= size <= 65536:
-            raise UserError(f"{first.path}: args.{kind}_model_parallel_size is {size!r}; must be a positive integer")
-        found.append(size)
-    return found[0], found[1], found[2]
+    sizes = [1 + max(int(number[group] or 0) for number in numbers if number is not None) for group in (1, 2, 3)]
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _layers(stored: Mapping[str, ArchiveTensor]) -> list[int]:
+    """Their numbers on the stage."""
+    return sorted({int(layer[1]) for name in stored if (layer := LAYER.match(name)) is not None})
+
+
+def _without_gaps(stored: dict[str, ArchiveTensor]) -> dict[str, ArchiveTensor]:
+    """Layers numbered from 0 on: those that only pass tokens on have numbers, but no tensors."""
+    numbers = {number: index for index, number in enumerate(_layers(stored))}
+    return {LAYER.sub(lambda layer: f"decoder.layers.{numbers[int(layer[1])]}.", name): t for name, t in stored.items()}
 
 
 def _require_agreement(first: RankFile, file: RankFile) -> None:
-    for key in (*(f"{kind}_model_parallel_size" for kind in _SIZES), *DECISIVE):
+    for key in DECISIVE:
         if file.arguments.get(key) != first.arguments.get(key):
             told = f"args.{key} is {file.arguments.get(key)!r}"
             raise UserError(f"{file.path}: {told}, on another rank {first.arguments.get(key)!r}")

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from runtime import checkpoint
 from runtime.engines import classic_folder, hf_policy, value_model
 from runtime.engines.classic_checkpoint import ClassicCheckpoint, has_value_head
-from runtime.engines.classic_writer import rank_parameters, ranks_of, target_for, write_ranks
+from runtime.engines.classic_writer import rank_parameters, target_for, write_ranks
 from runtime.engines.conversion_check import Reader, require_same_bits
 from runtime.engines.conversion_parts import (
     HfModel,
@@ -49,6 +50,7 @@ from runtime.engines.tensor_files import TensorFolder, TensorWriter
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
 
+_PLAIN = Naming()
 Pieces = list[tuple[Parameter, Reader]]
 Comparison = Callable[["_Core", Path], float]  # of a model in megatron-core's layout and a Hugging Face folder
 
@@ -114,20 +116,20 @@ def to_megatron(
     source: Path,
     folder: Path,
     layout: Layout,
+    naming: Naming = _PLAIN,
     *,
-    layers_per_virtual_stage: int | None = None,
-    naming: Naming,
     dtype: torch.dtype | None = None,
     value_head: bool = False,
     check_logits: bool = False,
     show: Show,
+    **options: Any,
 ) -> Report:
-    """As `to_core`, into a release in Megatron-LM's own layout, whose tensors are named by `naming`."""
+    """As `to_core`, into a release in Megatron-LM's own layout, whose tensors are named by `naming`. `options` are those of
+    `target_for`."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
-    layout.require(model.family.shape)
-    target = target_for(layout, model.family.shape.layers, layers_per_virtual_stage, naming)
-    ranks = list(ranks_of(target))
+    target = target_for(layout, model.family.shape, naming, **options)
+    ranks = target.grid.ranks()
     held = [parameters for rank in ranks for parameters in rank_parameters(model, target, rank)]
     nbytes = sum(model.tensors.spec(parameter).nbytes for parameters in held for parameter in parameters)
 

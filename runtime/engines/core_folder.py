@@ -11,7 +11,6 @@ Tensors have the names that megatron-core's GPTModel gives them on that rank, so
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -61,7 +60,8 @@ def columns(family: Family, layout: Layout) -> Iterator[Column]:
     for stage in range(layout.pipeline):
         yield Column([_part(family, layout, tensor, stage, None) for tensor in range(layout.tensor)])
         for expert in range(layout.expert):
-            parts = [_part(family, layout, tensor, stage, expert) for tensor in range(layout.tensor)]
+            cuts = 1 if layout.whole_experts else layout.tensor
+            parts = [_part(family, layout, tensor, stage, expert) for tensor in range(cuts)]
             if parts[0].parameters:
                 yield Column(parts)
 
@@ -97,8 +97,7 @@ class CoreFolder:
     def __init__(self, folder: Path, family: Family, layout: Layout):
         """Reads headers only. Raises UserError, naming the tensors, when a file is missing, torn or of another model."""
         self._readers: dict[str, TensorReader] = {}
-        for column, number in product(columns(family, layout), range(layout.tensor)):
-            part = column.parts[number]
+        for part in (part for column in columns(family, layout) for part in column.parts):
             reader = TensorReader(folder / part.name)
             needed = {parameter.name: parameter.shape for parameter in part.parameters}
             require_same(str(reader.path), needed, {name: spec.shape for name, spec in reader.specs.items()})

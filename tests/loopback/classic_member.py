@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import types
@@ -40,10 +41,13 @@ class Case(NamedTuple):
     grouped: bool = False
     dtype: str = "float32"
     padded: int = PADDED
+    expert_tensor: int = 0  # 0: as tensor
     load: str = ""  # a folder; "": random weights, which are saved to FOLDER/saved
 
     @property
     def processes(self) -> int:
+        if self.expert_tensor == 1:  # expert ranks are the tensor ranks too
+            return math.lcm(self.tensor, self.expert) * self.pipeline
         return self.tensor * self.pipeline * self.expert
 
     @property
@@ -68,6 +72,7 @@ def member(rank: int, folder: Path) -> None:
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
         expert_model_parallel_size=case.expert,
+        expert_tensor_parallel_size=case.expert_tensor or None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)
     with facade.moving(torch.device("cpu")):
@@ -86,7 +91,7 @@ def member(rank: int, folder: Path) -> None:
     with torch.no_grad():
         logits = forward(models, case)
     tensor, _, expert = coordinates()
-    if logits is not None and tensor == expert == 0:
+    if logits is not None and tensor == 0 and expert == 0:
         torch.save(logits.float(), folder / "logits.pt")
     parallel_state.destroy_model_parallel()
 
@@ -130,6 +135,7 @@ def make_model(case: Case, chunk: int) -> Any:
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": case.grouped,
             "expert_model_parallel_size": case.expert,
+            "expert_tensor_parallel_size": case.expert_tensor or case.tensor,
         }
     config = TransformerConfig(
         num_layers=4,
@@ -215,7 +221,8 @@ def fill(model: Any, case: Case, chunk: int) -> None:
     for name, parameter in model.named_parameters():
         sharded = getattr(parameter, "tensor_model_parallel", False) and name != "rm_head.bias"
         of_expert = ".experts." in name
-        key = [name, stage, chunk, tensor if sharded or of_expert else -1, expert if of_expert else -1]
+        whole = case.expert_tensor == 1 and of_expert
+        key = [name, stage, chunk, tensor if (sharded or of_expert) and not whole else -1, expert if of_expert else -1]
         if case.tied and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             key = ["tied", tensor]
         generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
@@ -273,7 +280,7 @@ def save(path: Path, models: list[Any], case: Case) -> None:
         save=Path("/checkpoints"),
         lr=1e-5,
         mtp_num_layers=None,
-        expert_tensor_parallel_size=case.tensor,
+        expert_tensor_parallel_size=case.expert_tensor or case.tensor,
         optimizer_config=OptimizerConfig(lr=1e-5),
     )
     state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}

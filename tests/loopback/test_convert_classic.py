@@ -24,6 +24,7 @@ SAVED = [
     Case(pipeline=2, tied=True),
     Case(expert=2, family="qwen3_moe"),
     Case(family="qwen3_moe", grouped=True),
+    Case(tensor=2, expert=2, expert_tensor=1, family="qwen3_moe"),
     Case(tensor=2, family="llama"),
 ]
 LOADED = [
@@ -32,6 +33,7 @@ LOADED = [
     (Case(pipeline=2, tied=True, padded=VOCABULARY), ""),
     (Case(expert=2, tensor=1, family="qwen3_moe"), ""),
     (Case(family="qwen3_moe", grouped=True), "--moe-grouped-gemm"),
+    (Case(tensor=2, expert=2, expert_tensor=1, family="qwen3_moe"), "--expert-tensor-parallel 1"),
 ]
 
 

@@ -26,12 +26,18 @@ LAYOUTS = [
     "--tensor-parallel 4 --pipeline-parallel 2 --layers-per-stage 1,3",
     "--tensor-parallel 2 --pipeline-parallel 2 --layers-per-virtual-stage 1 --make-vocab-size-divisible-by 64",
     "--tensor-parallel 2 --transformer-impl transformer_engine",
+    "--pipeline-parallel 2 --noop-layers 0,5",
+    "--pipeline-parallel 2 --noop-layers 1,3,6,7 --layers-per-virtual-stage 2",
 ]
 SPARSE = [
     "--expert-parallel 2 --tensor-parallel 2 --pipeline-parallel 2",
     "--expert-parallel 2 --tensor-parallel 2 --moe-grouped-gemm",
     "--expert-parallel 2 --moe-grouped-gemm --transformer-impl transformer_engine",
     "--expert-parallel 4 --pipeline-parallel 2 --layers-per-virtual-stage 1",
+    "--expert-parallel 2 --tensor-parallel 2 --expert-tensor-parallel 1",
+    "--expert-parallel 2 --tensor-parallel 4 --expert-tensor-parallel 1 --moe-grouped-gemm",
+    "--expert-parallel 4 --tensor-parallel 2 --expert-tensor-parallel 1 --pipeline-parallel 2",
+    "--expert-parallel 2 --tensor-parallel 2 --moe-tp-extend-ep --moe-grouped-gemm",
 ]
 
 
@@ -136,6 +142,37 @@ def test_virtual_stages_follow_each_other_around_the_ranks(tmp_path: Path) -> No
         stored = ranks(tmp_path / "megatron")[f"mp_rank_00_{rank}"][f"model{chunk}"]
         assert torch.equal(stored[f"{LAYER}.mlp.linear_fc2.weight"], tensors[f"model.layers.{layer}.mlp.down_proj.weight"])
         assert ("embedding.word_embeddings.weight" in stored, "output_layer.weight" in stored) == (layer == 0, layer == 3)
+
+
+def test_layers_without_weights_are_counted(tmp_path: Path) -> None:
+    tensors = write_folder(tmp_path / "hf", "qwen3")
+    assert to_megatron(tmp_path / "hf", tmp_path / "megatron", "--pipeline-parallel 2 --noop-layers 0,4") == 0
+    found = ranks(tmp_path / "megatron")
+    assert {state["args"].num_layers for state in found.values()} == {6}
+    for rank, local, layer in (("000", 1, 0), ("000", 2, 1), ("001", 0, 2), ("001", 2, 3)):
+        stored = found[f"mp_rank_00_{rank}"]["model"][f"decoder.layers.{local}.mlp.linear_fc2.weight"]
+        assert torch.equal(stored, tensors[f"model.layers.{layer}.mlp.down_proj.weight"])
+
+
+def test_where_whole_experts_are(tmp_path: Path) -> None:
+    """As Megatron-LM and MindSpeed-LLM spread them: by counting ranks, or over the tensor ranks of an expert rank."""
+    tensors = write_folder(tmp_path / "hf", "qwen3_moe")
+
+    def held(options: str) -> dict[str, list[int]]:
+        folder = tmp_path / options.replace(" ", "")
+        assert to_megatron(tmp_path / "hf", folder, f"--expert-parallel 2 {options}") == 0
+        wholes = [tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"] for expert in range(4)]
+        found: dict[str, list[int]] = {}
+        for rank, state in ranks(folder).items():
+            stored = [state["model"].get(f"{LAYER}.mlp.experts.local_experts.{local}.linear_fc2.weight") for local in range(2)]
+            found[rank] = [[torch.equal(one, whole) for whole in wholes].index(True) for one in stored if one is not None]
+        return found
+
+    assert held("--tensor-parallel 2 --expert-tensor-parallel 1") == {"mp_rank_00_000": [0, 1], "mp_rank_01_001": [2, 3]}
+    four = {f"mp_rank_{tensor:02d}_{tensor % 2:03d}": [0, 1] if tensor % 2 == 0 else [2, 3] for tensor in range(4)}
+    assert held("--tensor-parallel 4 --expert-tensor-parallel 1") == four
+    extended = {"mp_rank_00_000": [0], "mp_rank_01_000": [1], "mp_rank_00_001": [2], "mp_rank_01_001": [3]}
+    assert held("--tensor-parallel 2 --moe-tp-extend-ep") == extended
 
 
 class TestOtherWriters:

@@ -26,6 +26,16 @@ class TestRefusedToMegatron:
             ("--tensor-parallel 3", "tensor parallel is 3; must divide attention heads (8)"),
             ("--layers-per-virtual-stage 1", "--layers-per-virtual-stage: is 1; needs --pipeline-parallel of at least 2"),
             ("--pipeline-parallel 2 --layers-per-virtual-stage 2", "--layers-per-virtual-stage: is 2; a multiple of it"),
+            ("--noop-layers 0,6", "--noop-layers: are 0,6; must be different numbers from 0 to 5"),
+            ("--noop-layers 1,1", "--noop-layers: are 1,1; must be different numbers from 0 to 5"),
+            ("--noop-layers first", "--noop-layers: 'first' is not a list of numbers such as 9,10,9"),
+            ("--noop-layers 1 --pipeline-parallel 2", "--noop-layers: are 1: 5 layers with them; must be a multiple of"),
+            (
+                "--tensor-parallel 4 --expert-tensor-parallel 2",
+                "--expert-tensor-parallel: is 2; must be 1, or --tensor-para",
+            ),
+            ("--tensor-parallel 2 --expert-tensor-parallel 1", "--expert-tensor-parallel: is for models with experts"),
+            ("--tensor-parallel 2 --moe-tp-extend-ep", "--moe-tp-extend-ep: is for models with experts"),
             ("--pipeline-parallel 2 --layers-per-virtual-stage 0", "--layers-per-virtual-stage: is 0; a multiple of it"),
             (
                 "--pipeline-parallel 2 --layers-per-stage 1,3 --layers-per-virtual-stage 1",
@@ -64,6 +74,17 @@ def cut(path: Path) -> None:
 
 
 class TestRefusedToHf:
+    def test_layers_with_gaps(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_folder(tmp_path / "hf", "qwen2-tied")
+        assert to_megatron(tmp_path / "hf", tmp_path / "core", "--noop-layers 1") == 0
+        change(tmp_path / "core", "mp_rank_00", set_argument("noop_layers", None))
+        capsys.readouterr()
+        assert to_hf(tmp_path / "core", tmp_path / "back", tmp_path / "hf") == 2
+        refused(capsys, tmp_path, "args.num_layers is 5; by config.json, num_hidden_layers 4, it is 4")
+        change(tmp_path / "core", "mp_rank_00", set_argument("num_layers", 4))
+        assert to_hf(tmp_path / "core", tmp_path / "back", tmp_path / "hf") == 2
+        refused(capsys, tmp_path, "has the layers 0, 2, 3, 4; must be numbered from 0 on")
+
     @pytest.mark.parametrize(
         "rank,by,told",
         [
@@ -184,7 +205,7 @@ class TestRefusedToHf:
     @pytest.mark.parametrize(
         "key,value,told",
         [
-            ("noop_layers", "0,3", "args.noop_layers is '0,3', which is not supported"),
+            ("noop_layers", "0,3", "args.num_layers is 4; by config.json, num_hidden_layers 4, it is 6"),
             ("schedules_method", "dualpipev", "args.schedules_method is 'dualpipev', which is not supported"),
             ("multi_latent_attention", True, "args.multi_latent_attention is True, which is not supported; must be False"),
             ("mtp_num_layers", 1, "args.mtp_num_layers is 1, which is not supported; must be 0"),

@@ -13,9 +13,7 @@ from runtime.errors import UserError
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "mtp_num_layers": (0,),
-    "noop_layers": ("", [], set()),
     "schedules_method": ("",),  # dualpipev
-    "moe_tp_extend_ep": (False,),
     "add_bias_linear": (False,),
     "add_dense_bias": (False,),
     "apply_layernorm_1p": (False,),
@@ -40,8 +38,13 @@ _CONFIG_KEYS = {
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_topk": "num_experts_per_tok",
 }
-# Besides the sizes of parallelism, what all ranks of a checkpoint must say alike.
-DECISIVE = (*_CONFIG_KEYS, "group_query_attention", "padded_vocab_size", *_UNSUPPORTED)
+# What all ranks of a checkpoint must say alike.
+DECISIVE = (
+    *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    *("expert_tensor_parallel_size", "moe_tp_extend_ep", "noop_layers", "group_query_attention", "padded_vocab_size"),
+    *_CONFIG_KEYS,
+    *_UNSUPPORTED,
+)
 
 
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,6 +97,7 @@ def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[
     """
     require_supported(found, where)
     needed = arguments_of(family, config)
+    needed["num_layers"] += len(noop_layers(found))
     found = {**found, "num_query_groups": _groups(found)}
     for key, name in _CONFIG_KEYS.items():
         if _unused(key, family):
@@ -109,12 +113,7 @@ def require_supported(found: Mapping[str, Any], where: str) -> None:
     for key, allowed in _UNSUPPORTED.items():
         if (value := found.get(key)) is not None and value not in allowed:
             raise UserError(f"{where}: args.{key} is {value!r}, which is not supported; must be {allowed[0]!r}")
-    tensor, expert = (found.get(f"{kind}_model_parallel_size") or 1 for kind in ("tensor", "expert"))
-    if found.get("num_experts") and (each := found.get("expert_tensor_parallel_size")) not in (None, tensor):
-        raise UserError(
-            f"{where}: args.expert_tensor_parallel_size is {each!r}, which is not supported; must be {tensor}, as for all else"
-        )
-    if expert > 1 and not found.get("num_experts"):
+    if (expert := found.get("expert_model_parallel_size") or 1) > 1 and not found.get("num_experts"):
         raise UserError(f"{where}: args.expert_model_parallel_size is {expert}; must be 1 without num_experts")
 
 
@@ -127,7 +126,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: has no args.{key}; --hf-config DIR, the original Hugging Face folder, tells it")
         return found[key]
 
-    for key in ("use_rope_scaling", "rope_scaling_type"):
+    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers"):
         if found.get(key):
             raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
     heads = need("num_attention_heads")
@@ -154,6 +153,14 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; no family has that")
         config |= _experts_of(need)
     return config
+
+
+def noop_layers(found: Mapping[str, Any]) -> list[Any]:
+    """MindSpeed-LLM's layers that only pass tokens on, so that stages have equally many: counted, but without tensors."""
+    value = found.get("noop_layers")
+    if isinstance(value, str):
+        return [number for number in value.split(",") if number]
+    return list(value) if isinstance(value, (list, set)) else []
 
 
 def _experts_of(need: Any) -> dict[str, Any]:
