@@ -96,6 +96,19 @@ def test_the_arguments_alone_describe_the_model(case: str, tmp_path: Path) -> No
     assert CONFIGS[case].keys() - found.keys() == set()
 
 
+def test_what_the_arguments_do_not_tell_has_to_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    tensors = write_folder(tmp_path / "hf", "llama", rope_scaling=scaling)
+    assert to_megatron(tmp_path / "hf", tmp_path / "megatron") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 2
+    assert "args.use_rope_scaling is True; --hf-config DIR" in capsys.readouterr().err
+    assert to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf") == 0
+    assert same(load_folder(tmp_path / "back"), tensors)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    assert to_hf(tmp_path / "megatron", tmp_path / "other", tmp_path / "hf") == 2
+    assert "args.use_rope_scaling is True; by config.json, rope_scaling None, it is False" in capsys.readouterr().err
+
+
 def test_the_files_are_as_megatron_wants_them(tmp_path: Path) -> None:
     write_folder(tmp_path / "hf", "qwen3_moe", torch.bfloat16)
     options = "--tensor-parallel 2 --pipeline-parallel 2 --expert-parallel 2 --make-vocab-size-divisible-by 8"

@@ -31,6 +31,8 @@ _CONFIG_KEYS = {
     "kv_channels": "head_dim",
     "norm_epsilon": "rms_norm_eps",
     "rotary_base": "rope_theta",
+    "use_rope_scaling": "rope_scaling",
+    "rope_scaling_type": "rope_scaling",
     "untie_embeddings_and_output_weights": "tie_word_embeddings",
     "add_qkv_bias": "model_type",
     "qk_layernorm": "model_type",
@@ -63,9 +65,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "seq_length": positions,
         "position_embedding_type": "rope",
-        "rotary_base": config.get("rope_theta", 10000.0),
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
+        **_rotary(config),
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "apply_layernorm_1p": False,
@@ -90,6 +90,20 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` is transformers 5's key."""
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type") or rope.get("type")
+    return {
+        "rotary_base": rope.get("rope_theta", 10000.0),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": kind == "llama3",  # Megatron-LM's; MindSpeed names the kind
+        "rope_scaling_type": None if kind == "default" else kind,
+        "rope_scaling_factor": rope.get("factor", 1.0),
+    }
+
+
 def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[str, Any], where: str) -> None:
     """Raises UserError unless the arguments `found` suit the model of `config`, by the first that does not, and both values.
 
@@ -103,7 +117,7 @@ def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[
         if _unused(key, family):
             continue
         value, other = found.get(key), needed.get(key, 0)
-        if value is not None and value != other:
+        if value is not None and value != other and (value, key) != (False, "use_rope_scaling"):
             told = config.get(name)
             raise UserError(f"{where}: args.{key} is {value!r}; by config.json, {name} {told!r}, it is {other!r}")
 
@@ -126,7 +140,8 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: has no args.{key}; --hf-config DIR, the original Hugging Face folder, tells it")
         return found[key]
 
-    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers"):
+    # How MindSpeed's own argument of routing goes together with Megatron-LM's is its affair.
+    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob"):
         if found.get(key):
             raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
     heads = need("num_attention_heads")
