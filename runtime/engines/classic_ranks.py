@@ -1,4 +1,4 @@
-"""Which ranks have a file in a checkpoint of Megatron-LM's own layout, and what each of them holds. Pure."""
+"""Which ranks have a file in a checkpoint of Megatron-LM's own layout, and what each of them holds."""
 
 from __future__ import annotations
 

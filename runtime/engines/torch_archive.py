@@ -212,8 +212,10 @@ class _Values(pickle.Unpickler):
         raise _Refused(full)
 
     def persistent_load(self, identity: Any) -> Any:
-        """A tensor's memory: (place in the file, elements, dtype)."""
+        """A tensor's memory: (the file, where in it, elements, dtype). That of a dtype which no model here has is `Inert`."""
         kind, dtype, key, _device, elements = identity
+        if kind == "storage" and isinstance(dtype, type) and issubclass(dtype, Inert):
+            return dtype()
         if kind != "storage" or dtype not in ITEM_BYTES or not isinstance(elements, int):
             raise pickle.UnpicklingError(f"it wants {kind!r} from outside")
         info = self._entries[f"data/{key}"]

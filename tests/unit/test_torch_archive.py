@@ -81,6 +81,7 @@ def test_plain_values_and_what_megatron_saves_beside_them(protocol: int, tmp_pat
         "model": model,
         "ordered": torch.nn.Linear(2, 3).state_dict(),
         "extra": io.BytesIO(b"state"),
+        "fp8": torch.ones(3).to(torch.float8_e4m3fn),
         "rng": [np.random.get_state(), torch.get_rng_state(), torch.Size([1, 2]), torch.device("cpu"), (1.5, None, "text")],
     }
     found = read_archive(write(tmp_path / "a.pt", saved, protocol))
@@ -95,6 +96,7 @@ def test_plain_values_and_what_megatron_saves_beside_them(protocol: int, tmp_pat
     assert torch.equal(found["model"]["weight"][:], torch.ones(2))
     assert list(found["ordered"]) == ["weight", "bias"]
     assert isinstance(found["extra"], Inert)
+    assert isinstance(found["fp8"], Inert)
     assert found["rng"][2:3] + found["rng"][4:] == [(1, 2), (1.5, None, "text")]
 
 
