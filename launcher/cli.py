@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher import convert_options
 from runtime.errors import SluiceError, UserError
 
 if TYPE_CHECKING:
@@ -81,25 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
     score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
 
-    convert = commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron-core's")
-    directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
-    hf2mcore = directions.add_parser("hf2mcore", help="a Hugging Face folder into a layout of megatron-core's ranks")
-    mcore2hf = directions.add_parser("mcore2hf", help="any such layout, or a checkpoint, into a Hugging Face folder")
-    for command in (hf2mcore, mcore2hf):
-        command.add_argument("--in", dest="source", type=Path, required=True, metavar="DIR", help="the folder to convert")
-        command.add_argument("--out", dest="target", type=Path, required=True, metavar="DIR", help="a new folder")
-        command.add_argument(
-            "--check-logits", action="store_true", help="compare megatron-core's with transformers' (needs both)"
-        )
-    hf2mcore.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
-    hf2mcore.add_argument("--pipeline-parallel", type=int, default=1, metavar="P")
-    hf2mcore.add_argument("--expert-parallel", type=int, default=1, metavar="E")
-    hf2mcore.add_argument("--layers-per-stage", metavar="N,N,...", help="where stages differ in their number of layers")
-    hf2mcore.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=1, metavar="N", help="pad the vocabulary to a multiple of N times T"
-    )
-    hf2mcore.add_argument("--params-dtype", choices=("bf16", "fp32"), help="instead of the dtype that the weights have")
-    hf2mcore.add_argument("--value-head", action="store_true", help="a critic: one number a token in place of the vocabulary")
+    convert_options.add(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
 
     bench = commands.add_parser(
         "bench",

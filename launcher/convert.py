@@ -1,4 +1,4 @@
-"""`sluice convert`: model folders between Hugging Face's layout and megatron-core's, with progress."""
+"""`sluice convert`: model folders between Hugging Face's layout and megatron's, with progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from launcher.view import View
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from runtime.engines.conversion import Report, Show
+    from runtime.engines.conversion_parts import Report, Show
+    from runtime.engines.families.naming import Naming
 
 MEGABYTE = 1_000_000
 
@@ -26,16 +27,20 @@ def run(options: argparse.Namespace) -> None:
         def show(phase: str, done: int, total: int) -> None:
             view.phase(phase, done // MEGABYTE, total // MEGABYTE, "MB" if total else "the logits of both")
 
-        if options.direction == "hf2mcore":
-            report = _to_core(options, show)
-        else:
+        if options.direction == "mcore2hf":
             report = conversion.to_hf(options.source, options.target, check_logits=options.check_logits, show=show)
+        elif options.direction == "megatron2hf":
+            report = conversion.megatron_to_hf(
+                options.source, options.target, options.hf_config, check_logits=options.check_logits, show=show
+            )
+        else:
+            report = _from_hf(options, show)
     for line in _told(report):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"folder: {options.target}", highlight=False, soft_wrap=True)
 
 
-def _to_core(options: argparse.Namespace, show: Show) -> Report:
+def _from_hf(options: argparse.Namespace, show: Show) -> Report:
     import torch
 
     from runtime.engines import conversion
@@ -45,26 +50,53 @@ def _to_core(options: argparse.Namespace, show: Show) -> Report:
         tensor=options.tensor_parallel,
         pipeline=options.pipeline_parallel,
         expert=options.expert_parallel,
-        layers_per_stage=_layers(options.layers_per_stage),
+        layers_per_stage=_numbers("--layers-per-stage", options.layers_per_stage),
         make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
     )
     dtype = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[options.params_dtype]
-    return conversion.to_core(
+    if options.direction == "hf2mcore":
+        return conversion.to_core(
+            options.source,
+            options.target,
+            layout,
+            dtype=dtype,
+            value_head=options.value_head,
+            check_logits=options.check_logits,
+            show=show,
+        )
+    return conversion.to_megatron(
         options.source,
         options.target,
         layout,
+        _naming(options),
+        layers_per_virtual_stage=options.layers_per_virtual_stage,
+        noops=_numbers("--noop-layers", options.noop_layers),
+        expert_tensor=options.expert_tensor_parallel,
+        extended=options.moe_tp_extend_ep,
         dtype=dtype,
-        value_head=options.value_head,
+        value_head=options.value_head is not None,
         check_logits=options.check_logits,
         show=show,
     )
 
 
-def _layers(text: str | None) -> tuple[int, ...]:
+def _naming(options: argparse.Namespace) -> Naming:
+    from runtime.engines.families.naming import Experts, Naming
+
+    fused = options.transformer_impl == "transformer_engine"
+    grouped = Experts.NUMBERED if fused else Experts.GROUPED
+    return Naming(
+        fused=fused,
+        experts=grouped if options.moe_grouped_gemm else Experts.SEQUENTIAL,
+        reward_head=options.value_head == "rm_head",
+    )
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(",")) if text else ()
     except ValueError:
-        raise UserError(f"--layers-per-stage: {text!r} is not a list of numbers such as 9,10,9") from None
+        raise UserError(f"{option}: {text!r} is not a list of numbers such as 9,10,9") from None
 
 
 def _told(report: Report) -> list[str]:

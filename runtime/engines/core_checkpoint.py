@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from runtime.engines.core_folder import Part, columns
 from runtime.engines.families import Family, Layout
 from runtime.engines.families.family import HEAD, require_same
-from runtime.errors import UserError
+from runtime.engines.families.naming import FUSED
+from runtime.errors import InvariantViolated, UserError
 from runtime.weights.plan import TensorSpec
 
 FOLDER = "megatron"
@@ -35,10 +36,6 @@ OPTIMIZER = "optimizer."
 OWN = "metadata.json"  # megatron-core's, among the Hugging Face folder's files
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_FUSED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 _EXPERT = re.compile(r"(.*)\.local_experts\.(\d+)\.(.*)")
 
 
@@ -112,7 +109,7 @@ class CoreCheckpoint:
         index: tuple[int, ...] = ()
         if (layer := _LAYER.fullmatch(name)) is not None and not self._numbered:
             name, index = f"decoder.layers.{layer[2]}", (int(layer[1]),)
-        for norm, fused in _FUSED.items():
+        for norm, fused in FUSED.items():
             if name.endswith(norm) and (other := name.removesuffix(norm) + fused) in self._stored:
                 name = other
         if (expert := _EXPERT.fullmatch(name)) is not None:
@@ -121,7 +118,7 @@ class CoreCheckpoint:
 
 
 class StoredParameter:
-    """Read as it is indexed, by `[:]` alone."""
+    """Read as it is indexed, by `[:]` alone; by anything else raises InvariantViolated."""
 
     def __init__(self, checkpoint: CoreCheckpoint, name: str):
         self._checkpoint = checkpoint
@@ -129,7 +126,7 @@ class StoredParameter:
 
     def __getitem__(self, index: slice) -> torch.Tensor:
         if index != slice(None):
-            raise NotImplementedError("a part of a parameter")
+            raise InvariantViolated(f"{self._name}: is read by parts ({index!r}), of which this is not capable")
         return self._checkpoint.read(self._name)
 
 

@@ -11,7 +11,6 @@ Tensors have the names that megatron-core's GPTModel gives them on that rank, so
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -33,11 +32,17 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     value_head: bool
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One file: the parameters of a rank that lie in it."""
 
-    name: str
+    tensor: int
+    stage: int
+    expert: int | None  # None: what all expert ranks hold
     parameters: list[Parameter]
+
+    @property
+    def name(self) -> str:
+        return f"tp_{self.tensor:02d}_pp_{self.stage:02d}{'' if self.expert is None else f'_ep_{self.expert:02d}'}.safetensors"
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -55,15 +60,16 @@ def columns(family: Family, layout: Layout) -> Iterator[Column]:
     for stage in range(layout.pipeline):
         yield Column([_part(family, layout, tensor, stage, None) for tensor in range(layout.tensor)])
         for expert in range(layout.expert):
-            parts = [_part(family, layout, tensor, stage, expert) for tensor in range(layout.tensor)]
+            cuts = 1 if layout.whole_experts else layout.tensor
+            parts = [_part(family, layout, tensor, stage, expert) for tensor in range(cuts)]
             if parts[0].parameters:
                 yield Column(parts)
 
 
 def _part(family: Family, layout: Layout, tensor: int, stage: int, expert: int | None) -> Part:
     held = family.parameters(layout, tensor_rank=tensor, pipeline_rank=stage, expert_rank=expert or 0)
-    name = f"tp_{tensor:02d}_pp_{stage:02d}" + ("" if expert is None else f"_ep_{expert:02d}")
-    return Part(f"{name}.safetensors", [parameter for parameter in held if parameter.expert == (expert is not None)])
+    parameters = [parameter for parameter in held if parameter.expert == (expert is not None)]
+    return Part(tensor=tensor, stage=stage, expert=expert, parameters=parameters)
 
 
 def write_description(folder: Path, description: Description) -> None:
@@ -91,8 +97,7 @@ class CoreFolder:
     def __init__(self, folder: Path, family: Family, layout: Layout):
         """Reads headers only. Raises UserError, naming the tensors, when a file is missing, torn or of another model."""
         self._readers: dict[str, TensorReader] = {}
-        for column, number in product(columns(family, layout), range(layout.tensor)):
-            part = column.parts[number]
+        for part in (part for column in columns(family, layout) for part in column.parts):
             reader = TensorReader(folder / part.name)
             needed = {parameter.name: parameter.shape for parameter in part.parameters}
             require_same(str(reader.path), needed, {name: spec.shape for name, spec in reader.specs.items()})

@@ -87,12 +87,12 @@ class TensorReader:
     def rows(self, spec: TensorSpec, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor; a new one."""
         tensor = torch.empty((max(0, stop - start), *spec.shape[1:]), dtype=getattr(torch, spec.dtype))
-        self._read(spec.name, start * _row_bytes(spec), _bytes(tensor))
+        self._read(spec.name, start * _row_bytes(spec), memory(tensor))
         return tensor
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Fill `tensor`, contiguous and of the stored dtype and shape."""
-        self._read(name, 0, _bytes(tensor))
+        self._read(name, 0, memory(tensor))
 
     def _read(self, name: str, offset: int, into: memoryview) -> None:
         with self.path.open("rb", buffering=0) as file:
@@ -131,11 +131,13 @@ class StoredTensor:
         self._spec = spec
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        """A new, contiguous tensor."""
+        """A new, contiguous tensor. Raises InvariantViolated for a step between rows."""
         rows, *columns = index if isinstance(index, tuple) else (index,)
         start, stop, step = rows.indices(self._spec.shape[0])
         if step != 1:
-            raise NotImplementedError("a step between rows")
+            raise InvariantViolated(
+                f"{self._spec.name}: is read with a step of {step} between rows, of which this is not capable"
+            )
         tensor = self._file.rows(self._spec, start, stop)
         return tensor[:, columns[0]].contiguous() if columns else tensor
 
@@ -175,14 +177,14 @@ class TensorWriter:
         spec = self.specs[name]
         if str(tensor.dtype) != f"torch.{spec.dtype}" or tuple(tensor.shape[1:]) != spec.shape[1:]:
             raise InvariantViolated(f"{name}: {tensor.dtype} {list(tensor.shape)} written as {spec.dtype} {list(spec.shape)}")
-        data = _bytes(tensor.contiguous())
+        data = memory(tensor.contiguous())
         self._missing[name] -= len(data)
         self._file.seek(self._starts[name] + row * _row_bytes(spec))
         while data:
             data = data[self._file.write(data) :]
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def memory(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -45,6 +45,12 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def test_a_step_between_rows_is_not_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    with pytest.raises(InvariantViolated, match="matrix: is read with a step of 2 between rows"):
+        TensorReader(tmp_path / "a.safetensors").get("matrix")[0:4:2]
+
+
 def test_parts_are_read_of_what_the_package_writes(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(TENSORS, path, metadata={"format": "pt"})

@@ -91,13 +91,14 @@ class Family:
                 if entry.expert is not None and entry.expert not in held:
                     continue
                 name = entry.name if entry.expert is None else entry.name.format(expert=entry.expert - held.start)
+                whole = entry.expert is not None and layout.whole_experts
                 yield Parameter(
                     name=f"decoder.layers.{local}.{name}",
                     sources=tuple(Source(f"model.layers.{number}.{source.name}", source.shape) for source in entry.sources),
                     split=entry.split,
                     groups=1 if entry.groups == 1 else entry.groups // layout.tensor,
-                    tensor=layout.tensor,
-                    tensor_rank=tensor_rank,
+                    tensor=1 if whole else layout.tensor,
+                    tensor_rank=0 if whole else tensor_rank,
                     expert=entry.expert is not None,
                 )
 

@@ -13,7 +13,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     Data and context parallelism are no part of it: such ranks hold the same parameters. Experts are cut over tensor
     parallelism as well (megatron-core's default: expert tensor parallelism equals tensor parallelism), so expert ranks are
-    some of the data-parallel ones, and the three coordinates are independent.
+    some of the data-parallel ones, and the three coordinates are independent. With `whole_experts` they are not cut, and
+    `expert` are the groups that they are spread over, whichever ranks those are.
     """
 
     tensor: int = 1
@@ -21,6 +22,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     expert: int = 1
     layers_per_stage: tuple[int, ...] = ()  # of each pipeline stage; (): the same number for all
     make_vocab_size_divisible_by: int = 1  # the padded vocabulary is a multiple of this times `tensor`
+    whole_experts: bool = False
+    empty_stages: bool = False  # `layers_per_stage` may be 0: MindSpeed has layers that only pass tokens on
 
     def stage_layers(self, shape: Shape, pipeline_rank: int) -> range:
         """The model's layers that lie on a stage."""
@@ -62,7 +65,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
         if shape.experts is None or len(shape.experts.layers) < shape.layers:
             sizes["the intermediate size"] = shape.intermediate_size
-        if shape.experts is not None:
+        if shape.experts is not None and not self.whole_experts:
             sizes["the experts' intermediate size"] = shape.experts.intermediate_size
         return [
             f"tensor parallel is {self.tensor}; must divide {name} ({size})"
@@ -81,7 +84,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         told = f"layers per stage are {','.join(map(str, counts))}; must be"
         if len(counts) != self.pipeline:
             return [f"{told} as many numbers as pipeline parallel ({self.pipeline})"]
-        if min(counts) < 1 or sum(counts) != shape.layers:
+        if min(counts) < (0 if self.empty_stages else 1) or sum(counts) != shape.layers:
             return [f"{told} positive and add up to the layers ({shape.layers})"]
         return []
 

@@ -5,7 +5,6 @@ In float32 on the CPU, in this process, each model whole: for a model of n param
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import torch.distributed as dist
 
 from runtime.config import Trainer
 from runtime.engines import hf_weights, train_batch
-from runtime.engines.core_folder import CoreFolder, columns, read_description
-from runtime.engines.families import FAMILIES, Family, family_for
+from runtime.engines.families import FAMILIES, Family
 from runtime.engines.families.family import EMBEDDING
 from runtime.engines.hf_weights import ModelConfig
 from runtime.engines.megatron import facade
@@ -38,22 +36,22 @@ def require(family: Family) -> None:
 
 
 @torch.no_grad()
-def largest_difference(core: Path, hf: Path) -> float:
-    """Between the logits that the two folders, which hold the same model, give for the same random tokens.
+def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
+    """Between the logits that converted weights, by their Hugging Face names, and the folder `hf`, which hold the same model,
+    give for the same random tokens. Empties `weights`.
 
     Raises InvariantViolated when it is more than rounding, UserError for a rope scaling that the trainer has not.
     """
-    where = core / "config.json"
-    family = family_for(json.loads(where.read_text(encoding="utf-8")), str(where))
-    shape = hf_weights.read_config(core, FAMILIES)
+    shape = hf_weights.read_config(hf, FAMILIES)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    weights = _wholes(core, family)
     dtype = weights[EMBEDDING].dtype
     logits = _core_logits(family, shape, weights, tokens)
     expected = _transformers_logits(hf, dtype, tokens)
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= TOLERANCE * largest:
-        raise InvariantViolated(f"{core}: its logits differ from those of {hf} by up to {difference:.1e}, of {largest:.1e}")
+        raise InvariantViolated(
+            f"the converted model: its logits differ from those of {hf} by up to {difference:.1e}, of {largest:.1e}"
+        )
     return difference
 
 
@@ -84,18 +82,6 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
     finally:
         grid.close()
         dist.destroy_process_group()
-
-
-def _wholes(folder: Path, family: Family) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that the pieces of all ranks make."""
-    layout = read_description(folder).layout
-    found: dict[str, torch.Tensor] = {}
-    core = CoreFolder(folder, family, layout)
-    for column in columns(family, layout):
-        for row in column.rows():
-            readers = [core.part(part) for part in column.parts[: row[0].pieces]]
-            found.update(row[0].to_hf([reader.get(row[0].name)[:] for reader in readers]))
-    return found
 
 
 def _transformers_logits(folder: Path, dtype: torch.dtype, tokens: torch.Tensor) -> torch.Tensor:

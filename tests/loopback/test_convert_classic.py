@@ -1,0 +1,130 @@
+"""`sluice convert` of Megatron-LM's own checkpoints: what megatron-core's GPTModel saves so, transformers computes as well, and
+what is converted into that layout, GPTModel loads strictly and computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.engines import value_model
+from runtime.engines.packed_attention import Packing
+from tests.loopback.classic_member import TOKENS, Case, run
+from tests.unit.family_cases import CONFIGS, write_folder
+from tests.unit.test_convert import load_folder, same, sluice
+
+VOCABULARY = 101
+SAVED = [
+    Case(tensor=2, pipeline=2),
+    Case(pipeline=2, chunks=2, family="qwen3"),
+    Case(pipeline=2, tied=True, family="llama"),
+    Case(expert=2, family="qwen3_moe"),
+    Case(family="qwen3_moe", grouped=True),
+    Case(tensor=2, expert=2, expert_tensor=1, family="qwen3_moe"),
+]
+LOADED = [
+    (Case(tensor=2, pipeline=2), ""),
+    (Case(pipeline=2, chunks=2, family="qwen3"), "--layers-per-virtual-stage 1"),
+    (Case(expert=2, tensor=1, family="qwen3_moe"), ""),
+    (Case(family="qwen3_moe", grouped=True), "--moe-grouped-gemm"),
+    (Case(tensor=2, expert=2, expert_tensor=1, family="qwen3_moe"), "--expert-tensor-parallel 1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _needs_megatron() -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+
+
+def name_of(value: Any) -> str:
+    return "-".join(str(item) for item in value if item) if isinstance(value, Case) else ""
+
+
+def write_config(folder: Path, case: Case) -> Path:
+    """A Hugging Face folder without weights."""
+    folder.mkdir()
+    config = CONFIGS[case.family] | {"tie_word_embeddings": case.tied, "torch_dtype": case.dtype}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return folder
+
+
+@torch.no_grad()
+def transformers_logits(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()
+    logits: torch.Tensor = model(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    return logits
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Of the logits of the vocabulary, without the padding."""
+    largest = (left[:, :VOCABULARY] - right[:, :VOCABULARY]).abs().max().item()
+    print(f"largest difference of logits {largest:.1e}, of {right.abs().max():.2f}")
+    return largest
+
+
+@pytest.mark.parametrize("case", SAVED, ids=name_of)
+def test_what_megatron_saves_transformers_computes(case: Case, tmp_path: Path) -> None:
+    logits = run(tmp_path, case)
+    hf = write_config(tmp_path / "config", case)
+    assert sluice("megatron2hf", "--in", tmp_path / "saved", "--out", tmp_path / "hf", "--hf-config", hf) == 0
+    assert difference(logits, transformers_logits(tmp_path / "hf")) < 2e-6
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert sluice("megatron2hf", "--in", tmp_path / "saved", "--out", tmp_path / "by-args") == 0
+    assert same(load_folder(tmp_path / "by-args"), load_folder(tmp_path / "hf"))
+    assert torch.equal(transformers_logits(tmp_path / "by-args"), transformers_logits(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("case,options", LOADED, ids=name_of)
+def test_what_is_converted_megatron_loads_and_computes(case: Case, options: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf", case.family, tie_word_embeddings=case.tied)
+    sharpen(tmp_path / "hf" / "model.safetensors")
+    layout = f"--tensor-parallel {case.tensor} --pipeline-parallel {case.pipeline} --expert-parallel {case.expert} {options}"
+    padding = f"--make-vocab-size-divisible-by {case.padded // case.tensor}"
+    out = tmp_path / "megatron"
+    assert sluice("hf2megatron", "--in", tmp_path / "hf", "--out", out, *layout.split(), *padding.split()) == 0
+    logits = run(tmp_path, case._replace(load=str(out)))
+    assert difference(logits, transformers_logits(tmp_path / "hf")) < 2e-6
+
+
+def sharpen(path: Path) -> None:
+    """Weights such as a model has, with norms about 1: large ones would make large logits, and large errors."""
+    tensors = {name: 1 + 0.1 * tensor if "norm" in name else 0.1 * tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+class TestRewardHead:
+    CASE = Case(tensor=2, head="rm_head")
+
+    def test_of_a_model_that_megatron_saves(self, tmp_path: Path) -> None:
+        values = run(tmp_path, self.CASE)
+        hf = write_config(tmp_path / "config", self.CASE)
+        assert sluice("megatron2hf", "--in", tmp_path / "saved", "--out", tmp_path / "hf", "--hf-config", hf) == 0
+        assert difference(values, critic_values(tmp_path / "hf")) < 2e-6
+
+    def test_of_a_model_that_is_converted(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "hf", "qwen2")
+        sharpen(tmp_path / "hf" / "model.safetensors")
+        tensors = load_file(tmp_path / "hf" / "model.safetensors") | {"score.weight": torch.randn(1, 32)}
+        del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+        options = ("--tensor-parallel", "2", "--value-head", "--make-vocab-size-divisible-by", "52")
+        assert sluice("hf2megatron", "--in", tmp_path / "hf", "--out", tmp_path / "megatron", *options) == 0
+        values = run(tmp_path, self.CASE._replace(load=str(tmp_path / "megatron")))
+        assert difference(values, critic_values(tmp_path / "hf")) < 5e-6
+
+
+@torch.no_grad()
+def critic_values(folder: Path) -> torch.Tensor:
+    """[TOKENS, 1], by transformers' body and head."""
+    critic = value_model.load_critic(str(folder)).eval()
+    every = torch.arange(len(TOKENS))
+    packing = Packing(rows=[every[None]], cells=every)
+    values = critic(torch.tensor([TOKENS]), every, position_ids=every[None], packing=packing)
+    return values[:, None]
