@@ -1,4 +1,4 @@
-"""One rank of a GPTModel of megatron-core: `python -m tests.loopback.classic_member FOLDER RANK COUNT CASE`.
+"""One rank of a GPTModel of megatron-core: `python -m tests.system.classic_member FOLDER RANK COUNT CASE`.
 
 CASE is `Case` as JSON. It either fills the model with random weights and saves them as Megatron-LM's own checkpoints are saved,
 or loads such a checkpoint, strictly. The last stage writes the logits (or values) of TOKENS to FOLDER/logits.pt. Of
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 def run(folder: Path, case: Case) -> torch.Tensor:
     """What the last stage computed."""
-    run_ranks("tests.loopback.classic_member", folder, case.processes, json.dumps(case._asdict()))
+    run_ranks("tests.system.classic_member", folder, case.processes, json.dumps(case._asdict()))
     found: torch.Tensor = torch.load(folder / "logits.pt", weights_only=True)
     return found
 
