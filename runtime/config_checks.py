@@ -25,6 +25,7 @@ from runtime.config_checks_publication import publication_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.config_checks_rollout import rollout_faults
 from runtime.data.chosen import sources
+from runtime.engines import tiny_family
 from runtime.registry import OWN
 from runtime.topology import data_leaders, fleets, processes, uses_reference
 from runtime.trackers import missing_package
@@ -226,7 +227,7 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
 def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:
     key, folder = "rewards.model.path", settings.path
     yield from _folder_faults(key, folder, needs_tokenizer=settings.input == "text")
-    found = _model_config(folder)
+    found = _model_config(folder, scores=True)
     if found is None:
         return
     if not any(str(name).endswith("ForSequenceClassification") for name in found.get("architectures") or ()):
@@ -242,6 +243,10 @@ def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator
 
 
 def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
+    if folder.startswith(tiny_family.PREFIX):
+        if wrong := tiny_family.fault(folder):
+            yield f"{key}: {wrong}"
+        return
     path = Path(folder)
     if not path.is_dir():
         yield f"{key}: '{folder}' is not a folder"
@@ -380,8 +385,11 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
     }
 
 
-def _model_config(folder: str) -> ModelConfig | None:
-    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read."""
+def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
+    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read. `scores`: what a tiny
+    one is of, a reward model."""
+    if tiny := tiny_family.described(folder, scores=scores):
+        return tiny
     found = _json(Path(folder) / "config.json")
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     return found if found and all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None

@@ -19,6 +19,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from runtime.config import Algorithm, Config, Parallel, Section, Services
+from runtime.config_names import PATTERNS, spell_out
 from runtime.errors import ConfigError
 from runtime.topology import block_size
 
@@ -123,11 +124,11 @@ def resolve(config: Config) -> Config:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file, for editors and `sluice schema`."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Sluice configuration",
-        **msgspec.json.schema(Config),
-    }
+    made = msgspec.json.schema(Config)
+    keys = made["$defs"]["Config"]["properties"]
+    for key, pattern in PATTERNS.items():
+        keys[key] = {"anyOf": [keys[key], {"type": "string", "pattern": pattern}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration", **made}
 
 
 def to_yaml(config: Config) -> str:
@@ -218,12 +219,13 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 
 def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Type) -> tuple[dict[Any, Any], list[str]]:
     """`raw` with the overrides applied, and the faults of those that could not be."""
-    faults: list[str] = []
+    faults = spell_out(raw) if root is _ROOT else []
     for override in overrides:
         try:
             _apply(raw, override, root)
         except ConfigError as error:
             faults += error.faults
+        faults += spell_out(raw) if root is _ROOT else []
     return raw, faults
 
 

@@ -1,0 +1,31 @@
+"""Names that stand for a whole section of the configuration: `model: tiny:FAMILY`, and `services: LAYOUT`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.engines.tiny_family import NAMES, PREFIX
+
+PATTERNS = {"model": f"^{PREFIX}", "services": "."}
+"""By section: what such a name looks like, for the JSON Schema."""
+
+
+def spell_out(raw: dict[Any, Any]) -> list[str]:
+    """Put sections in the place of the names; returns the faults found instead.
+
+    `model: tiny:FAMILY` is the model of every role: of the policy and the reference, and of the critic and the reward model
+    where there is one. `services: LAYOUT` is `services: {preset: LAYOUT}`.
+    """
+    services, model = raw.get("services"), raw.get("model")
+    if isinstance(services, str):
+        raw["services"] = {"preset": services}
+    if not isinstance(model, str):
+        return []
+    raw["model"] = {"path": model}
+    if not model.startswith(PREFIX):
+        return [f"model: '{model}' is not a section of keys, nor one of {NAMES}; a folder is named by model.path"]
+    rewards = raw.get("rewards")
+    for section, path in ((raw.get("critic"), ""), (rewards.get("model") if isinstance(rewards, dict) else None, model)):
+        if isinstance(section, dict) and "path" in section:
+            section["path"] = path
+    return []
