@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.engines.tiny_family import NAMES, PREFIX
+from runtime.engines.tiny_family import NAMES, PREFIX, described
 
 PATTERNS = {"model": f"^{PREFIX}", "services": "."}
 """By section: what such a name looks like, for the JSON Schema."""
@@ -19,10 +19,12 @@ def spell_out(raw: dict[Any, Any]) -> list[str]:
     services, model = raw.get("services"), raw.get("model")
     if isinstance(services, str):
         raw["services"] = {"preset": services}
+    if isinstance(model, dict) and list(model) == ["tiny"]:  # what YAML makes of a colon with nothing, or a space, behind it
+        model = f"{PREFIX} {model['tiny'] or ''}".strip()
     if not isinstance(model, str):
         return []
     raw["model"] = {"path": model}
-    if not model.startswith(PREFIX):
+    if described(model) is None:
         return [f"model: '{model}' is not a section of keys, nor one of {NAMES}; a folder is named by model.path"]
     rewards = raw.get("rewards")
     for section, path in ((raw.get("critic"), ""), (rewards.get("model") if isinstance(rewards, dict) else None, model)):
