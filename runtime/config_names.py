@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.engines.tiny_family import NAMES, PREFIX, described
+PREFIX = "tiny:"
 
 PATTERNS = {"model": f"^{PREFIX}", "services": "."}
 """By section: what such a name looks like, for the JSON Schema."""
@@ -23,9 +23,12 @@ def spell_out(raw: dict[Any, Any]) -> list[str]:
         model = f"{PREFIX} {model['tiny'] or ''}".strip()
     if not isinstance(model, str):
         return []
+    from runtime.engines import tiny_family  # not above: most processes read configurations that name folders
+
     raw["model"] = {"path": model}
-    if described(model) is None:
-        return [f"model: '{model}' is not a section of keys, nor one of {NAMES}; a folder is named by model.path"]
+    if tiny_family.described(model) is None:
+        known = f"not a section of keys, nor one of {tiny_family.NAMES}"
+        return [f"model: '{model}' is {known}; a folder is named by model.path"]
     rewards = raw.get("rewards")
     for section, path in ((raw.get("critic"), ""), (rewards.get("model") if isinstance(rewards, dict) else None, model)):
         if isinstance(section, dict) and "path" in section:

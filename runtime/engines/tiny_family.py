@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from runtime.config import Config, Warmup
+from runtime.config_names import PREFIX
 from runtime.engines import tiny_model
 from runtime.engines.families import FAMILIES, Family, family_for
 from runtime.errors import UserError
@@ -23,7 +24,6 @@ from runtime.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-PREFIX = "tiny:"
 NAMES = ", ".join(f"{PREFIX}{name}" for name in sorted(FAMILIES))
 
 CONTEXT_TOKENS = 131_072  # more than any configuration of ours asks for

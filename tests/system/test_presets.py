@@ -96,7 +96,9 @@ def test_dapo_of_a_mixture_of_experts(tmp_path: Path) -> None:
     found = check(run.folder, 8)
     assert set(types(run.folder)) == {"qwen3_moe"}
     assert all(point["grad_norm"] > 0 for point in found)
-    assert max(point["mismatch/max"] for point in found if point["mismatch/tokens"]) < 1e-3  # of one set of weights
+    # Before any token is of two versions, both engines have the same weights.
+    assert found[0]["mismatch/tokens"] > 0
+    assert found[0]["mismatch/max"] < 1e-4
 
 
 def test_a_reward_model_is_made_too(tmp_path: Path) -> None:
