@@ -89,9 +89,12 @@ def test_dapo_with_rewards_that_differ(tmp_path: Path) -> None:
     assert all(point["grad_norm"] > 0 for point in found)
 
 
-@needs_vllm
-def test_dapo_of_a_mixture_of_experts(tmp_path: Path) -> None:
-    layout = ("services=one_machine_moe", f"services.rollout.python={VLLM_PYTHON}")
+EMBEDDED = ("services=one_machine",)
+OTHERS = ("services=one_machine_vllm", f"services.rollout.python={VLLM_PYTHON}")
+
+
+@pytest.mark.parametrize("layout", [EMBEDDED, pytest.param(OTHERS, marks=needs_vllm)], ids=["embedded", "vllm"])
+def test_dapo_of_a_mixture_of_experts(tmp_path: Path, layout: tuple[str, ...]) -> None:
     run = rehearsed(tmp_path, "dapo_qwen3_30b_a3b", math17k, "model=tiny:qwen3_moe", *layout, LETTERS)
     found = check(run.folder, 8)
     assert set(types(run.folder)) == {"qwen3_moe"}

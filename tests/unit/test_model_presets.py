@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from tests.unit.model_dimensions import CONFIGS, PARAMETERS
 DEVICE = 64e9  # bytes of the smallest device meant
 ROOM = 0.75  # of it: the rest is for what no formula counts
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
-ONE_MACHINE = ["one_machine", "one_machine_moe"]  # of no model, and of no number of devices
+ONE_MACHINE = ["one_machine", "one_machine_vllm"]  # of no model, and of no number of devices
 PRESETS = [name for name in preset_names("services.preset") if name not in ONE_MACHINE]
 
 
@@ -47,8 +46,6 @@ def arguments(preset: str, folder: Path) -> list[str]:
         "services: {rollout: {slots: 8}}\n"
     )
     overrides = {"services.preset": preset, "model.path": model, "data.train": folder / "train.jsonl"}
-    if "a3b" in preset:  # of the rollout engines only vLLM has experts
-        overrides |= {"services.rollout.engine": "vllm", "services.rollout.python": sys.executable}
     return [str(folder / "run.yaml"), *(f"{key}={value}" for key, value in overrides.items())]
 
 

@@ -131,13 +131,11 @@ def test_it_can_be_rehearsed(preset: str, tmp_path: Path, capsys: pytest.Capture
     """With a model of its own family, and a layout of one process a role that the families' tests run."""
     path = FOLDER / f"{preset}.yaml"
     family = dimensions(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["path"])["model_type"]
-    experts = family == "qwen3_moe"
-    layout = "one_machine_moe" if experts else "one_machine"
-    overrides = [f"model=tiny:{family}", f"services={layout}", "cluster={}", f"data.train={rows(tmp_path)}"]
-    more = ["services.rollout.python=python3"] if experts else []  # vLLM's may be missing here
-    said = validated(capsys, [str(path), *overrides, "sampling.max_new_tokens=32", *more])
-    assert f"model.path: tiny:{family}" in said
-    assert " ".join(overrides[:3]) in PAGE.read_text(encoding="utf-8")
+    overrides = [f"model=tiny:{family}", "services=one_machine", "cluster={}"]
+    common = [str(path), f"data.train={rows(tmp_path)}", "sampling.max_new_tokens=32", *overrides]
+    assert f"model.path: tiny:{family}" in validated(capsys, common)
+    assert " ".join(overrides) in PAGE.read_text(encoding="utf-8")
+    validated(capsys, [*common, "services=one_machine_vllm", "services.rollout.python=python3"])  # vLLM's may be missing here
     assert described(f"tiny:{family}")["model_type"] == family  # type: ignore[index]
 
 
