@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from launcher import cli
-from runtime import config_checks_megatron
+from runtime import config_checks, config_checks_megatron
 from runtime.config_checks import spread_models
 from runtime.config_checks_megatron import memory_of_ranks
 from runtime.config_loading import load, resolve
@@ -87,8 +88,10 @@ def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with megatron-core and memory for the embedded engine's cache, which this one may not be."""
     monkeypatch.setattr(config_checks_megatron, "_installed", lambda: True)
+    monkeypatch.setattr(config_checks.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
 
 
 def test_all_are_here() -> None:
