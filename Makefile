@@ -8,7 +8,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run test test-all check format proto install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
+.PHONY: run test test-all check format proto reference install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
 	contract-wheels cluster-demo
 
 run: install
@@ -34,6 +34,10 @@ format: install-dev
 
 proto: install-dev
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto --python_out=. --pyi_out=. proto/*.proto
+
+# docs/configuration-reference.md, from the schema.
+reference: install
+	$(BIN)/python -m runtime.config_reference docs/configuration-reference.md
 
 install: .venv/installed
 install-dev: .venv/installed-dev

@@ -26,7 +26,7 @@ from runtime.types import PolicyVersion
 
 TRIAL = "launcher.publication_trial"
 RAY_TRIAL = "launcher.publication_ray_trial"
-RAY_MEMORY = 5  # times the tensors, free before Ray starts: an actor at each end, the store, and a file of another way
+RAY_MEMORY = 8  # times the tensors, free before Ray starts; 5 ran out of memory at 2,048 MB
 
 
 class Settings(Struct, frozen=True):

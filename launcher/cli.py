@@ -270,9 +270,9 @@ def _scale(options: argparse.Namespace) -> int:
 def _schema(options: argparse.Namespace) -> int:
     import json
 
-    from runtime import config_loading
+    from runtime.config_meanings import schema
 
-    print(json.dumps(config_loading.schema(), indent=2))
+    print(json.dumps(schema(), indent=2))
     return 0
 
 

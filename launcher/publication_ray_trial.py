@@ -7,6 +7,7 @@ actors in the rollouts' place get them and copy them into tensors of their own. 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -64,7 +65,7 @@ class RayTrial:
             include_dashboard=False,
             object_store_memory=STORE * max(self._megabytes, 64) * 1_000_000,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             _temp_dir=self._folder,
         )
         actor = ray.remote(Holder)

@@ -19,7 +19,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from runtime.config import Algorithm, Config, Parallel, Section, Services
-from runtime.config_names import PATTERNS, spell_out
+from runtime.config_names import spell_out, with_names
 from runtime.errors import ConfigError
 from runtime.topology import block_size
 
@@ -123,12 +123,12 @@ def resolve(config: Config) -> Config:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file, for editors and `sluice schema`."""
-    made = msgspec.json.schema(Config)
-    keys = made["$defs"]["Config"]["properties"]
-    for key, pattern in PATTERNS.items():
-        keys[key] = {"anyOf": [keys[key], {"type": "string", "pattern": pattern}]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration", **made}
+    """The JSON Schema of a configuration file; `runtime.config_meanings` adds what the keys mean."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Sluice configuration",
+        **with_names(msgspec.json.schema(Config)),
+    }
 
 
 def to_yaml(config: Config) -> str:
@@ -285,6 +285,8 @@ def _fields(kind: inspect.Type | None) -> tuple[inspect.Field, ...]:
 
 def _faults(value: object, kind: inspect.Type, path: str, root: inspect.Type = _ROOT) -> Iterator[str]:
     """Every place where `value` is not of type `kind`, within the schema `root`. msgspec's own decoding stops at the first."""
+    if isinstance(kind, inspect.Metadata):  # a type with a unit
+        kind = kind.type
     if isinstance(kind, inspect.UnionType):
         yield from _union_faults(value, kind, path, root)
     elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
@@ -370,6 +372,8 @@ def _fits(value: object, kind: inspect.Type) -> bool:
 
 def _wanted(kind: inspect.Type) -> str:
     """`kind` in words, after "is not"."""
+    if isinstance(kind, inspect.Metadata):
+        kind = kind.type
     if isinstance(kind, inspect.UnionType):
         return " or ".join(_wanted(variant) for variant in kind.types)
     if isinstance(kind, inspect.LiteralType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from runtime import commands
@@ -94,18 +95,12 @@ class ReferenceClient(ReplicaPeer):
 class ReferenceGroupClient(GroupPeer):
     """A reference that is a group of ranks. Log-probabilities that are asked for together are computed together."""
 
-    def __init__(
-        self,
-        sessions: Sequence[Session],
-        deadlines: Deadlines,
-        publication: Publication,
-        leaders: Sequence[int],
-        incarnation: int = 0,
-    ):
-        super().__init__(sessions, deadlines, publication, leaders, incarnation)
-        # A payload has about as many bytes as it has tokens, times a constant.
-        self._parts: Parts[LogprobRequest] = Parts(
-            sessions, leaders, "Logprobs", commands.ComputeLogprobs, lambda request: len(request.payload), deadlines.score
+    @cached_property
+    def _parts(self) -> Parts[LogprobRequest]:
+        return Parts(
+            *(self._sessions, self._leaders, "Logprobs", commands.ComputeLogprobs),
+            lambda request: len(request.payload),  # about its tokens, times a constant
+            self._deadlines.score,
         )
 
     def onload(self) -> Coroutine[Any, Any, None]:
@@ -160,17 +155,11 @@ class UpdateClient(GroupPeer):
 
 
 class TrainerClient(UpdateClient, WeightPeer):
-    def __init__(
-        self,
-        sessions: Sequence[Session],
-        deadlines: Deadlines,
-        publication: Publication,
-        leaders: Sequence[int],
-        incarnation: int = 0,
-    ):
-        super().__init__(sessions, deadlines, publication, leaders, incarnation)
-        senders = sessions if publication.senders == "all" else sessions[:1]
-        self.machines: Mapping[str, str] = {session.name: session.machine for session in senders}
+    @cached_property
+    def machines(self) -> Mapping[str, str]:
+        """Of every process that sends, by its name."""
+        senders = self._sessions if self._publication.senders == "all" else self._sessions[:1]
+        return {session.name: session.machine for session in senders}
 
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         command = commands.HostWeights(epoch, len(names), transport, tuple(names))
@@ -190,17 +179,12 @@ class TrainerClient(UpdateClient, WeightPeer):
 class CriticClient(UpdateClient):
     """Values that are asked for together are computed together."""
 
-    def __init__(
-        self,
-        sessions: Sequence[Session],
-        deadlines: Deadlines,
-        publication: Publication,
-        leaders: Sequence[int],
-        incarnation: int = 0,
-    ):
-        super().__init__(sessions, deadlines, publication, leaders, incarnation)
-        self._parts: Parts[ValueRequest] = Parts(
-            sessions, leaders, "Values", commands.ComputeValues, lambda request: request.tokens, deadlines.train
+    @cached_property
+    def _parts(self) -> Parts[ValueRequest]:
+        return Parts(
+            *(self._sessions, self._leaders, "Values", commands.ComputeValues),
+            lambda request: request.tokens,
+            self._deadlines.train,
         )
 
     async def values(self, request: ValueRequest) -> bytes:

@@ -34,12 +34,11 @@ ITEM_BYTES = {
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
-    """One tensor in Hugging Face layout. `start` is the offset of this slice in the global tensor, () for the whole of it."""
+    """One whole tensor in Hugging Face layout."""
 
     name: str
     dtype: str  # torch's name: "float32", "bfloat16"
     shape: tuple[int, ...]
-    start: tuple[int, ...] = ()
     held_by: tuple[int, ...] = ()  # the senders that can send it; () for all of them
 
     @property

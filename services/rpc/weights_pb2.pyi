@@ -36,18 +36,16 @@ class GroupAddress(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., transport: _Optional[str] = ..., folder: _Optional[str] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., senders: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "start", "held_by")
+    __slots__ = ("name", "dtype", "shape", "held_by")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
     HELD_BY_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    start: _containers.RepeatedScalarFieldContainer[int]
     held_by: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., start: _Optional[_Iterable[int]] = ..., held_by: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., held_by: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("tensors", "bucket_bytes", "senders")

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from runtime import checkpoint
 from runtime.commands import WeightsSent
-from runtime.errors import Unreachable
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
+from tests.loopback.losable import Losable
 
 T = TypeVar("T")
 
@@ -36,58 +36,21 @@ class Weights:
         return self._sent.setdefault(version, asyncio.Event())
 
 
-class FakeModel:
+class FakeModel(Losable):
     """A model under training: carries out commands one after the other, in the order in which they were posted.
 
     `posted` and `done` are those orders; `done_when_posted[i]` is what was done when command i was posted.
     """
 
-    name: str
-
     def __init__(self, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
-        self.incarnation = incarnation
-        self.gone = ""  # why
+        super().__init__(incarnation)
         self.restored = ""
-        self._tell: list[Callable[[str], None]] = []
-        self._under_way: set[asyncio.Future[Any]] = set()
         self.posted: list[tuple[str, int]] = []
         self.done: list[tuple[str, int]] = []
         self.done_when_posted: list[frozenset[tuple[str, int]]] = []
         self.batches: dict[int, list[TrainGroup]] = {}
         self._apply_seconds = apply_seconds
         self._last: asyncio.Task[Any] | None = None
-
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        if self.gone:
-            tell(self.gone)
-        self._tell.append(tell)
-
-    def give_up(self, reason: str) -> None:
-        self.gone = self.gone or reason
-        for call in self._under_way:
-            if not call.done():
-                call.set_exception(Unreachable(self.name, "call", self.gone))
-
-    def die(self, reason: str = "connection lost") -> None:
-        """Calls under way, and later ones, fail."""
-        self.give_up(reason)
-        told, self._tell = self._tell, []
-        for tell in told:
-            tell(reason)
-
-    async def reached(self, work: Awaitable[T]) -> T:
-        """`work`, unless the model is lost first."""
-        doing, lost = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
-        if self.gone:
-            lost.set_exception(Unreachable(self.name, "call", self.gone))
-        self._under_way.add(lost)
-        try:
-            await asyncio.wait({doing, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return doing.result() if not lost.done() else lost.result()
-        finally:
-            self._under_way.discard(lost)
-            doing.cancel()
-            lost.cancel()
 
     def restore(self, folder: str) -> Coroutine[Any, Any, None]:
         assert not self.posted  # it is the first command

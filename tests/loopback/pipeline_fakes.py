@@ -23,7 +23,7 @@ from runtime.config import Config
 from runtime.data.handlers import Problem
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream
-from runtime.errors import ServiceFault, Unreachable
+from runtime.errors import ServiceFault
 from runtime.evaluation_sets import evaluation_sets
 from runtime.ledger import Ledger
 from runtime.ledger_reader import GroupRow, LedgerReader
@@ -47,6 +47,7 @@ from runtime.types import (
     Segment,
 )
 from runtime.weights.plan import GroupAddress, Manifest
+from tests.loopback.losable import Losable
 from tests.loopback.model_fakes import MANIFEST, FakeCritic, FakeTrainer, Weights, no_time
 
 T = TypeVar("T")
@@ -65,46 +66,10 @@ class LongTail:
         return min(self._longest, self._scale * self._random.paretovariate(0.9))
 
 
-class FakeReplica:
-    """One of several. `die` loses it: calls under way, and later ones, fail, as they do when it is given up."""
+class FakeReplica(Losable):
+    """One of several."""
 
-    name = ""
     machine = "here"
-
-    def __init__(self, incarnation: int = 0) -> None:
-        self.incarnation = incarnation
-        self.gone = ""  # why
-        self._tell: list[Callable[[str], None]] = []
-        self._under_way: set[asyncio.Future[Any]] = set()
-
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        self._tell.append(tell)
-
-    def give_up(self, reason: str) -> None:
-        self.gone = self.gone or reason
-        for call in self._under_way:
-            if not call.done():
-                call.set_exception(Unreachable(self.name, "call", self.gone))
-
-    def die(self, reason: str = "connection lost") -> None:
-        self.give_up(reason)
-        told, self._tell = self._tell, []
-        for tell in told:
-            tell(reason)
-
-    async def reached(self, work: Awaitable[T]) -> T:
-        """`work`, unless the replica is lost first."""
-        doing, lost = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
-        if self.gone:
-            lost.set_exception(Unreachable(self.name, "call", self.gone))
-        self._under_way.add(lost)
-        try:
-            await asyncio.wait({doing, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return doing.result() if not lost.done() else lost.result()
-        finally:
-            self._under_way.discard(lost)
-            doing.cancel()
-            lost.cancel()
 
 
 class FakeRollout(FakeReplica):

@@ -14,8 +14,10 @@ from runtime.pipeline.dynamic_sampling import NO_SIGNAL
 from runtime.pipeline.lineage import WHY_ENDED
 from runtime.pipeline.states import Phase
 from runtime.types import LogprobRequest, ScoreRequest, Scores
+from tests.loopback.pipeline_checks import check_books, check_order
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeReward, LongTail, RunFolder
-from tests.loopback.test_pipeline import BrokenTrainer, check_books, check_order, stopping
+from tests.loopback.test_pipeline import stopping
+from tests.loopback.test_pipeline_faults import BrokenTrainer
 
 
 class SomeSignal(FakeReward):

@@ -14,6 +14,7 @@ from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.run import Run
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores, StepResult
+from tests.loopback.pipeline_checks import check_books
 from tests.loopback.pipeline_fakes import (
     Cast,
     FakeReward,
@@ -21,7 +22,7 @@ from tests.loopback.pipeline_fakes import (
     FakeTrainer,
     RunFolder,
 )
-from tests.loopback.test_pipeline import NotingTrainer, check_books
+from tests.loopback.test_pipeline import NotingTrainer
 
 
 def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:

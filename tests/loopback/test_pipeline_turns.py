@@ -17,8 +17,8 @@ from runtime.pipeline.run import Run
 from runtime.pipeline.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ValueRequest
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
+from tests.loopback.pipeline_checks import check_books
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeRollout, LongTail, RunFolder
-from tests.loopback.test_pipeline import check_books
 from tests.loopback.test_pipeline_dynamic_sampling import SomeSignal
 from tests.loopback.test_pipeline_evaluation import evaluations
 

@@ -54,6 +54,7 @@ NONE, KILL, STOP, PAUSE, RAISE, RECEIVED, SENT, JOIN, CUT = (
 AT_A_MOMENT = (KILL, STOP, PAUSE, JOIN, CUT)
 FAULTS = (*AT_A_MOMENT, RAISE, RECEIVED, SENT)
 MOMENTS = ("before", *PHASES)
+SAID = {RAISE: "on purpose", RECEIVED: "checksum", SENT: "checksum"}  # why the publication is aborted: for what was done to it
 SHARE = 1 / 3  # of publications with a fault
 
 
@@ -190,6 +191,9 @@ class Trial:
         record.check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
         if here.renewing.done():
             here.renewing.result()
+        if fault in SAID:
+            said = here.publisher.abort  # of this publication, or of one that brought a newcomer the version before
+            record.check(SAID[fault] in said, f"{fault}: the last abort was for {said!r}")
         lost = len(here.losses) - losses
         record.outcomes.append(Outcome(fault, moment, figures.aborts, lost, seconds))
         await self._verify()

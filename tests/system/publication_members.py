@@ -186,16 +186,16 @@ class Faulty:
             return
         move, bad = getattr(type(group), how), int(armed["where"] * buckets)
 
-        def spoiled(index: int, buffer: torch.Tensor) -> Any:
+        def spoiled(index: int, buffer: torch.Tensor, *root: int) -> Any:
             if index != bad:
-                return move(group, index, buffer)
+                return move(group, index, buffer, *root)
             place = self._random.randrange(buffer.numel())
             if how == "send":  # between its checksum and the wire
                 buffer[place] ^= 1
                 return Then(move(group, index, buffer), lambda: buffer[place].bitwise_xor_(1))
             if armed["do"] == "raise":
-                return Then(move(group, index, buffer), _raise)
-            return Then(move(group, index, buffer), lambda: buffer[place].bitwise_xor_(1))
+                return Then(move(group, index, buffer, *root), _raise)
+            return Then(move(group, index, buffer, *root), lambda: buffer[place].bitwise_xor_(1))
 
         setattr(group, how, spoiled)
 

@@ -1,10 +1,16 @@
-"""What the tests of the training engine share: one tiny policy a file."""
+"""What tests share: one tiny policy a file, and configurations."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from runtime.config import Config
+from runtime.config_loading import load
+from tests.unit.config_cases import Loading, model_folder
 from tests.unit.training_cases import make_policy
 
 # How fast an example of a property is says nothing of whether it holds.
@@ -15,3 +21,28 @@ settings.load_profile("sluice")
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Loading:
+    """Loads a text as the file of a run."""
+
+    def load_text(text: str | bytes, *overrides: str) -> Config:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return load(path, overrides)
+
+    return load_text
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> dict[str, Any]:
+    """A configuration without faults, as raw YAML data."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    return {
+        "run": {"name": "a"},
+        "model": {"path": str(model_folder(tmp_path / "model"))},
+        "data": {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64},
+        "sampling": {"max_new_tokens": 64},
+        "rewards": {"rules": [{"name": "accuracy"}]},
+    }

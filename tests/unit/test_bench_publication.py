@@ -64,7 +64,7 @@ def test_ray_is_left_out_where_it_is_not_installed_or_has_no_memory(monkeypatch:
     assert bench_publication.without_ray(1) == "ray is not installed: pip install 'sluice-rl[bench]'"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert bench_publication.without_ray(1) == ""
-    assert bench_publication.without_ray(1 << 60).startswith("needs 5764607523.0 GB of memory, ")
+    assert bench_publication.without_ray(1 << 60).startswith("needs 9223372036.9 GB of memory, ")
 
 
 @pytest.mark.parametrize("megabytes", [1, 64, 2048])

@@ -1,0 +1,84 @@
+"""The configuration: one YAML file decoded into typed, frozen Structs. Defaults and meanings live here and nowhere else.
+
+Loading, overrides and checks are in `runtime.config_loading`; this package is the schema alone. The string under each field is
+what `sluice schema` and docs/configuration-reference.md say of the key (`runtime.config_reference` reads it from these files).
+"""
+
+from runtime.config.algorithm import Algorithm
+from runtime.config.base import UNIT, DType, NonNegative, Positive, Section
+from runtime.config.generation import Evaluation, EvaluationSet, Sampling
+from runtime.config.material import Curriculum, Data, Layout, LayoutChoice, Model, Run, Source, Warmup
+from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Network, Node, Tracker
+from runtime.config.publication import Publication
+from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
+from runtime.config.services import (
+    Computing,
+    Coordinator,
+    Parallel,
+    Placed,
+    Process,
+    ReferenceScorer,
+    Restarts,
+    Reward,
+    Rollout,
+    Scorer,
+    Services,
+    Spread,
+    Trainer,
+)
+from runtime.config.training import Critic, CriticOptimizer, Lora, Optimizer, Reference, Stop, Training
+from runtime.config.whole import Config
+
+__all__ = [
+    "UNIT",
+    "Algorithm",
+    "Checkpoint",
+    "Cluster",
+    "Computing",
+    "Config",
+    "Coordinator",
+    "Critic",
+    "CriticOptimizer",
+    "Curriculum",
+    "DType",
+    "Data",
+    "Deadlines",
+    "Evaluation",
+    "EvaluationSet",
+    "Layout",
+    "LayoutChoice",
+    "Ledger",
+    "Logs",
+    "Lora",
+    "Model",
+    "Network",
+    "Node",
+    "NonNegative",
+    "Optimizer",
+    "Parallel",
+    "Placed",
+    "Positive",
+    "Process",
+    "Publication",
+    "Reference",
+    "ReferenceScorer",
+    "RemoteReward",
+    "Restarts",
+    "Reward",
+    "RewardModel",
+    "Rewards",
+    "Rollout",
+    "Rule",
+    "Run",
+    "Sampling",
+    "Scorer",
+    "Section",
+    "Services",
+    "Source",
+    "Spread",
+    "Stop",
+    "Tracker",
+    "Trainer",
+    "Training",
+    "Warmup",
+]

@@ -1,0 +1,92 @@
+"""The algorithm: what the loss is made of."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from runtime.config.base import Fraction, Positive, PositiveRate, Rate, Samples, Section, TokensOr0
+
+
+class Algorithm(Section, frozen=True):
+    """An algorithm is data: advantage, loss, correction, aggregation and KL, each by its registered name or `FILE.py:NAME`."""
+
+    preset: str = ""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, `ppo`, or a path to a YAML file: values for
+    the keys of this section that are left out. Empty: none."""
+    advantage: str = "group_norm"
+    """`group_norm`: (reward − mean of the group) / (its deviation + eps); `rloo`: reward − mean of the others in the group;
+    `reinforce_plus_plus`: discounted return per token, whitened over the batch; `reinforce_plus_plus_baseline`: reward − mean
+    of the group, whitened over the batch; `gae`: generalised advantage estimation, with a `critic`."""
+    group_std: Literal["group", "batch", "none"] = "group"
+    """What `group_norm` divides by: the deviation of the `group`, of the whole `batch`, or `none`."""
+    group_std_ddof: Literal[0, 1] = 1
+    """1: unbiased deviation; 0: of the population."""
+    group_std_eps: Rate = 1e-6
+    """Added to the deviation."""
+    gamma: Fraction = 1.0
+    """Discount per token of `reinforce_plus_plus` and `gae`."""
+    gae_lambda: Fraction = 1.0
+    """λ of `gae`."""
+    gae_whitened: bool = True
+    """The advantages of `gae` are whitened over the whole batch."""
+    dynamic_sampling: bool = False
+    """Drop each group whose valid rewards are all equal, as it is scored, and sample another prompt in its place (DAPO). Needs
+    `sampling.group_size` of 2 or more."""
+    dynamic_sampling_limit: Positive = 20
+    """The run ends in order when so many times `training.groups_per_step` groups were dropped for one step, and it is still not
+    full."""
+    overlong_buffer: Fraction = 0.0
+    """Share of `sampling.max_new_tokens` over which a penalty grows from 0 to 1; 0: off."""
+    missing_eos_penalty: Rate = 0.0
+    """Subtracted from the reward of replies cut off by length."""
+    loss: str = "decoupled"
+    """`decoupled`: clipped about the policy at the start of the step, weighted by proximal / behaviour probability; `ppo`:
+    clipped about the policy that sampled; `gspo`: the same with one ratio a sample; `cispo`: the ratio is a clipped weight, and
+    every token keeps its gradient; `sapo`: a smooth gate in place of the clip."""
+    aggregation: str = "token_mean"
+    """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (samples ·
+    `aggregation_norm`)). `gspo` needs `seq_mean_token_mean`."""
+    aggregation_norm: TokensOr0 = 0
+    """The constant length of `dr_grpo`. 0: `sampling.max_new_tokens`."""
+    clip_low: Rate = 0.2
+    """The ratio is clipped from 1 − this value on."""
+    clip_high: Rate = 0.28
+    """The ratio is clipped to 1 + this value at most."""
+    dual_clip: Rate = 0.0
+    """Above 1: bounds the loss of tokens with a negative advantage by so many times the advantage; 0: off."""
+    sapo_tau_positive: PositiveRate = 1.0
+    """How steep the gate of `sapo` is where the advantage is positive."""
+    sapo_tau_negative: PositiveRate = 1.05
+    """How steep it is where the advantage is negative."""
+    behaviour_weight_cap: PositiveRate = 2.0
+    """The largest weight in `decoupled`."""
+    behaviour_weight_over: Literal["clamp", "drop"] = "clamp"
+    """Tokens beyond it: `clamp` the weight, or `drop` them."""
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    """The policy at the start of the step, where the loss takes it: `recomputed` by a forward pass (the loss's own, where the
+    step makes one update), or `interpolated` between the policy that sampled and the one being trained, by the age of each
+    token (A-3PO)."""
+    correction: str = "none"
+    """For the gap between sampling and training: `token_tis`, `sequence_tis`, `icepop`, `geometric_mask`; the loss is then
+    clipped about the policy at the start of the step."""
+    correction_cap: PositiveRate = 2.0
+    """The largest weight of `token_tis` and `sequence_tis`."""
+    correction_low: Rate = 0.5
+    """The smallest weight that `icepop` and `geometric_mask` keep."""
+    correction_high: Rate = 5.0
+    """The largest weight that they keep."""
+    kl: str = "k3"
+    """Estimator of the KL to the reference: `k1`, `k2`, `k3` (clamped), `k3_plain`, `abs`."""
+    kl_coefficient: Rate = 0.0
+    """β; 0: no KL term, and no reference service is started. Above 0 the log-probabilities come from where `reference.mode`
+    says."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """In the `loss`, or subtracted from the `reward` at each token, with the log-probabilities as sampled."""
+    kl_importance_weighted: bool = False
+    """Weigh the estimate in the loss by the policy's probability over the sampling one's: unbiased for old samples."""
+    kl_target: Rate = 0.0
+    """Above 0: β moves so that the KL per token approaches this; 0: β stays."""
+    kl_horizon: Samples = 10_000
+    """Samples over which β moves."""
+    entropy_coefficient: Rate = 0.0
+    """How much entropy is rewarded."""

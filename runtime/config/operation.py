@@ -1,0 +1,112 @@
+"""What keeps a run going and tells of it: checkpoints, ledger, logs, nodes, network, deadlines, trackers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from runtime.config.base import Bytes, NonNegative, Port, Positive, Seconds, Section, StepsOr0
+
+
+class Checkpoint(Section, frozen=True):
+    """Atomic checkpoints; one is written at the end always."""
+
+    every: StepsOr0 = 0
+    """Steps between two; 0: only at the end."""
+    keep: Positive = 2
+    """The newest so many stay."""
+    keep_best: bool = True
+    """And the one with the best evaluation, of those both evaluated and saved."""
+    async_save: bool = False
+    """Engine megatron: training goes on while the files are written, from a copy in host memory. One checkpoint at a time: the
+    next one waits for it, as does the end of the run."""
+
+
+class Ledger(Section, frozen=True):
+    """The journal of groups, and their payloads, from which a run goes on after a crash."""
+
+    tick: Seconds = 0.05
+    """One transaction at most this often."""
+    segment_bytes: Bytes = 64 << 20
+    """Of a payload file."""
+    retain_bytes: Bytes = 1 << 30
+    """Payloads that no restart needs, kept for `sluice samples`; trimmed at each checkpoint."""
+
+
+class Logs(Section, frozen=True):
+    """`logs/NAME.log` of each process, and older files of it."""
+
+    max_bytes: Bytes = 64 << 20
+    """Of a file; then a new one is begun."""
+    keep: NonNegative = 3
+    """So many older files stay for each process: `NAME.log.1` is the newest of them."""
+
+
+class Node(Section, frozen=True):
+    """A machine."""
+
+    name: str
+    """The one that its agent gives; each is there once."""
+    devices: NonNegative | None = None
+    """Its accelerators. Null: as many as its agent finds."""
+    supernode: str = ""
+    """Nodes of one are near each other, and a group of ranks is put into one that holds it. Empty: none."""
+
+
+class Cluster(Section, frozen=True):
+    """The machines of a run, each with an agent (`python -m launcher.node CONFIG`)."""
+
+    nodes: Literal["auto"] | list[Node] = "auto"
+    """`auto`: the run's machines are those whose agents come. Or a list: nobody else may come."""
+    min_nodes: NonNegative = 0
+    """The run starts once so many are there, at most as many as are named. Rollouts, rewards and references for which these
+    have no room start with the nodes that come later. 0: all that are named; with `auto`, one."""
+
+
+class Network(Section, frozen=True):
+    """Addresses and ports. Connections are plain text and not authenticated."""
+
+    interface: str = "127.0.0.1"
+    """The address that all services bind to, and by which they are reached; on several nodes a network (`10.1.0.0/16`) or an
+    interface (`eth0`), by which each node finds its own, or `auto`: the one by which it reaches the coordinator."""
+    port_range: tuple[Port, Port] | None = None
+    """First and last of the ports that services listen on. The ports of gloo's and NCCL's own connections cannot be chosen.
+    Null: any free ones."""
+    hccl_host_ports: tuple[Port, Port] = (60000, 60999)
+    """First and last port for HCCL on the host. Where some NPU has several processes, each process is given ranges of its own,
+    equally long and of at most 51 ports, as `HCCL_HOST_SOCKET_PORT_RANGE` and `HCCL_NPU_SOCKET_PORT_RANGE`;
+    `services.ROLE.env` stands over them."""
+    hccl_npu_ports: tuple[Port, Port] = (61000, 61999)
+    """The same on the NPUs' own interfaces."""
+
+
+class Deadlines(Section, frozen=True):
+    """After which something counts as failed."""
+
+    start: Seconds = 120.0
+    """A process, from its start to its registration; a run without any rollout, or a request without any reward or reference to
+    ask, until one is back; a trainer or critic to be back, after the longest backoff, and to read its checkpoint."""
+    silence: Seconds = 30.0
+    """A rollout that tells nothing of itself, although its connection stays; then the run does without it."""
+    generate: Seconds = 600.0
+    """A group's generation, waiting for a slot included."""
+    score: Seconds = 120.0
+    """A group's scores, by rules or model, and its reference log-probabilities; on engine megatron those of all groups that
+    were asked for together."""
+    train: Seconds = 600.0
+    """A command of a step, and a group's values, for which it may have to wait."""
+    save: Seconds = 300.0
+    """A checkpoint or an export."""
+    stop: Seconds = 8.0
+    """The end of a process that was told to stop; and, where it is more than 9, the end of a run after Ctrl-C, saving
+    included."""
+
+
+class Tracker(Section, frozen=True):
+    """Where metrics go. `metrics.png` and the table are made from `jsonl`, so keep it."""
+
+    name: Literal["jsonl", "tensorboard", "wandb", "swanlab"]
+    """The last two need `pip install 'sluice-rl[wandb]'` or `'sluice-rl[swanlab]'`."""
+    project: str = "sluice"
+    """Of wandb and swanlab."""
+    mode: Literal["online", "offline", "disabled"] = "offline"
+    """Of wandb and swanlab."""

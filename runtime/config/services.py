@@ -1,0 +1,216 @@
+"""The roles: how many processes each has, where they run, and with which engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from runtime.config.base import (
+    DType,
+    Layers,
+    NonNegative,
+    Port,
+    Positive,
+    Processes,
+    Seconds,
+    SecondsOr0,
+    Section,
+    Tokens,
+)
+
+
+class Process(Section, frozen=True):
+    """What every role's process can be given."""
+
+    python: str = ""
+    """An interpreter of its own: a role may live in another environment, in which Sluice is installed too. Empty: the
+    launcher's."""
+    env: dict[str, str] = {}
+    """Environment variables, over those inherited."""
+    threads: NonNegative = 0
+    """OMP and MKL threads; 0: the cores shared out among rollouts, reward models, references, and the ranks of trainer and
+    critic. Coordinator and reward get one."""
+    cpus: str = ""
+    """The processors that the role's processes may run on, all of them on each, as taskset writes them: `0-15,32`. Set before
+    the process begins; what it starts has the same. No more threads are started than these, unless `threads` says so. Empty:
+    all."""
+    jemalloc: bool | str = "auto"
+    """`true`: preload `libjemalloc.so.2` (`LD_PRELOAD`), which has to be installed; `auto`: on machines with NPUs, where it is
+    installed, for the roles that compute; `false`: never; or the library's path."""
+
+
+class Placed(Process, frozen=True):
+    """A role with processes to place."""
+
+    placement: Literal["pack", "spread"] | list[str] = "pack"
+    """On which nodes the role's processes run: on as few as hold them (`pack`), evenly over all (`spread`), or evenly over
+    those of a list of names. Replicas wait for a node that has not come, a group has to have all."""
+
+
+class Computing(Placed, frozen=True):
+    """A role that computes on accelerators."""
+
+    devices: list[NonNegative] = []
+    """Indices of accelerators of one node, shared out evenly in this order: one for each replica or rank. Set for the processes
+    as `ASCEND_RT_VISIBLE_DEVICES` where the machine has NPUs, else as `CUDA_VISIBLE_DEVICES`. Empty: each has its own of those
+    that are free."""
+    colocate: str = ""
+    """Another role whose devices this one's processes use, one after the other in this order; not of `trainer`. With
+    `rollout.colocate: trainer` the two take turns, and so does the reference if it is there too; critic and trainer alternate
+    where one of them has `offload_train_*`; all others are there at the same time. Empty: none."""
+
+
+class Coordinator(Process, frozen=True):
+    """The one process whose address is configured."""
+
+    host: str = ""
+    """On several nodes: the address that all reach the coordinator by. The node that has it starts the coordinator. Empty:
+    `network.interface`."""
+    port: Port = 0
+    """0: any free port; on several nodes it has to be named."""
+
+
+class Restarts(Section, frozen=True):
+    """A process of the role that dies is started again, the ranks of a group together. After the death of a trainer or critic
+    both go on from the newest checkpoint.
+    """
+
+    attempts: NonNegative = 3
+    """At most so many within `window`; 0: never."""
+    window: Seconds = 600.0
+    """The time in which `attempts` are counted."""
+    backoff: SecondsOr0 = 0.5
+    """Before the first of them; then twice as long each time."""
+
+
+class Rollout(Computing, frozen=True):
+    """A fleet: engines that generate."""
+
+    replicas: Processes = 1
+    """Engines of the fleet."""
+    restarts: Restarts = Restarts()
+    engine: Literal["torch", "vllm"] = "torch"
+    """`torch` is embedded; `vllm` runs vLLM's AsyncLLM."""
+    slots: Positive = 64
+    """Sequences that an engine decodes at once; each slot holds `data.max_prompt_tokens` plus the longest reply in its KV
+    cache."""
+    dtype: DType = "auto"
+    """`auto`: bfloat16 on accelerators, float32 on CPUs."""
+    tensor_parallel: Processes = 1
+    """Engine vllm: devices (processes, on CPUs) that one engine is spread over."""
+    engine_args: dict[str, Any] = {}
+    """Engine vllm: further arguments of vLLM's `AsyncEngineArgs`, such as `gpu_memory_utilization: 0.8`. What Sluice sets
+    itself is refused."""
+
+
+class Reward(Placed, frozen=True):
+    """Services that compute rules and ask remote rewards; used when there are any."""
+
+    replicas: Processes = 1
+    """Services, each with `rewards.workers` workers."""
+    restarts: Restarts = Restarts()
+
+
+class Scorer(Computing, frozen=True):
+    """A model that is only run forward."""
+
+    replicas: Processes = 1
+    """Services; of the reference on engine torch, of one process each."""
+    restarts: Restarts = Restarts()
+    max_tokens_per_microbatch: Tokens = 16384
+    """Of one forward pass."""
+    dtype: DType = "auto"
+    """`auto`: bfloat16 on accelerators, float32 on CPUs."""
+
+
+class Parallel(Section, frozen=True):
+    """How engine megatron spreads a model: over blocks of `tensor` × `context` × `pipeline` processes, between which the data
+    is shared out.
+    """
+
+    tensor: Processes = 1
+    """Ranks that share each layer. It divides the model's heads and key-value heads."""
+    pipeline: Processes = 1
+    """Stages that the layers are cut into. It divides their number, unless `layers_per_stage` is given."""
+    data: Positive | None = None
+    """Blocks over which data is shared out. Null: as many as `processes` have room for, or 1 when these are left out too."""
+    context: Processes = 1
+    """Ranks that share the tokens of each micro-batch."""
+    layers_per_stage: list[Layers] = []
+    """Layers of each pipeline stage, such as `[9, 10, 9]`; all but the first and the last are equal. Empty: the same number for
+    all."""
+    expert: Processes = 1
+    """Models with experts: ranks of the blocks that the experts of a layer are spread over. It divides their number and that of
+    all blocks' ranks with the same part of the model."""
+    sequence: bool = False
+    """The ranks of `tensor` also share the activations between the parts that they compute together; a mixture of experts with
+    `tensor` above 1 needs it."""
+
+
+class Trainer(Computing, frozen=True):
+    """The trainer, or the critic, which is used when there is a `critic` section."""
+
+    processes: Processes = 1
+    """Ranks; above 1 they run under torchrun: with FSDP2, or as `parallel` says. Left out with engine megatron: `tensor` ×
+    `context` × `pipeline` × `data`."""
+    engine: Literal["torch", "megatron"] = "torch"
+    """`torch` is embedded; `megatron` is megatron-core, for models that are spread over many devices."""
+    parallel: Parallel = Parallel()
+    restarts: Restarts = Restarts()
+    overlap: bool = True
+    """Engine megatron, with several blocks: gradients are summed during the backward pass, and new weights gathered during the
+    next forward pass."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass."""
+    cpu_offload: bool = False
+    """Engine torch: shards and optimizer in host memory; needs accelerators and several ranks."""
+    offload_train_optimizer: bool = False
+    """Between steps, or while another role has the devices, the optimizer's state and master weights are in host memory. Not
+    with `cpu_offload`; engine torch on CPUs has them there already."""
+    offload_train_grad: bool = False
+    """At these times gradients have no memory; on engine torch they never have between steps."""
+    offload_train_param: bool = False
+    """At these times the weights are in host memory. Of `critic` it must be false: values are computed between updates."""
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Which of optimizer, grad and param."""
+        chosen = {
+            "optimizer": self.offload_train_optimizer,
+            "grad": self.offload_train_grad,
+            "param": self.offload_train_param,
+        }
+        return tuple(kind for kind, wanted in chosen.items() if wanted)
+
+
+class ReferenceScorer(Scorer, frozen=True):
+    """The reference. Engine torch: `replicas` of one process each. Engine megatron: one group of `processes`."""
+
+    processes: Processes = 1
+    """Engine megatron: ranks, under torchrun. Left out: `tensor` × `context` × `pipeline` × `data`."""
+    engine: Literal["torch", "megatron"] = "torch"
+    """`torch`, or `megatron`: one group of ranks that share the model, forward only."""
+    parallel: Parallel = Parallel()
+
+
+Spread = Trainer | ReferenceScorer
+"""The roles whose model may be spread over several processes."""
+
+
+class Services(Section, frozen=True):
+    """One section a role. Each stands over what the files of `preset` and `environment` say, be it in one variable."""
+
+    preset: str = ""
+    """A layout of one model on one kind of node, `qwen25_7b_8` for example (`configs/models`), or a path to a YAML file: values
+    for the keys of this section that are left out. Empty: none."""
+    environment: str = ""
+    """`ascend` (`configs/envs/ascend.yaml`: what CANN, torch_npu and vllm-ascend read from the environment), or a path to a
+    YAML file: values for the keys of this section that are left out, within each role and its `env` too. Empty: none."""
+    coordinator: Coordinator = Coordinator()
+    rollout: Rollout | list[Rollout] = Rollout()
+    """One fleet, or a list of several that differ. Rollouts are named over all of them, `rollout-0` and on, and get the same
+    versions; overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
+    reward: Reward = Reward()
+    reward_model: Scorer = Scorer()
+    reference: ReferenceScorer = ReferenceScorer()
+    trainer: Trainer = Trainer()
+    critic: Trainer = Trainer()

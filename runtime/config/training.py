@@ -1,0 +1,114 @@
+"""How models are trained: steps, optimizers, the critic, the reference, adapters, and when to stop."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from runtime.config.base import (
+    Fraction,
+    HoursOr0,
+    Passes,
+    Positive,
+    PositiveRate,
+    Prompts,
+    PromptsOr0,
+    Rate,
+    Section,
+    Steps,
+    StepsOr0,
+    Tokens,
+    VersionsOr0,
+)
+
+
+class Optimizer(Section, frozen=True):
+    """AdamW with a linear warm-up, then a schedule."""
+
+    learning_rate: Rate = 1e-6
+    """The highest, after the warm-up."""
+    min_learning_rate: Rate = 0.0
+    """Where `linear` and `cosine` end, at `training.steps`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after the warm-up."""
+    warmup_steps: StepsOr0 = 0
+    """Steps over which the rate rises linearly."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's β₁ and β₂."""
+    eps: Rate = 1e-8
+    """AdamW's ε."""
+    weight_decay: Rate = 0.0
+    """Of matrices; biases and norms do not decay."""
+    max_grad_norm: Rate = 1.0
+    """Longer gradients are shortened to this length; 0: no clipping."""
+
+
+class Training(Section, frozen=True):
+    """The steps of a run. A step makes `epochs` passes over its batch; all its updates of the weights make one version."""
+
+    steps: Steps = 1000
+    """Optimizer steps of the run, those before a resume included."""
+    groups_per_step: Prompts = 8
+    """B; a step trains on `groups_per_step · sampling.group_size` samples. A multiple of `services.trainer.processes` and
+    `services.critic.processes` (of their blocks, where `parallel` is set)."""
+    staleness: VersionsOr0 = 2
+    """η: the most versions by which a trained token may be old; 0 is on-policy."""
+    epochs: Passes = 1
+    """Passes over the batch of a step."""
+    mini_batch_size: PromptsOr0 = 0
+    """Of one update of the weights. It divides `groups_per_step`, and is a multiple of `services.trainer.processes` and
+    `services.critic.processes`, as `groups_per_step` is. 0: `groups_per_step`."""
+    max_tokens_per_microbatch: Tokens = 8192
+    """Of one forward and backward pass."""
+    on_nonfinite: Literal["end", "skip"] = "end"
+    """What a loss or gradient that is NaN or infinite does, once the samples of its micro-batch are written to `nonfinite/` in
+    the run's folder: `end` the run, or `skip` the update. The weights stay either way."""
+    optimizer: Optimizer = Optimizer()
+
+
+class CriticOptimizer(Optimizer, frozen=True):
+    """AdamW likewise."""
+
+    learning_rate: Rate = 1e-5
+    """The highest, after the warm-up."""
+
+
+class Critic(Section, frozen=True):
+    """The value model of `algorithm.advantage: gae`, trained beside the policy by a service of its own. Given with an advantage
+    that takes no values it is refused.
+    """
+
+    path: str = ""
+    """A Hugging Face folder with the policy's vocabulary: a reward model, whose `score` head is taken over, or a language
+    model, whose head is replaced by one that says 0. Empty: `model.path`."""
+    value_clip: Rate = 0.2
+    """How far a value may move from the one recorded; 0: anywhere."""
+    optimizer: CriticOptimizer = CriticOptimizer()
+
+
+class Reference(Section, frozen=True):
+    """Where the reference's log-probabilities come from."""
+
+    mode: Literal["service", "adapter_off", "none"] = "service"
+    """`service`: reference services, which run when `algorithm.kl_coefficient` is above 0; `adapter_off`: the trainer with its
+    LoRA adapters switched off (needs `lora`); `none`: nowhere, with a coefficient of 0."""
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (PEFT): they alone are trained; what is published has them merged."""
+
+    rank: Positive = 16
+    """Of each adapter."""
+    alpha: PositiveRate = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    target_modules: list[str] = []
+    """Names of linear layers, as `q_proj`, or with as much of their path as tells them apart: `layers.1.mlp.up_proj`. Empty:
+    all but the head."""
+
+
+class Stop(Section, frozen=True):
+    """What ends a run besides `training.steps`, whichever comes first."""
+
+    hours: HoursOr0 = 0.0
+    """Of training since this start; 0: no limit."""
+    accuracy: Fraction = 0.0
+    """Stop when an evaluation during training reaches it (needs `evaluation.every`); 0: no such condition."""

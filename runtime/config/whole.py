@@ -1,0 +1,47 @@
+"""The whole file: one field a section."""
+
+from __future__ import annotations
+
+from msgspec import field
+
+from runtime.config.algorithm import Algorithm
+from runtime.config.base import Section
+from runtime.config.generation import Evaluation, Sampling
+from runtime.config.material import Data, Model, Run, Warmup
+from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Network, Tracker
+from runtime.config.publication import Publication
+from runtime.config.rewards import Rewards
+from runtime.config.services import Services
+from runtime.config.training import Critic, Lora, Reference, Stop, Training
+
+
+class Config(Section, frozen=True):
+    """A run's configuration. Only `run.name` has no default."""
+
+    run: Run
+    model: Model = Model()
+    warmup: Warmup | None = None
+    """Null: none; `{}`: one with the defaults below."""
+    data: Data = Data()
+    sampling: Sampling = Sampling()
+    evaluation: Evaluation = Evaluation()
+    rewards: Rewards = Rewards()
+    algorithm: Algorithm = Algorithm()
+    training: Training = Training()
+    critic: Critic | None = None
+    """Null: none; `{}`: one with the defaults below. For `algorithm.advantage: gae` alone."""
+    reference: Reference = Reference()
+    lora: Lora | None = None
+    """Null: the weights themselves are trained; `{}`: adapters with the defaults below. Needs `pip install 'sluice-rl[lora]'`
+    where the trainer runs."""
+    stop: Stop = Stop()
+    services: Services = Services()
+    cluster: Cluster = Cluster()
+    publication: Publication = Publication()
+    checkpoint: Checkpoint = Checkpoint()
+    ledger: Ledger = Ledger()
+    logs: Logs = Logs()
+    network: Network = Network()
+    deadlines: Deadlines = Deadlines()
+    trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
+    """Where metrics go."""

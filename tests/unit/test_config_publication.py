@@ -1,0 +1,86 @@
+"""Configuration: how weights travel, checked without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.config_cases import TWO_ROLLOUTS, checked
+
+
+@pytest.mark.parametrize("in_flight", ["auto", "keep", "recompute", "drain"])
+def test_without_staleness_weights_cannot_change_under_a_sample(sound: dict[str, Any], in_flight: str) -> None:
+    assert checked(sound, publication={"in_flight": in_flight}) == []
+    faults = checked(sound, publication={"in_flight": in_flight}, training={"staleness": 0})
+    if in_flight in ("auto", "drain"):
+        assert faults == []
+    else:
+        (fault,) = faults
+        assert fault.startswith(
+            f"publication.in_flight: {in_flight} swaps weights under samples; with training.staleness 0 each"
+        )
+
+
+def test_vllm_takes_whole_versions_alone(sound: dict[str, Any]) -> None:
+    rollout = {"engine": "vllm", "python": "/elsewhere/bin/python"}
+    for engine, staging, sound_so in (({}, "inplace", True), (rollout, "shadow", True), (rollout, "inplace", False)):
+        faults = checked(sound, publication={"staging": staging}, services={"rollout": engine})
+        assert sound_so == (not any(fault.startswith("publication.staging: inplace is for engine torch") for fault in faults))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}},
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"transport": "shared_memory"}},
+        {"services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "gloo"}},
+        {"services": {"trainer": {"devices": [2]}, "rollout": TWO_ROLLOUTS}, "publication": {"backend": "hccl"}},
+        {"publication": {"transport": "collective"}},
+        {"publication": {"backend": "nccl"}},  # each has a device of its own
+    ],
+)
+def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dict[str, Any]) -> None:
+    assert checked(sound, **changes) == []
+
+
+DELTAS = {"transport": "delta", "full_every": 7, "backend": "gloo", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("settings", [DELTAS, {"transport": "filesystem"}])
+def test_weights_travel_by_a_shared_folder_or_as_deltas(
+    sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "to" / "come") if settings["transport"] == "filesystem" else ""
+    assert checked(sound, publication={**settings, "folder": folder}) == []
+    if folder:
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+        assert checked(sound, publication={**settings, "folder": folder}) == [
+            f"publication.folder: '{folder}' cannot be written"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("declared", "model", "wire", "told"),
+    [
+        ({"dtype": None, "torch_dtype": None}, "auto", "auto", "float32 (the policy's own)"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", "auto", ""),
+        ({"dtype": "float16"}, "auto", "auto", ""),
+        ({"dtype": "bfloat16"}, "float32", "auto", "float32 (the policy's own)"),
+        ({"dtype": "bfloat16"}, "auto", "float32", "float32"),
+        ({}, "float32", "bfloat16", ""),
+    ],
+)
+def test_deltas_of_float32_would_be_whole_versions(
+    sound: dict[str, Any], declared: dict[str, str | None], model: str, wire: str, told: str
+) -> None:
+    path = Path(sound["model"]["path"]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | declared))
+    faults = checked(sound, model={"dtype": model}, publication={"transport": "delta", "dtype": wire})
+    assert faults == [
+        f"publication.dtype: {told} changes in nearly every element, and transport delta would send it all; "
+        "must be bfloat16 or float16"
+    ] * bool(told)
+    assert checked(sound, model={"dtype": model}, publication={"transport": "collective", "dtype": wire}) == []
