@@ -19,7 +19,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from runtime.config import Algorithm, Config, Parallel, Section, Services
-from runtime.config_names import PATTERNS, spell_out
+from runtime.config_names import spell_out, with_names
 from runtime.errors import ConfigError
 from runtime.topology import block_size
 
@@ -124,11 +124,11 @@ def resolve(config: Config) -> Config:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file, for editors and `sluice schema`."""
-    made = msgspec.json.schema(Config)
-    keys = made["$defs"]["Config"]["properties"]
-    for key, pattern in PATTERNS.items():
-        keys[key] = {"anyOf": [keys[key], {"type": "string", "pattern": pattern}]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration", **made}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Sluice configuration",
+        **with_names(msgspec.json.schema(Config)),
+    }
 
 
 def to_yaml(config: Config) -> str:

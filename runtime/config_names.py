@@ -6,8 +6,10 @@ from typing import Any
 
 PREFIX = "tiny:"
 
-PATTERNS = {"model": f"^{PREFIX}", "services": "."}
-"""By section: what such a name looks like, for the JSON Schema."""
+_SCHEMAS = {
+    "model": {"type": "string", "pattern": f"^{PREFIX}", "description": "A small random model of that family for every role."},
+    "services": {"type": "string", "minLength": 1, "description": "A layout, as services.preset names it."},
+}
 
 
 def spell_out(raw: dict[Any, Any]) -> list[str]:
@@ -34,3 +36,11 @@ def spell_out(raw: dict[Any, Any]) -> list[str]:
         if isinstance(section, dict) and "path" in section:
             section["path"] = path
     return []
+
+
+def with_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """The JSON Schema of the configuration, in which these sections may be names."""
+    keys = schema["$defs"]["Config"]["properties"]
+    for key, name in _SCHEMAS.items():
+        keys[key] = {"anyOf": [keys[key], name], "description": f"A section of keys, or a name. {name['description']}"}
+    return schema

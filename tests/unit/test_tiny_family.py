@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from launcher import cli
 from runtime.config import Config, Critic, Model, Parallel, RewardModel, Rewards, Run, Warmup
 from runtime.config_checks_megatron import layout_of
-from runtime.config_loading import load, preset_names, resolve
+from runtime.config_loading import load, preset_names, resolve, schema
 from runtime.engines import tiny_family
 from runtime.engines.families import FAMILIES, family_for
 from runtime.errors import ConfigError, UserError
@@ -142,6 +143,14 @@ def test_a_layouts_name_stands_for_the_services(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"^services\.preset: 'one_machin' is not one of one_machine, "):
         load(file, ["services=one_machin"])
+
+
+def test_the_schema_takes_names_in_their_place() -> None:
+    properties = schema()["$defs"]["Config"]["properties"]
+    for key in ("model", "services"):
+        assert [kind.get("type", "section") for kind in properties[key]["anyOf"]] == ["section", "string"]
+    assert re.match(properties["model"]["anyOf"][1]["pattern"], "tiny:qwen2")
+    assert not re.match(properties["model"]["anyOf"][1]["pattern"], "/models/policy")
 
 
 def test_validating_makes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
