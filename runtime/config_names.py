@@ -6,7 +6,7 @@ from typing import Any
 
 PREFIX = "tiny:"
 
-_SCHEMAS = {
+_SCHEMAS: dict[str, dict[str, Any]] = {
     "model": {"type": "string", "pattern": f"^{PREFIX}", "description": "A small random model of that family for every role."},
     "services": {"type": "string", "minLength": 1, "description": "A layout, as services.preset names it."},
 }
