@@ -124,11 +124,8 @@ def resolve(config: Config) -> Config:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file; `runtime.config_meanings` adds what the keys mean."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Sluice configuration",
-        **with_names(msgspec.json.schema(Config)),
-    }
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration"}
+    return head | with_names(msgspec.json.schema(Config))
 
 
 def to_yaml(config: Config) -> str:
