@@ -227,9 +227,10 @@ def _validate(options: argparse.Namespace) -> int:
     from launcher.here import Here, placement_faults, placement_table
     from launcher.known import known_names
     from launcher.machine import on_this_machine
-    from runtime import config_checks, config_loading
+    from runtime import config_checks, config_loading, topology
     from runtime.config_checks_megatron import memory_of_ranks
     from runtime.config_checks_network import has_several_nodes
+    from runtime.engines import tiny_family
     from runtime.errors import ConfigError
 
     config = config_loading.resolve(config_loading.load(options.config, options.overrides))
@@ -240,6 +241,9 @@ def _validate(options: argparse.Namespace) -> int:
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
         on_this_machine(config)
     print(f"{options.config}: valid")
+    for key, path in topology.named_paths(config).items():
+        if path.startswith(tiny_family.PREFIX):
+            print(f"{key}: {path}, small and random, is made when a run starts")
     Console().print(placement_table(config, here.offer))
     for role, held in memory_of_ranks(config, config_checks.spread_models(config)).items():
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)

@@ -22,6 +22,7 @@ from launcher.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import config_checks, config_loading, layout, os_process, startup
 from runtime.config import Config
+from runtime.engines import tiny_family
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.startup import Startup
 from services import session
@@ -81,7 +82,7 @@ class Job(ABC, Generic[Result]):
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
-            config = on_this_machine(await self.prepared(), self._here.address)
+            config = on_this_machine(tiny_family.made(await self.prepared()), self._here.address)
             (self.folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()

@@ -25,6 +25,7 @@ from runtime.config_checks_publication import publication_faults
 from runtime.config_checks_rewards import reward_faults
 from runtime.config_checks_rollout import rollout_faults
 from runtime.data.chosen import sources
+from runtime.engines import tiny_family
 from runtime.registry import OWN
 from runtime.topology import data_leaders, fleets, processes, uses_reference
 from runtime.trackers import missing_package
@@ -34,6 +35,7 @@ ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
+_EXPERTS = "qwen3_moe"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -226,7 +228,7 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
 def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:
     key, folder = "rewards.model.path", settings.path
     yield from _folder_faults(key, folder, needs_tokenizer=settings.input == "text")
-    found = _model_config(folder)
+    found = _model_config(folder, scores=True)
     if found is None:
         return
     if not any(str(name).endswith("ForSequenceClassification") for name in found.get("architectures") or ()):
@@ -242,6 +244,10 @@ def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator
 
 
 def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
+    if folder.startswith(tiny_family.PREFIX):
+        if wrong := tiny_family.fault(folder):
+            yield f"{key}: {wrong}"
+        return
     path = Path(folder)
     if not path.is_dir():
         yield f"{key}: '{folder}' is not a folder"
@@ -300,20 +306,21 @@ def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> It
 
 
 def _experts(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
-    """What does without transformers, and without vLLM, has no mixture of experts."""
-    kind = _kind_with_experts(policy)
+    """What does without transformers, and without vLLM, has the experts of one family."""
+    kind = _other_experts(policy)
     for path in (path for path, fleet in fleets(config).items() if kind and fleet.engine == "torch"):
-        yield f"{path}.engine: torch generates with no mixture of experts, and model.path is a {kind}; must be vllm"
+        yield f"{path}.engine: torch has experts of {_EXPERTS} alone, and model.path is a {kind}; must be vllm"
     reference = config.model.reference
-    kind = _kind_with_experts(_model_config(reference)) if reference else kind
+    kind = _other_experts(_model_config(reference)) if reference else kind
     if kind and trains and uses_reference(config) and config.services.reference.engine == "torch":
-        yield f"services.reference.engine: torch computes no mixture of experts, and the model is a {kind}; must be megatron"
+        yield f"services.reference.engine: torch has experts of {_EXPERTS} alone, and the model is a {kind}; must be another"
 
 
-def _kind_with_experts(model: ModelConfig | None) -> str:
-    """Its model_type; "" for a model without experts."""
+def _other_experts(model: ModelConfig | None) -> str:
+    """The model_type of a model with experts that are not _EXPERTS; "" for any other model."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    return str((model or {}).get("model_type")) if any((model or {}).get(count) for count in counts) else ""
+    kind = str((model or {}).get("model_type"))
+    return kind if kind != _EXPERTS and any((model or {}).get(count) for count in counts) else ""
 
 
 def _updates(config: Config) -> Iterator[str]:
@@ -380,8 +387,11 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
     }
 
 
-def _model_config(folder: str) -> ModelConfig | None:
-    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read."""
+def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
+    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read. `scores`: what a tiny
+    one is of, a reward model."""
+    if tiny := tiny_family.described(folder, scores=scores):
+        return tiny
     found = _json(Path(folder) / "config.json")
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     return found if found and all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None

@@ -19,6 +19,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 
 from runtime.config import Algorithm, Config, Parallel, Section, Services
+from runtime.config_names import spell_out, with_names
 from runtime.errors import ConfigError
 from runtime.topology import block_size
 
@@ -123,11 +124,8 @@ def resolve(config: Config) -> Config:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file; `runtime.config_meanings` adds what the keys mean."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Sluice configuration",
-        **msgspec.json.schema(Config),
-    }
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration"}
+    return head | with_names(msgspec.json.schema(Config))
 
 
 def to_yaml(config: Config) -> str:
@@ -218,12 +216,13 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 
 def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Type) -> tuple[dict[Any, Any], list[str]]:
     """`raw` with the overrides applied, and the faults of those that could not be."""
-    faults: list[str] = []
+    faults = spell_out(raw) if root is _ROOT else []
     for override in overrides:
         try:
             _apply(raw, override, root)
         except ConfigError as error:
             faults += error.faults
+        faults += spell_out(raw) if root is _ROOT else []
     return raw, faults
 
 

@@ -1,4 +1,4 @@
-"""A lean decoder for the Llama, Qwen2 and Qwen3 families: few operators a step.
+"""A lean decoder for the Llama, Qwen2 and Qwen3 families, Qwen3's mixture of experts included: few operators a step.
 
 Tokens are flattened to [m, hidden]; only the attention knows of sequences. Softmax statistics, norms and logits are float32
 whatever the weights are.
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from runtime.engines.decoder_weights import DecoderWeights, mismatch
 from runtime.engines.hf_weights import ModelConfig, WeightFiles, read_config
 from runtime.engines.kv_cache import KVCache
+from runtime.engines.routed_experts import routed
 from runtime.errors import UserError
 
 # Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated) -> [m, heads * head_dim].
@@ -150,8 +151,11 @@ class Decoder:
             x = torch.addmm(x, attend(index, qkv), layer.output.t())
             if layer.output_bias is not None:
                 x += layer.output_bias
-            gate_up = F.linear(F.rms_norm(x, hidden_shape, layer.mlp_norm, eps), layer.gate_up)
-            gate, up = gate_up.chunk(2, 1)
+            normed = F.rms_norm(x, hidden_shape, layer.mlp_norm, eps)
+            if layer.router is not None and config.experts is not None:
+                x += routed(normed, layer.router, layer.gate_up, layer.down, config.experts)
+                continue
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
         return F.rms_norm(x, hidden_shape, weights.norm, eps)
 

@@ -37,17 +37,19 @@ _Parts = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. H hidden size, D head_dim, W = heads · D, Q = W + 2 · kv_heads · D, I intermediate size."""
+    """One layer. H hidden size, D head_dim, W = heads · D, Q = W + 2 · kv_heads · D, I intermediate size; of E experts, each
+    has a gate_up and a down, one after the other along the first dimension."""
 
     input_norm: torch.Tensor  # [H]
     qkv: torch.Tensor  # [Q, H]
     output: torch.Tensor  # [H, W]
     mlp_norm: torch.Tensor  # [H]
-    gate_up: torch.Tensor  # [2 · I, H]
-    down: torch.Tensor  # [H, I]
+    gate_up: torch.Tensor  # [2 · I, H], or [E · 2 · I, H]
+    down: torch.Tensor  # [H, I], or [E · H, I]
     qkv_bias: torch.Tensor | None = None  # [Q]
     output_bias: torch.Tensor | None = None  # [H]
     qk_norm: torch.Tensor | None = None  # [heads + kv_heads, D]
+    router: torch.Tensor | None = None  # [E, H]
 
 
 @dataclass(frozen=True)
@@ -180,17 +182,16 @@ def _outer_parts(config: ModelConfig) -> dict[str, _Part]:
 
 def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
     """By the fields of `LayerWeights` that the model has: what they are made of, in order."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     widths = {each: count * config.head_dim for each, count in heads.items()}
-    at, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+    at = f"model.layers.{index}.self_attn."
     parts: dict[str, _Parts] = {
         "input_norm": (_Part(f"model.layers.{index}.input_layernorm.weight", (hidden,)),),
         "qkv": tuple(_Part(f"{at}{each}_proj.weight", (width, hidden)) for each, width in widths.items()),
         "output": (_Part(f"{at}o_proj.weight", (hidden, widths["q"])),),
         "mlp_norm": (_Part(f"model.layers.{index}.post_attention_layernorm.weight", (hidden,)),),
-        "gate_up": tuple(_Part(f"{mlp}{each}_proj.weight", (inner, hidden)) for each in ("gate", "up")),
-        "down": (_Part(f"{mlp}down_proj.weight", (hidden, inner)),),
+        **_mlp_parts(config, index),
     }
     if config.qkv_bias:
         parts["qkv_bias"] = tuple(_Part(f"{at}{each}_proj.bias", (width,)) for each, width in widths.items())
@@ -199,6 +200,19 @@ def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
     if config.qk_norm:
         parts["qk_norm"] = tuple(_Part(f"{at}{each}_norm.weight", (config.head_dim,), heads[each]) for each in ("q", "k"))
     return parts
+
+
+def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
+    at, hidden, inner, experts = f"model.layers.{index}.mlp.", config.hidden_size, config.intermediate_size, config.experts
+    each, router = [at], {}
+    if experts is not None and index in experts.layers:
+        each, inner = [f"{at}experts.{expert}." for expert in range(experts.count)], experts.intermediate_size
+        router = {"router": (_Part(f"{at}gate.weight", (experts.count, hidden)),)}
+    return {
+        "gate_up": tuple(_Part(f"{mlp}{part}_proj.weight", (inner, hidden)) for mlp in each for part in ("gate", "up")),
+        "down": tuple(_Part(f"{mlp}down_proj.weight", (hidden, inner)) for mlp in each),
+        **router,
+    }
 
 
 def _fused_shape(parts: _Parts) -> tuple[int, ...]:

@@ -12,9 +12,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from runtime.engines.families import family_for
+from runtime.engines.families.shape import Experts
 from runtime.errors import UserError
 
-DENSE = ("llama", "qwen2", "qwen3")
+DECODED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""The families that the lean decoder computes."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
@@ -45,9 +48,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     qk_norm: bool
+    experts: Experts | None = None
 
 
-def read_config(folder: str | Path, families: Collection[str] = DENSE) -> ModelConfig:
+def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
     """Parse `folder`/config.json. Raises UserError when it is missing, malformed or of a model that is none of `families`."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -94,6 +98,7 @@ def _parse(family: str, raw: Mapping[str, Any], path: Path) -> ModelConfig:
         "qkv_bias": family == "qwen2" or attention_bias,
         "output_bias": attention_bias,
         "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "experts": family_for(raw, f"model {path}").shape.experts if family == "qwen3_moe" else None,
     }
     config = msgspec.convert(fields, ModelConfig)
     if config.heads % config.kv_heads or config.head_dim % 2:

@@ -50,7 +50,7 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path) -> Tokenizer:
+def write_tokenizer(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> Tokenizer:
     """Write tokenizer.json and tokenizer_config.json, which `transformers.AutoTokenizer` loads, into `folder`."""
     tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -60,7 +60,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
         "pad_token": END_OF_TEXT,
         "additional_special_tokens": list(SPECIAL_TOKENS[2:]),
         "chat_template": CHAT_TEMPLATE,
-        "model_max_length": CONTEXT_TOKENS,
+        "model_max_length": context_tokens,
         "model_input_names": ["input_ids", "attention_mask"],  # what `generate` takes
         "clean_up_tokenization_spaces": False,
     }

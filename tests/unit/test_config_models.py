@@ -38,14 +38,12 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     ]
 
 
-def test_a_mixture_of_experts_is_generated_and_referenced_by_no_embedded_engine(sound: dict[str, Any], tmp_path: Path) -> None:
-    sparse = str(model_folder(tmp_path / "sparse", model_type="qwen3_moe", num_experts=4))
-    rollouts = (
-        "services.rollout.engine: torch generates with no mixture of experts, and model.path is a qwen3_moe; must be vllm"
-    )
-    reference = (
-        "services.reference.engine: torch computes no mixture of experts, and the model is a qwen3_moe; must be megatron"
-    )
+def test_other_experts_are_generated_and_referenced_by_no_embedded_engine(sound: dict[str, Any], tmp_path: Path) -> None:
+    sparse = str(model_folder(tmp_path / "sparse", model_type="qwen2_moe", num_experts=4))
+    rollouts = "services.rollout.engine: torch has experts of qwen3_moe alone, and model.path is a qwen2_moe; must be vllm"
+    reference = "services.reference.engine: torch has experts of qwen3_moe alone, and the model is a qwen2_moe; must be another"
+    ours = str(model_folder(tmp_path / "ours", model_type="qwen3_moe", num_experts=4))
+    assert checked(sound, model={"path": ours}, algorithm={"kl_coefficient": 0.1}) == []
     assert checked(sound, model={"path": sparse}) == [rollouts]
     diverging = {"algorithm": {"kl_coefficient": 0.1}}
     assert checked(sound, model={"path": sparse}, **diverging) == [rollouts, reference]

@@ -13,7 +13,9 @@ from runtime.engines.decoder import Decoder, Span
 from runtime.engines.hf_weights import read_config
 from runtime.engines.kv_cache import KVCache, kv_bytes
 from runtime.errors import UserError
-from tests.unit.tiny_models import FAMILIES, VOCABULARY, save_model
+from tests.unit.tiny_models import FAMILIES, VOCABULARY, WITH_EXPERTS, save_model
+
+ALL = [*FAMILIES, *WITH_EXPERTS]
 
 CPU = torch.device("cpu")
 
@@ -47,7 +49,7 @@ def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[
     return [text[len(prompt) :][:count] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     model = save_model(tmp_path, name)
     tokens = torch.randint(0, VOCABULARY, (3, 90))
@@ -57,7 +59,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("attend", ["_attend_batched", "_attend_fused"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_greedy_decoding_equals_generate(tmp_path: Path, name: str, attend: str) -> None:
     model = save_model(tmp_path, name)
     decoder = load(tmp_path)

@@ -17,7 +17,9 @@ from runtime.errors import InvalidMessage
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import allocate, views
 from tests.unit.test_decoder import CPU, load, whole_logits
-from tests.unit.tiny_models import FAMILIES, save_model
+from tests.unit.tiny_models import FAMILIES, WITH_EXPERTS, save_model
+
+ALL = [*FAMILIES, *WITH_EXPERTS]
 
 TOKENS = torch.arange(12).view(1, -1)
 
@@ -62,11 +64,13 @@ def logits(model: Any) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_adopted_weights_compute_what_transformers_computes(tmp_path: Path, name: str) -> None:
-    """In the order of a trainer nothing is copied but norms of each head; in another one the parts do not adjoin."""
+    """In the order of a trainer nothing is copied but norms of each head, and experts, each of which is whole there before the
+    next one; in another order the parts do not adjoin."""
     model = save_model(tmp_path, name)
-    for order, copied in ((names_of(model), {"qk_norm"}), (sorted(names_of(model)), {"qk_norm", "qkv", "qkv_bias"})):
+    always = {"qk_norm", "gate_up", "down"} if name in WITH_EXPERTS else {"qk_norm"}
+    for order, copied in ((names_of(model), always), (sorted(names_of(model)), always | {"qkv", "qkv_bias"})):
         received = Received(tmp_path, order)
         decoder = received.adopted(tmp_path)
         torch.testing.assert_close(whole_logits(decoder, TOKENS), logits(model), atol=1e-4, rtol=0)
@@ -106,7 +110,7 @@ def test_another_dtype_is_copied(tmp_path: Path) -> None:
     assert torch.equal(whole_logits(decoder, TOKENS), whole_logits(load(tmp_path, torch.bfloat16), TOKENS))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ALL)
 def test_new_weights_are_loaded_in_place_part_by_part(tmp_path: Path, name: str) -> None:
     save_model(tmp_path / "old", name)
     model = save_model(tmp_path / "new", name, seed=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,8 @@ from tests.unit.model_dimensions import CONFIGS, PARAMETERS
 DEVICE = 64e9  # bytes of the smallest device meant
 ROOM = 0.75  # of it: the rest is for what no formula counts
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
-PRESETS = preset_names("services.preset")
+ONE_MACHINE = ["one_machine", "one_machine_vllm"]  # of no model, and of no number of devices
+PRESETS = [name for name in preset_names("services.preset") if name not in ONE_MACHINE]
 
 
 def model_of(preset: str) -> str:
@@ -46,8 +46,6 @@ def arguments(preset: str, folder: Path) -> list[str]:
         "services: {rollout: {slots: 8}}\n"
     )
     overrides = {"services.preset": preset, "model.path": model, "data.train": folder / "train.jsonl"}
-    if "a3b" in preset:  # of the rollout engines only vLLM has experts
-        overrides |= {"services.rollout.engine": "vllm", "services.rollout.python": sys.executable}
     return [str(folder / "run.yaml"), *(f"{key}={value}" for key, value in overrides.items())]
 
 
@@ -63,7 +61,7 @@ def test_the_dimensions_are_those_of_the_published_models(name: str) -> None:
 
 
 def test_every_model_has_a_preset_for_either_kind_of_node() -> None:
-    assert preset_names("services.preset") == sorted(f"{name}_{devices}" for name in CONFIGS for devices in (8, 16))
+    assert sorted(f"{name}_{devices}" for name in CONFIGS for devices in (8, 16)) == PRESETS
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -85,7 +83,7 @@ def test_a_preset_is_valid_and_fits(preset: str, tmp_path: Path, capsys: pytest.
 
 def test_the_guides_table_says_what_the_formula_gives(tmp_path: Path) -> None:
     rows = re.findall(r"^\| `(\w[\w.]*)` \|.*\| ([\d.]+) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(preset for preset, _ in rows) == preset_names("services.preset")
+    assert sorted(preset for preset, _ in rows) == PRESETS
     for preset, told in rows:
         if "expert" not in Parallel.__struct_fields__ and "a3b" in preset:
             continue

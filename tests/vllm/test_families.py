@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from runtime.config import Config, Model, Run, Warmup
+from runtime.engines import tiny_family
+from runtime.types import PolicyVersion
 from tests.vllm.rig import Rig
 
 pytestmark = pytest.mark.timeout(600)
@@ -40,5 +44,21 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
             (samples,) = rig.generate(rig.request())
             rig.check_exact(samples)
             rig.run(rig.update())
+    finally:
+        rig.close()
+
+
+def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:
+    """As `tiny:qwen3_moe` has them, in the names of a checkpoint's files, where each expert has tensors of its own."""
+    tiny = Config(run=Run(name="a"), model=Model(path="tiny:qwen3_moe"), warmup=Warmup(cache=str(tmp_path / "cache")))
+    rig = Rig(Path(tiny_family.made(tiny).model.path))
+    try:
+        for _ in range(3):
+            (samples,) = rig.generate(rig.request())
+            rig.check_exact(samples)
+            rig.next_weights()
+            rig.models[rig.newest].save_pretrained(tmp_path / "next")
+            tensors = load_file(tmp_path / "next" / "model.safetensors")
+            rig.run(rig.swap(tensors, PolicyVersion(0, rig.newest)))
     finally:
         rig.close()

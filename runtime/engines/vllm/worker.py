@@ -52,6 +52,8 @@ class WeightLoading:
         # It warns of layers that got no weights, such as those of rotary embeddings, which have none.
         logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
         model, device = self.model_runner.model, self.model_runner.device
+        if device.type == "cpu":
+            _forget_expert_kernels(model)
         with set_current_vllm_config(self.vllm_config), torch.device(device):
             initialize_layerwise_reload(model)
             try:
@@ -66,3 +68,12 @@ class WeightLoading:
         for fields in locations:
             location = Location(*fields)
             yield location.name, mapped.tensor(location)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Experts pack their weights for a CPU only when they make their kernel: vLLM 0.30 does not do so again when other weights
+    are loaded, and computes with unpacked ones as if they were packed. Without a kernel they make another."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]

@@ -1,0 +1,166 @@
+"""configs/ that name a model and its devices: each is valid, has room where it is meant to run, and can be rehearsed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher import cli
+from runtime import config_checks, config_checks_megatron
+from runtime.config_checks import spread_models
+from runtime.config_checks_megatron import memory_of_ranks
+from runtime.config_loading import load, resolve
+from runtime.engines.tiny_family import described
+from runtime.placement import NodeOffer, offers, place
+from tests.unit.model_dimensions import CONFIGS
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "configs"
+PAGE = ROOT / "docs" / "presets.md"
+# Devices of its nodes, and how many of all nodes' are used.
+DEVICES = {
+    "gsm8k_qwen25_1_5b": (3, 3),
+    "r1_zero_qwen25_7b": (16, 16),
+    "r1_zero_qwen25_32b": (16, 32),
+    "ppo_qwen25_32b": (16, 48),
+    "dapo_qwen3_30b_a3b": (16, 32),
+    "atlas/grpo_qwen25_7b_a3": (16, 16),
+    "atlas/grpo_qwen25_7b_a2": (8, 8),
+    "atlas/grpo_qwen3_8b_a3": (16, 16),
+    "atlas/grpo_qwen25_32b_a3": (16, 32),
+    "atlas/grpo_qwen25_32b_a2": (8, 32),
+    "atlas/ppo_qwen25_32b_a3": (16, 48),
+    "atlas/ppo_qwen25_32b_a2": (8, 48),
+    "atlas/dapo_qwen3_32b_a3": (16, 32),
+    "atlas/dapo_qwen25_32b_a3": (16, 64),
+    "atlas/dapo_qwen25_32b_a2": (8, 64),
+}
+UNPUBLISHED = {"grpo_qwen25_7b_a2", "ppo_qwen25_32b_a2"}
+ROWS: dict[str, dict[str, Any]] = {
+    row["name"]: row for row in yaml.safe_load((ROOT / "runtime" / "published.yaml").read_text(encoding="utf-8"))
+}
+QWEN25_3B = CONFIGS["qwen25_1.5b"] | {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+}
+
+
+def dimensions(model: str) -> dict[str, Any]:
+    """Of a published model: `models/Qwen2.5-7B-Instruct`."""
+    name = Path(model).name.lower().replace("qwen2.5", "qwen25").removesuffix("-instruct").replace("-", "_")
+    return QWEN25_3B if name == "qwen25_3b" else CONFIGS[name]
+
+
+def as_written(preset: str, folder: Path) -> list[str]:
+    """The preset, and overrides that name data, and folders with the descriptions of its models alone."""
+    path = FOLDER / f"{preset}.yaml"
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    overrides = [f"data.train={rows(folder)}"]
+    for key, model in raw["model"].items():
+        named = folder / key
+        named.mkdir()
+        (named / "config.json").write_text(json.dumps(dimensions(model)))
+        (named / "tokenizer.json").write_text("{}")
+        (named / "model.safetensors").touch()
+        overrides.append(f"model.{key}={named}")
+    return [str(path), *overrides]
+
+
+def rows(folder: Path) -> Path:
+    (folder / "train.jsonl").write_text("{}\n")
+    return folder / "train.jsonl"
+
+
+def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["validate", *arguments])
+    told = capsys.readouterr()
+    assert end.value.code == 0, told.err
+    return told.out
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with megatron-core and memory for the embedded engine's cache, which this one may not be."""
+    monkeypatch.setattr(config_checks_megatron, "_installed", lambda: True)
+    monkeypatch.setattr(config_checks.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
+
+
+def test_all_are_here() -> None:
+    files = {path.stem for path in FOLDER.glob("*_qwen*.yaml")} | {
+        f"atlas/{path.stem}" for path in (FOLDER / "atlas").glob("*")
+    }
+    assert files == set(DEVICES)
+
+
+@pytest.mark.parametrize("preset", DEVICES)
+def test_it_is_valid_and_its_memory_is_that_of_the_page(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, *overrides = as_written(preset, tmp_path)
+    said = validated(capsys, [file, *overrides])
+    config = resolve(load(file, overrides))
+    assert config.run.name == Path(preset).name
+    told = row_of_the_page(preset)
+    for role, held in memory_of_ranks(config, spread_models(config)).items():
+        assert held.total < 0.75 * 64e9, role
+        assert f"{role}: about {held.total / 1e9:.1f} GB a rank" in said
+        assert f"{role} {held.total / 1e9:.1f}" in told
+
+
+@pytest.mark.parametrize(("preset", "devices"), DEVICES.items())
+def test_it_fills_its_nodes_and_no_more(preset: str, devices: tuple[int, int]) -> None:
+    config = load(FOLDER / f"{preset}.yaml")
+    each, wanted = devices
+    nodes = offers(config, NodeOffer("here", each))
+    assert {node.devices for node in nodes} == {each}
+    placed = place(config, nodes)
+    used = [(seat.node, device) for seat in placed.seats for device in seat.devices]
+    assert not placed.pending
+    assert len(set(used)) == wanted == sum(node.devices for node in nodes)
+    assert f"| {wanted} |" in row_of_the_page(preset)
+
+
+@pytest.mark.parametrize("preset", DEVICES)
+def test_it_can_be_rehearsed(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a model of its own family, and a layout of one process a role that the families' tests run."""
+    path = FOLDER / f"{preset}.yaml"
+    family = dimensions(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["path"])["model_type"]
+    overrides = [f"model=tiny:{family}", "services=one_machine", "cluster={}"]
+    common = [str(path), f"data.train={rows(tmp_path)}", "sampling.max_new_tokens=32", *overrides]
+    assert f"model.path: tiny:{family}" in validated(capsys, common)
+    assert " ".join(overrides) in PAGE.read_text(encoding="utf-8")
+    validated(capsys, [*common, "services=one_machine_vllm", "services.rollout.python=python3"])  # vLLM's may be missing here
+    assert described(f"tiny:{family}")["model_type"] == family  # type: ignore[index]
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_published_row_has_a_preset_of_its_sizes(row: dict[str, Any]) -> None:
+    name = row["name"]
+    preset = f"atlas/{name}" if f"atlas/{name}" in DEVICES else name.removesuffix("_a3")
+    config = load(FOLDER / f"{preset}.yaml")
+    assert (config.algorithm.preset, config.training.groups_per_step) == (row["algorithm"], row["global_batch"])
+    assert (config.sampling.group_size, config.sampling.max_new_tokens) == (row["group_size"], row["max_new_tokens"])
+    assert config.data.max_prompt_tokens == row["max_prompt_tokens"]
+    assert Path(config.model.path).name.removesuffix("-Instruct") == row["model"]
+    assert name.endswith(row["hardware"].lower())
+    assert f"| {row['e2e_tps_per_device']} |" in row_of_the_page(preset)
+
+
+def test_what_is_not_published_is_said_to_be_so() -> None:
+    assert {Path(preset).name for preset in DEVICES if preset.startswith("atlas/")} - set(ROWS) == UNPUBLISHED
+    for name in UNPUBLISHED:
+        assert "| none |" in row_of_the_page(f"atlas/{name}")
+
+
+def row_of_the_page(preset: str) -> str:
+    (row,) = re.findall(rf"^\| \[`{re.escape(preset)}`\].*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return row
