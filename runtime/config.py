@@ -233,7 +233,8 @@ class Algorithm(Section, frozen=True):
     dynamic_sampling: bool = False
     dynamic_sampling_limit: Positive = 20  # batches of groups dropped for one step, after which the run ends
     # What is added to the rewards
-    overlong_buffer: Fraction = 0.0  # share of sampling.max_new_tokens over which the soft penalty grows to 1; 0 = off
+    overlong_buffer: Fraction = 0.0  # share of sampling.max_new_tokens over which the soft penalty grows; 0 = off
+    overlong_penalty: Rate = 1.0  # what it grows to
     missing_eos_penalty: Rate = 0.0  # subtracted from replies cut off by length
     # Policy loss
     loss: str = "decoupled"
