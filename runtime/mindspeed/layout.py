@@ -115,7 +115,7 @@ def _spread(keys: Settings, role: str, service: str, counted: list[Setting], dev
         if service == "reference" and ours == "context":
             sizes[ours] = 1  # it runs forward only, and has none
             continue
-        sizes[ours] = setting.value or 1
+        sizes[ours] = 1 if setting.value is None else setting.value
         if sizes[ours] < 1:
             keys.faults.append(f"{setting.path}: {setting.value}: must be at least 1")
             return
@@ -297,7 +297,9 @@ def _recomputation(keys: Settings, role: str, service: str) -> None:
 def tokens(keys: Settings, samples: Setting) -> int | None:
     """Tokens of so many samples of the greatest length."""
     prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
-    return None if None in (samples.value, prompt, reply) else samples.value * (prompt + reply)
+    if samples.value is None or prompt is None or reply is None:
+        return None
+    return int(samples.value * (prompt + reply))
 
 
 def token_limit(keys: Settings) -> Setting | None:

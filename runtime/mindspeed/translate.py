@@ -59,7 +59,7 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     if not settings.faults:
         settings.faults += _schema_faults(settings)
     if settings.faults:
-        raise ConfigError(settings.faults)
+        raise ConfigError(list(dict.fromkeys(settings.faults)))
     return Translation(
         _raw(settings.values),
         tuple(settings.rows()),
@@ -300,6 +300,8 @@ def _defaults() -> dict[str, Any]:
 def _raw(values: dict[str, Any]) -> dict[str, Any]:
     """What differs from our defaults, in the order of the schema. A section that decides by being there stays."""
     raw, defaults = _nested(values), _defaults()
+    if raw.get("trackers") == [{"name": each["name"]} for each in defaults["trackers"]]:
+        del raw["trackers"]  # ours, but for the keys of each, which need not be written
     kept = _different(raw, defaults)
     named = [name for name in defaults if name in kept or (name in raw and name in _BY_PRESENCE)]
     return {name: kept.get(name, {}) for name in named}
