@@ -184,16 +184,19 @@ def _batches(keys: Settings) -> None:
 
 
 def _mini_batch(keys: Settings, mini: Setting, batch: int) -> None:
-    samples = keys.values.get("sampling.group_size", 1)
+    samples = keys.values.get("sampling.group_size") or 1
     prompts, note = mini.value, ""
-    if prompts > batch and prompts % samples == 0:
-        prompts //= samples
-        note = f"samples, as older versions counted: more than global_batch_size has prompts; here {prompts} prompts"
+    if prompts > batch:
+        fewer = prompts // samples
+        older = prompts % samples == 0 and fewer < batch and batch % fewer == 0
+        prompts = fewer if older else batch
+        note = f"more than a step has prompts, so samples, as older versions counted: {prompts} prompts" if older else ""
     if prompts < 1 or batch % prompts:
         keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {batch} prompts of a step")
-    else:
-        note = note or ("prompts of one update: all of a step, which is 0 here" if prompts == batch else "")
-        keys.put("training.mini_batch_size", 0 if prompts == batch else prompts, mini, note=note)
+        return
+    whole = prompts == batch
+    note = note or ("prompts of one update: all of a step, which is 0 here" if whole else "")
+    keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
 
 
 def optimizer(keys: Settings, role: str, path: str) -> None:
@@ -250,7 +253,7 @@ def _trackers(keys: Settings) -> None:
 
 def _advice(keys: Settings) -> list[str]:
     """What the user should know beside the single keys."""
-    apart = "whose devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
+    apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
     told = [
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
         f"training overlap, {apart}"

@@ -107,16 +107,15 @@ def test_where_the_divergence_counts(
 
 @pytest.mark.parametrize(
     ("batch", "mini", "samples", "ours"),
-    [(32, 32, 4, None), (32, 8, 4, 8), (32, 128, 4, None), (64, 128, 4, 32)],
-    ids=["all", "prompts", "samples of older versions, all", "samples of older versions"],
+    [(32, 32, 4, None), (32, 8, 4, 8), (32, 128, 4, None), (64, 128, 4, 32), (4, 256, 8, None), (6, 16, 4, None)],
+    ids=["all", "prompts", "samples of older versions, all", "samples of older versions", "more than all", "no samples either"],
 )
 def test_mini_batches_count_prompts(batch: int, mini: int, samples: int, ours: int | None) -> None:
-    got = made(
-        megatron_training={"global_batch_size": batch}, rl_config={"mini_batch_size": mini, "n_samples_per_prompt": samples}
-    )
-    assert at(got, "training.groups_per_step") == batch
+    keys = {"mini_batch_size": mini, "n_samples_per_prompt": samples, "actor_resource.num_npus": 2}
+    got = made(megatron_training={"global_batch_size": batch}, rl_config=keys)
+    assert got.raw.get("training", {}).get("groups_per_step") == batch
     assert at(got, "training.mini_batch_size") == ours
-    assert row(got, "rl_config.mini_batch_size").reason.startswith("samples" if mini > batch else "prompts")
+    assert ("samples" in row(got, "rl_config.mini_batch_size").reason) == (mini > batch and ours is not None)
 
 
 def test_the_length_of_replies() -> None:
