@@ -68,9 +68,10 @@ def read(file: Path, models: Path | None = None) -> Read:
     entries: list[Entry] = []
     for section, content in _sections(raw, format, faults):
         entries += _entries(section, content, faults)
+    if not entries and not faults:
+        faults.append("its sections have no keys")
     for name, content in chosen.items():
-        for key, value in content.items():
-            entries.append(Entry("model", key, value, model=name))
+        entries += [Entry("model", key, value, model=name) for key, value in content.items()]
     faults += _model_names(entries, chosen)
     faults += [
         f"{each.path}: {each.value}: is not resolved here; write the value" for each in entries if _interpolates(each.value)
@@ -189,7 +190,8 @@ def _model(path: Path, name: str) -> tuple[dict[str, Any], list[str]]:
 def _model_names(entries: list[Entry], models: Mapping[str, Any]) -> Iterator[str]:
     """A role's `model` must be one of those that were read."""
     for entry in entries:
-        if entry.name == "model" and not entry.model and entry.value not in models:
+        named = isinstance(entry.value, str) and entry.value in models
+        if entry.name == "model" and not entry.model and not named:
             which = f"those are {', '.join(models)}" if models else "it names none"
             yield f"{entry.path}: {keys.shown(entry.value)} is no model of `defaults`; {which}"
 

@@ -304,10 +304,12 @@ def test_files_that_cannot_be_read_or_written(folder: Path, tmp_path: Path, caps
     there.write_text("mine")
     (tmp_path / "other.yaml").write_text("a: 1\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "bare.yaml").write_text("rl_config:\n")
     (tmp_path / "prepare.yaml").write_text("input: a\noutput_prefix: b\nhandler_name: c\n")
     cases: dict[str, tuple[Any, ...]] = {
         "nothing.yaml: no such file": (tmp_path / "nothing.yaml", "--output", tmp_path / "o.yaml"),
         "has neither MindSpeed-RL's sections": (tmp_path / "other.yaml", "--output", tmp_path / "o.yaml"),
+        "its sections have no keys": (tmp_path / "bare.yaml", "--output", tmp_path / "o.yaml"),
         "holds a list, not a mapping": (tmp_path / "list.yaml", "--output", tmp_path / "o.yaml"),
         "is a file of preprocess_data": (tmp_path / "prepare.yaml", "--output", tmp_path / "o.yaml"),
         "there.yaml' exists; must be a new file": (good, "--output", there),
