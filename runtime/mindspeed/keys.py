@@ -50,6 +50,8 @@ _LOOKED_UP = {
     "critic": ("critic", "critic_config", "megatron_training"),
     "reward": ("reward", "reward_config", "megatron_training"),
 }
+# Sections of the older format, some of which are called as ours are.
+_OLDER = ("actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref", "critic", "reward", "algorithm", "resource_pool")
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
@@ -126,8 +128,9 @@ def table() -> dict[str, dict[str, Key]]:
 
 
 def named_there(path: str) -> list[str]:
-    """The keys of MindSpeed-RL, as SECTION.KEY, that decide our key `path`."""
-    return [f"{section}.{name}" for section, keys in table().items() for name, key in keys.items() if path in key.to]
+    """The keys of MindSpeed-RL's current format, as SECTION.KEY, that decide our key `path`."""
+    sections = {section: keys for section, keys in table().items() if section not in _OLDER}
+    return [f"{section}.{name}" for section, keys in sections.items() for name, key in keys.items() if path in key.to]
 
 
 def looked_up(section: str) -> tuple[str, ...]:

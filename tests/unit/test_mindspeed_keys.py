@@ -93,10 +93,7 @@ def test_what_asks_for_nothing(inert: Any, value: Any, off: bool) -> None:
 
 
 def test_keys_are_looked_up_by_section() -> None:
-    assert named_there("sampling.group_size") == [
-        "rl_config.n_samples_per_prompt",
-        "actor_rollout_ref.actor_rollout.n_samples_per_prompt",
-    ]
+    assert named_there("sampling.group_size") == ["rl_config.n_samples_per_prompt"]
     assert [place for place, _ in filter(None, [find("critic_config", "lr"), find("actor_config", "lr")])] == [
         "critic_config",
         "megatron_training",
