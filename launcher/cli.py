@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
     convert_options.add(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
 
+    _add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
+
     bench = commands.add_parser(
         "bench",
         help="measure this machine, or the cost of staleness",
@@ -140,6 +142,17 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
             target.add_argument(
                 "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
             )
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Translate a configuration of MindSpeed-RL's, of the current format or of R1-Zero's, and say what became of each key."
+    )
+    parser.add_argument("file", type=Path, help="a YAML file with their sections")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="where the models' files are (default: model/ beside FILE)")
+    parser.add_argument("--output", type=Path, required=True, metavar="OURS.yaml", help="a new file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="what became of each key, also there, in Markdown")
+    parser.add_argument("--without", default="", metavar="KEY,KEY,...", help="leave out keys that would be refused")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -317,6 +330,14 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import_mindspeed(options: argparse.Namespace) -> int:
+    from launcher import import_mindspeed
+
+    without = [name for name in options.without.split(",") if name.strip()]
+    import_mindspeed.run(options.file, options.models, options.output, options.report, without)
+    return 0
+
+
 def _bench(options: argparse.Namespace) -> int:
     from launcher import bench
 
@@ -355,6 +376,7 @@ _COMMANDS = {
     "data": _data,
     "score": _score,
     "convert": _convert,
+    "import-mindspeed": _import_mindspeed,
     "bench": _bench,
     "accept": _accept,
 }

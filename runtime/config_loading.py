@@ -83,7 +83,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with every fault found.
     """
-    raw, faults = _overridden(_read(Path(path)), overrides, _ROOT)
+    raw, faults = _overridden(read_mapping(Path(path)), overrides, _ROOT)
     faults += _faults(raw, _ROOT, "")
     for key in _PRESETS:
         faults += _fill_preset(raw, key)
@@ -100,7 +100,7 @@ def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice
     """
     root = inspect.type_info(kind)
     needed = ", ".join(field.encode_name for field in _fields(root) if field.required)
-    raw, faults = _overridden(_read(Path(path), f"needed are {needed}"), overrides, root)
+    raw, faults = _overridden(read_mapping(Path(path), f"needed are {needed}"), overrides, root)
     faults += [f"{key}: {advice[key]}" for key in raw if key in advice]
     faults += _faults({key: value for key, value in raw.items() if key not in advice}, root, "", root)
     if faults:
@@ -130,7 +130,21 @@ def schema() -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration, defaults included; `load` reads it back as an equal one."""
-    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return dump(msgspec.to_builtins(config))
+
+
+def dump(raw: Mapping[str, Any], leaves_inline: bool = False) -> str:
+    """Keys and values in YAML as this module reads it, in the order that they are in.
+
+    `leaves_inline`: lists and mappings that hold no others are in one line.
+    """
+    style = None if leaves_inline else False
+    return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style)
+
+
+def type_faults(raw: Mapping[str, Any]) -> list[str]:
+    """Where `raw`, as a file's content, is not of the schema: one line each, which begins with the key's path."""
+    return list(_faults(dict(raw), _ROOT, ""))
 
 
 def preset_names(key: str = "algorithm.preset") -> list[str]:
@@ -153,7 +167,7 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
     if not own and name not in preset_names(key):
         return [f"{key}: '{name}' is not one of {', '.join(preset_names(key))}, nor a path to FILE.yaml"]
     try:
-        preset = _read(path, f"at least one key of section {section} is needed")
+        preset = read_mapping(path, f"at least one key of section {section} is needed")
     except ConfigError as error:
         return [f"{key}: {fault}" for fault in error.faults]
     if own_key in preset:
@@ -189,7 +203,8 @@ def _fill_processes(raw: dict[Any, Any]) -> None:
             section["processes"] = block_size(parallel) * (parallel.data or 1)
 
 
-def _read(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
+def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
+    """A YAML file that holds a mapping. Raises ConfigError; `needed` says what an empty one lacks."""
     try:
         raw = yaml.load(path.read_bytes(), Loader=_Loader)
         # Aliased nodes are one object; copied, an override of one place does not show in another.

@@ -28,6 +28,7 @@ class RowAdvantages:
         self._batch_sum = batch_sum
         self._max_length = config.sampling.max_new_tokens
         self._buffer = round(config.algorithm.overlong_buffer * self._max_length)
+        self._overlong = config.algorithm.overlong_penalty
         self._missing_eos = config.algorithm.missing_eos_penalty
         self._kl_in_reward = config.algorithm.kl_placement == "reward"
 
@@ -65,7 +66,8 @@ class RowAdvantages:
         valid = torch.from_numpy(rows.valid)
         added = torch.zeros(len(valid), dtype=torch.float64)
         if self._buffer:
-            added += soft_overlong_penalty(torch.from_numpy(rows.length).double(), self._max_length, self._buffer)
+            lengths = torch.from_numpy(rows.length).double()
+            added += self._overlong * soft_overlong_penalty(lengths, self._max_length, self._buffer)
         if self._missing_eos:
             added += missing_eos_penalty(torch.from_numpy(rows.truncated).double(), self._missing_eos)
         if self._buffer or self._missing_eos:

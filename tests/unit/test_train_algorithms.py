@@ -113,6 +113,7 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
         ({}, "group_std_eps", 0.5),
         ({"advantage": "reinforce_plus_plus"}, "gamma", 0.5),
         ({}, "overlong_buffer", 0.5),
+        ({"overlong_buffer": 0.5}, "overlong_penalty", 0.1),
         ({}, "missing_eos_penalty", 1.0),
         ({"aggregation": "dr_grpo"}, "aggregation_norm", 5),
         ({"loss": "ppo"}, "clip_low", 0.5),
@@ -227,9 +228,10 @@ def test_length_penalties_are_added_to_the_rewards(policy: str):
         payload.samples[0].finish_reason = "length"
         group.payload = other.payload = codec.encode(payload)
         lengths = np.array([len(sample.tokens) for sample in payload.samples])
-        other.rewards = other.rewards + np.clip((6 - lengths) / 6, -1, 0).astype(np.float32)
+        other.rewards = other.rewards + 0.1 * np.clip((6 - lengths) / 6, -1, 0).astype(np.float32)
         other.rewards[0] -= 0.5
-    penalised = make_config(policy, algorithm={"overlong_buffer": 0.5, "missing_eos_penalty": 0.5}, sampling=sampling)
+    penalties = {"overlong_buffer": 0.5, "overlong_penalty": 0.1, "missing_eos_penalty": 0.5}
+    penalised = make_config(policy, algorithm=penalties, sampling=sampling)
     got = run_step(TorchTrainEngine(penalised), groups).metrics
     expected = run_step(TorchTrainEngine(make_config(policy, sampling=sampling)), shaped).metrics
     for name in ("actor/pg_loss", "grad_norm"):

@@ -1,0 +1,132 @@
+"""The table of MindSpeed-RL's keys against what MindSpeed-RL declares, against our schema, and against the guide."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from msgspec import inspect
+
+from launcher import cli
+from runtime import config_loading
+from runtime.config import Config
+from runtime.mindspeed import guide
+from runtime.mindspeed.keys import Key, find, named_there, table
+from runtime.mindspeed.layout import ASCEND
+from runtime.mindspeed.reading import read
+
+HERE = Path(__file__).parent
+GUIDE = HERE.parents[1] / "docs" / "guides" / "mindspeed-rl.md"
+# Names and defaults of its configuration classes, of April 2026; "?" is a default that follows from another.
+DECLARED: dict[str, dict[str, Any]] = json.loads((HERE / "mindspeed" / "declared.json").read_text(encoding="utf-8"))
+KEYS = [(section, name, key) for section, keys in table().items() for name, key in keys.items()]
+
+
+def paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
+    """Every key of our schema, sections included."""
+    for variant in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(variant, inspect.Metadata):
+            variant = variant.type
+        if isinstance(variant, inspect.StructType):
+            for field in variant.fields:
+                yield prefix + field.encode_name
+                yield from paths(field.type, f"{prefix}{field.encode_name}.")
+
+
+OURS = set(paths(inspect.type_info(Config)))
+
+
+@pytest.mark.parametrize("section", DECLARED)
+def test_every_key_that_it_declares_is_there_with_its_default(section: str) -> None:
+    for name, default in DECLARED[section].items():
+        inner = [other for other in table()[section] if other.startswith(f"{name}.")]
+        assert name in table()[section] or inner, name
+        key = table()[section].get(name)
+        if key is not None and default != "?" and (key.to or key.refused):
+            assert key.default == default, name
+            assert isinstance(key.default, bool) is isinstance(default, bool), name
+
+
+@pytest.mark.parametrize(("section", "name", "key"), KEYS, ids=[f"{section}.{name}" for section, name, _ in KEYS])
+def test_a_key_has_one_outcome_and_a_reason(section: str, name: str, key: Key) -> None:
+    assert [bool(key.to), bool(key.ignored), bool(key.refused)].count(True) == 1
+    assert set(key.to) <= OURS
+    assert "-" not in name
+    if key.to:
+        assert key.type or key.default is not None, "its type has to be known"
+        assert key.fault(b"x") != ""
+        assert key.fault(key.default) == ""
+    if key.refused:
+        assert key.asks_for_nothing(key.default)
+        assert not key.asks_for_nothing("something else")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "good"),
+    [
+        (Key(default=1, to=["a"]), 2.0, True),
+        (Key(default=1, to=["a"]), 2.5, False),
+        (Key(default=1, to=["a"]), True, False),
+        (Key(default=1.0, to=["a"]), 2, True),
+        (Key(default=1.0, to=["a"]), float("inf"), False),
+        (Key(default=False, to=["a"]), 0, False),
+        (Key(type="str|list", to=["a"]), [1], True),
+        (Key(type="str|list", to=["a"]), 1, False),
+        (Key(type="int", to=["a"]), None, True),
+    ],
+)
+def test_types(key: Key, value: object, good: bool) -> None:
+    assert (key.fault(value) == "") is good
+
+
+@pytest.mark.parametrize(
+    ("inert", "value", "off"), [(0.0, 0, True), (False, 0, False), (-1, -1, True), (-1, 50, False), (1.0, None, True)]
+)
+def test_what_asks_for_nothing(inert: Any, value: Any, off: bool) -> None:
+    assert Key(default=inert, refused="no").asks_for_nothing(value) is off
+
+
+def test_keys_are_looked_up_by_section() -> None:
+    assert named_there("sampling.group_size") == ["rl_config.n_samples_per_prompt"]
+    assert [place for place, _ in filter(None, [find("critic_config", "lr"), find("actor_config", "lr")])] == [
+        "critic_config",
+        "megatron_training",
+    ]
+    assert find("rl_config", "lr") is None
+
+
+def test_every_key_of_the_example_files_is_in_the_table() -> None:
+    for file in sorted((HERE / "mindspeed").glob("*.yaml")):
+        for entry in read(file).entries:
+            assert find(entry.section, entry.name) is not None, entry.path
+
+
+def test_the_guide_has_the_table() -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    assert page == guide.renewed(page), f"run python -m runtime.mindspeed.guide {GUIDE.name}"
+
+
+def test_the_environment_is_there() -> None:
+    assert (HERE.parents[1] / "configs" / "envs" / f"{ASCEND}.yaml").is_file()
+
+
+def test_the_configuration_in_the_guide_is_of_the_schema() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert config_loading.type_faults(yaml.safe_load(block)) == []
+
+
+def test_every_option_of_the_command_is_in_the_guide() -> None:
+    table_of_options = GUIDE.read_text(encoding="utf-8").partition("| option |")[2].partition("\n\n")[0]
+    parser = argparse.ArgumentParser()
+    cli._add_import(parser)
+    for action in parser._actions:
+        name = action.option_strings[-1] if action.option_strings else action.dest.upper()
+        assert f"`{name}" in table_of_options or name == "--help", name

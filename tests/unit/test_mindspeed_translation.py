@@ -1,0 +1,346 @@
+"""How single keys of MindSpeed-RL are translated, beside the whole files of `test_import_mindspeed.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from runtime.errors import ConfigError
+from runtime.mindspeed.reading import Entry, Read
+from runtime.mindspeed.settings import Row
+from runtime.mindspeed.translate import Translation, translate
+
+BASE: dict[str, dict[str, Any]] = {
+    "megatron_training": {"tokenizer_name_or_path": "m", "global_batch_size": 32, "seq_length": 1024, "stage": "ray_grpo"},
+    "actor_config": {"lr": 1e-6, "micro_batch_size": 2},
+    "rl_config": {"max_prompt_length": 512, "n_samples_per_prompt": 4, "actor_resource.num_npus": 8},
+    "generate_config": {"infer_tensor_parallel_size": 1, "sampling_config.temperature": 1.0},
+}
+OLDER: dict[str, dict[str, Any]] = {
+    "training": {"global_batch_size": 8, "seq_length": 1024},
+    "actor_rollout_ref.actor_rollout": {"num_gpus_for_train": 2, "num_gpus_for_infer": 2, "max_prompt_length": 512},
+    "algorithm": {"verifier_function": ["acc"], "verifier_weight": [1.0]},
+    "reward": {"verifier": True},
+}
+
+
+def made(*, model: Mapping[str, Any] | None = None, without: tuple[str, ...] = (), **changes: Mapping[str, Any]) -> Translation:
+    return of("current", BASE, changes, model or {}, without)
+
+
+def of(
+    format: Any, base: dict[str, dict[str, Any]], changes: Mapping[str, Any], model: Mapping[str, Any], without: tuple[str, ...]
+) -> Translation:
+    sections = {name: dict(base.get(name, {})) | dict(changes.get(name, {})) for name in [*base, *changes]}
+    if model:
+        next(iter(sections.values()))["model"] = "m"
+    entries = [Entry(section, name, value) for section, keys in sections.items() for name, value in keys.items()]
+    entries += [Entry("model", name, value, model="m") for name, value in model.items()]
+    return translate(Read(name="a", format=format, entries=tuple(entries)), without)
+
+
+def at(translation: Translation, path: str) -> Any:
+    """The value written at `path`; None where our default stays."""
+    node: Any = translation.raw
+    for part in path.split("."):
+        node = node.get(part, {}) if isinstance(node, dict) else {}
+    return None if node == {} else node
+
+
+def row(translation: Translation, path: str) -> Row:
+    return next(row for row in translation.rows if row.path == path)
+
+
+def refused(**changes: Mapping[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        made(**changes)
+    return error.value.faults
+
+
+def test_a_role_stands_over_all_roles_and_these_over_the_model() -> None:
+    model = {"adam_beta1": 0.7, "adam_beta2": 0.8, "weight_decay": 0.3}
+    got = made(model=model, megatron_training={"adam_beta2": 0.85, "weight_decay": 0.2}, actor_config={"weight_decay": 0.1})
+    assert at(got, "training.optimizer.betas") == [0.7, 0.85]
+    assert at(got, "training.optimizer.weight_decay") == 0.1
+    assert row(got, "megatron_training.weight_decay").reason == "actor_config.weight_decay stands over it"
+    assert row(got, "model.m.weight_decay").outcome == "ignored"
+
+
+def test_defaults_there_that_are_not_ours_are_carried_over_and_named() -> None:
+    got = made()
+    assert at(got, "training.optimizer.schedule") == "linear"
+    assert at(got, "training.optimizer.weight_decay") == 0.01
+    assert at(got, "algorithm.clip_high") == 0.2
+    assert at(got, "algorithm.kl_coefficient") == 0.01
+    assert at(got, "rewards.rules") == [{"name": "base_acc"}]
+    carried = {each.path: each.ours for each in got.carried}
+    assert carried["rl_config.init_kl_coef"] == ("algorithm.kl_coefficient=0.01",)
+    assert carried["megatron_training.weight_decay"] == ("training.optimizer.weight_decay=0.01",)
+    assert "rl_config.gamma" not in carried  # it is ours too, and group_norm takes none
+    assert "megatron_training.adam_beta1" not in carried
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", None)])
+def test_estimators_of_the_divergence(theirs: str, ours: str | None) -> None:
+    assert at(made(rl_config={"kl_penalty": theirs}), "algorithm.kl") == ours
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "placement", "coefficient"),
+    [
+        ("ray_grpo", {}, None, 0.01),
+        ("ray_ppo", {"adv_estimator": "gae", "use_kl_in_reward": True}, "reward", 0.01),
+        ("ray_ppo", {"adv_estimator": "gae"}, None, None),
+        ("ray_dapo", {}, None, None),
+    ],
+)
+def test_where_the_divergence_counts(
+    stage: str, keys: dict[str, Any], placement: str | None, coefficient: float | None
+) -> None:
+    got = made(megatron_training={"stage": stage}, rl_config=keys, critic_config={"lr": 1e-5})
+    assert at(got, "algorithm.kl_placement") == placement
+    assert at(got, "algorithm.kl_coefficient") == coefficient
+    assert (at(got, "services.reference.colocate") is None) == (coefficient is None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini", "samples", "ours"),
+    [(32, 32, 4, None), (32, 8, 4, 8), (32, 128, 4, None), (64, 128, 4, 32), (4, 256, 8, None), (6, 16, 4, None)],
+    ids=["all", "prompts", "samples of older versions, all", "samples of older versions", "more than all", "no samples either"],
+)
+def test_mini_batches_count_prompts(batch: int, mini: int, samples: int, ours: int | None) -> None:
+    keys = {"mini_batch_size": mini, "n_samples_per_prompt": samples, "actor_resource.num_npus": 2}
+    got = made(megatron_training={"global_batch_size": batch}, rl_config=keys)
+    assert got.raw.get("training", {}).get("groups_per_step") == batch
+    assert at(got, "training.mini_batch_size") == ours
+    assert ("samples" in row(got, "rl_config.mini_batch_size").reason) == (mini > batch and ours is not None)
+
+
+def test_the_length_of_replies() -> None:
+    assert at(made(megatron_training={"seq_length": 4096}), "sampling.max_new_tokens") == 3584
+    got = made(generate_config={"sampling_config.max_tokens": 2048})
+    assert at(got, "sampling.max_new_tokens") == 2048
+    assert row(got, "megatron_training.seq_length").outcome == "ignored"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, 2048),  # 2 samples of 1024 tokens
+        ({"rl_config": {"use_dynamic_bsz": True}}, 4096),
+        ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000}}, 9000),
+        ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000, "update_max_packing_token_size": 7000}}, 7000),
+        ({"rl_config": {"update_max_packing_token_size": 7000}}, 2048),
+        ({"rl_config": {"max_tokens_to_oom": 12000}}, 12000),
+        ({"generate_config": {"max_tokens_to_oom": 12000}}, 12000),
+        ({"actor_config": {"max_tokens_to_oom": 12000}, "rl_config": {"use_dynamic_bsz": True}}, 12000),
+    ],
+    ids=str,
+)
+def test_the_budget_of_tokens(changes: dict[str, Any], ours: int) -> None:
+    got = made(**changes)
+    assert at(got, "training.max_tokens_per_microbatch") == ours
+    assert any("takes as much memory" in line for line in got.advice) == (ours == 12000)
+
+
+def test_colocated_or_apart() -> None:
+    together = made()
+    assert at(together, "services.rollout.colocate") == "trainer"
+    assert at(together, "services.reference") == {"colocate": "trainer", "processes": 8, "engine": "megatron"}
+    apart = made(
+        rl_config={"use_integrated_worker": False, "blocking": False, "reference_resource.num_npus": 4},
+        ref_config={"tensor_model_parallel_size": 2, "micro_batch_size": 3},
+    )
+    assert at(apart, "services.reference.colocate") is None
+    assert at(apart, "services.reference.processes") == 4
+    assert at(apart, "services.reference.parallel") == {"tensor": 2}
+    assert at(apart, "services.reference.max_tokens_per_microbatch") == 3 * 1024
+    assert at(apart, "services.rollout.colocate") == "trainer"  # of the hybrid actor
+    assert at(apart, "training.staleness") == at(together, "training.staleness") == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "stages"),
+    [
+        ({"num_layer_list": "9,10,10,7"}, [9, 10, 10, 7]),
+        ({"num_layer_list": [9, 9, 9, 9]}, None),
+        ({"num_layers": 40, "noop_layers": "3,39"}, [9, 10, 10, 9]),
+        ({"num_layers": 40, "noop_layers": "3,13,23,33"}, None),
+        ({"num_layer_list": "10,10,10,10", "noop_layers": "0,1"}, [8, 10, 10, 10]),
+        ({"num_layers": 36}, None),
+    ],
+    ids=str,
+)
+def test_layers_of_stages(keys: dict[str, Any], stages: list[int] | None) -> None:
+    got = made(actor_config={"pipeline_model_parallel_size": 4, **keys})
+    assert at(got, "services.trainer.parallel.layers_per_stage") == stages
+    assert at(got, "services.trainer.parallel.pipeline") == 4
+
+
+def test_stages_that_megatron_core_cannot_have() -> None:
+    assert (
+        "the same number of layers"
+        in refused(actor_config={"pipeline_model_parallel_size": 4, "num_layer_list": "9,8,9,10"})[0]
+    )
+    assert "has 2 stages" in refused(actor_config={"pipeline_model_parallel_size": 4, "num_layer_list": "9,8"})[0]
+
+
+def test_the_critic_has_its_own_optimizer_and_layout() -> None:
+    got = made(
+        megatron_training={"stage": "ray_ppo"},
+        actor_config={"load": "a", "tensor_model_parallel_size": 2},
+        critic_config={"lr": 5e-6, "load": "a", "tensor_model_parallel_size": 4, "sequence_parallel": True, "adam_beta2": 0.9},
+        rl_config={"adv_estimator": "gae", "lam": 0.9, "cliprange_value": 0.3, "critic_resource.num_npus": 4},
+        generate_config={"offload_train_optimizer": True, "offload_train_param": True},
+    )
+    assert at(got, "critic.path") is None  # the policy's own start
+    assert at(got, "critic.value_clip") == 0.3
+    assert at(got, "critic.optimizer.learning_rate") == 5e-6
+    assert at(got, "critic.optimizer.betas") == [0.9, 0.9]
+    assert at(got, "algorithm.gae_lambda") == 0.9
+    critic = at(got, "services.critic")
+    assert critic["parallel"] == {"tensor": 4, "sequence": True}
+    assert (critic["colocate"], critic["processes"], critic["offload_train_optimizer"]) == ("trainer", 4, True)
+    assert "offload_train_param" not in critic
+    assert at(got, "services.trainer.parallel.tensor") == 2
+
+
+def test_a_critic_whose_settings_are_ours_is_there_all_the_same() -> None:
+    keys = {"lr": 1e-5, "lr_decay_style": "constant", "weight_decay": 0}
+    got = made(critic_config=keys, rl_config={"adv_estimator": "gae", "cliprange_value": 0.2})
+    assert got.raw["critic"] == {}
+
+
+def test_dapo() -> None:
+    got = made(
+        megatron_training={"stage": "ray_dapo"},
+        rl_config={
+            "clip_higher_enable": True,
+            "clip_ratio_low": 0.1,
+            "clip_ratio_high": 0.3,
+            "token_level_loss": False,
+            "overlong_buffer_enable": True,
+            "overlong_buffer": 128,
+            "overlong_buffer_penalty_factor": 0.5,
+            "rollout_max_tokens": 512,
+            "filter_groups_enable": True,
+            "filter_groups_max_batches": 7,
+            "filter_groups_train_batch_size": 16,
+            "mini_batch_size": 16,
+        },
+    )
+    assert at(got, "algorithm") == {
+        "dynamic_sampling": True,
+        "dynamic_sampling_limit": 7,
+        "overlong_buffer": 0.25,
+        "overlong_penalty": 0.5,
+        "aggregation": "seq_mean_token_mean",
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+    }
+    assert at(got, "training.groups_per_step") == 16
+    assert at(got, "training.mini_batch_size") is None
+
+
+def test_the_penalty_must_end_where_replies_do() -> None:
+    keys = {"overlong_buffer_enable": True, "overlong_buffer": 128, "rollout_max_tokens": 2048}
+    assert refused(rl_config=keys) == ["rl_config.rollout_max_tokens: 2048: is not how long a reply may be, 512"]
+    assert "must be below the 512 tokens" in refused(rl_config=keys | {"overlong_buffer": 512, "rollout_max_tokens": 512})[0]
+
+
+def test_lora_is_trained_by_the_torch_engine() -> None:
+    got = made(
+        actor_config={"lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 128, "lora_alpha": 64},
+        megatron_training={"tensor_model_parallel_size": 4},
+        rl_config={"share_backbone": True},
+    )
+    assert got.raw["lora"] == {"rank": 128, "alpha": 64.0, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}
+    assert at(got, "reference.mode") == "adapter_off"
+    assert at(got, "services.trainer") == {"processes": 8}
+    assert row(got, "megatron_training.tensor_model_parallel_size").outcome == "ignored"
+
+
+@pytest.mark.parametrize(
+    ("keys", "trackers"),
+    [
+        ({}, None),
+        ({"use_tensorboard": False}, [{"name": "jsonl"}]),
+        ({"use_wandb": True, "use_tensorboard": False}, [{"name": "jsonl"}, {"name": "wandb", "mode": "online"}]),
+        (
+            {"use_swanlab": True, "swanlab_mode": "local", "swanlab_project": "p", "use_tensorboard": False},
+            [{"name": "jsonl"}, {"name": "swanlab", "mode": "offline", "project": "p"}],
+        ),
+    ],
+    ids=str,
+)
+def test_trackers(keys: dict[str, Any], trackers: list[dict[str, Any]] | None) -> None:
+    assert at(made(rl_config=keys), "trackers") == trackers
+
+
+def test_an_adaptive_coefficient() -> None:
+    got = made(rl_config={"kl_ctrl_type": "adaptive", "kl_target": 0.2, "kl_horizon": 500})
+    assert (at(got, "algorithm.kl_target"), at(got, "algorithm.kl_horizon")) == (0.2, 500)
+    fixed = made(rl_config={"kl_ctrl_type": "fixed", "kl_target": 0.2})
+    assert at(fixed, "algorithm.kl_target") is None
+    assert row(fixed, "rl_config.kl_target").reason == "of an adaptive coefficient"
+
+
+@pytest.mark.parametrize(
+    ("path", "ours"),
+    [
+        ("./a/data", "./a/data.parquet"),
+        ("./a/data.jsonl", "./a/data.jsonl"),
+        ("2,./a,0.5,./b.json", [{"path": "./a.parquet", "weight": 2.0}, {"path": "./b.json", "weight": 0.5}]),
+        (["./a", "./b"], [{"path": "./a.parquet"}, {"path": "./b.parquet"}]),
+    ],
+)
+def test_data(path: Any, ours: Any) -> None:
+    assert at(made(megatron_training={"data_path": path}), "data.train") == ours
+
+
+def test_handlers_and_columns() -> None:
+    columns = {"prompt": "q", "query": "", "response": "a", "system": ""}
+    got = made(megatron_training={"handler_name": "R1AlpacaStyleInstructionHandler", "map_keys": columns})
+    assert got.raw["data"]["handler"] == "r1"
+    assert [got.raw["data"][f"{name}_key"] for name in ("prompt", "query", "label", "system")] == ["q", "", "a", ""]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("acc", "r1_zero_acc"), ("format", "r1_zero_format"), ("step", "step")])
+def test_verifiers_of_the_older_format(theirs: str, ours: str) -> None:
+    older = of("r1_zero", OLDER, {"algorithm": {"verifier_function": [theirs]}}, {}, ())
+    assert at(older, "rewards.rules") == [{"name": ours}]
+    assert at(made(rl_config={"verifier_function": [theirs]}), "rewards.rules") == [{"name": theirs}]
+
+
+def test_a_reward_model_of_the_older_format() -> None:
+    changes = {
+        "reward": {"verifier": False, "load": "orm"},
+        "resource_pool": {"actor_rollout": [4], "reward": [2, 1], "ref": [2]},
+    }
+    got = of("r1_zero", OLDER, changes, {}, ())
+    assert got.raw["rewards"] == {"model": {"path": "orm"}}
+    assert at(got, "services.reward_model.replicas") == 3
+    assert at(got, "services.reference.processes") == 2
+
+
+def test_experts_of_rollouts() -> None:
+    got = made(generate_config={"infer_tensor_parallel_size": 4, "infer_expert_parallel_size": 4})
+    assert at(got, "services.rollout.engine_args.enable_expert_parallel") is True
+    assert "at most that" in refused(generate_config={"infer_expert_parallel_size": 8})[0]
+
+
+def test_what_asks_for_nothing_is_not_refused() -> None:
+    keys = {"sampling_config.top_p": 1, "sampling_config.top_k": 0, "sampling_config.min_p": 0, "torchair_graph": False}
+    got = made(generate_config=keys, rl_config={"multi_turn_enable": False, "partial_rollout_max_split": 1})
+    off = [each for each in got.rows if each.reason.startswith("off there too")]
+    assert len(off) == 6
+    assert refused(rl_config={"partial_rollout_max_split": 2})
+
+
+def test_what_is_left_out_keeps_our_default() -> None:
+    got = made(rl_config={"init_kl_coef": 0.5, "clip_ratio": 0.4}, without=("init_kl_coef", "rl_config.clip-ratio"))
+    assert "algorithm" not in got.raw
+    assert row(got, "rl_config.clip_ratio").outcome == "left out"
+    assert row(got, "rl_config.init_kl_coef").ours == ()
