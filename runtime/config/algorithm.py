@@ -36,7 +36,9 @@ class Algorithm(Section, frozen=True):
     """The run ends in order when so many times `training.groups_per_step` groups were dropped for one step, and it is still not
     full."""
     overlong_buffer: Fraction = 0.0
-    """Share of `sampling.max_new_tokens` over which a penalty grows from 0 to 1; 0: off."""
+    """Share of `sampling.max_new_tokens` over which a penalty grows from 0 to `overlong_penalty`; 0: off."""
+    overlong_penalty: Rate = 1.0
+    """Subtracted from the reward of the longest replies, where there is an `overlong_buffer`."""
     missing_eos_penalty: Rate = 0.0
     """Subtracted from the reward of replies cut off by length."""
     loss: str = "decoupled"

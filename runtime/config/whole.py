@@ -20,6 +20,7 @@ class Config(Section, frozen=True):
 
     run: Run
     model: Model = Model()
+    """A section; or `tiny:FAMILY`, a tiny random model of that family in the place of every role's."""
     warmup: Warmup | None = None
     """Null: none; `{}`: one with the defaults below."""
     data: Data = Data()
@@ -36,6 +37,7 @@ class Config(Section, frozen=True):
     where the trainer runs."""
     stop: Stop = Stop()
     services: Services = Services()
+    """A section; or a name, which is that of `services.preset`."""
     cluster: Cluster = Cluster()
     publication: Publication = Publication()
     checkpoint: Checkpoint = Checkpoint()

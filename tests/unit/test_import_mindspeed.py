@@ -113,7 +113,7 @@ def test_what_is_made_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_r1_zero_is_the_configuration_that_comes_with_sluice(tmp_path: Path) -> None:
     ours = load(EXPECTED / "r1_zero_qwen25_7b.yaml")
-    shipped = load(Path(__file__).parents[2] / "configs" / "r1_zero.yaml")
+    shipped = load(Path(__file__).parents[2] / "configs" / "r1_zero_qwen25_7b.yaml")
     assert sorted(ours.rewards.rules, key=lambda rule: rule.name) == sorted(shipped.rewards.rules, key=lambda rule: rule.name)
     for section, keys in {
         "sampling": ("group_size", "max_new_tokens", "temperature"),
