@@ -41,7 +41,7 @@ proto: install-dev
 
 # docs/configuration-reference.md, from the schema.
 reference: install
-	$(BIN)/python -m runtime.config_reference docs/configuration-reference.md
+	$(BIN)/python -m runtime.config.reference docs/configuration-reference.md
 
 .PHONY: docs-zh-stamp
 # Says that the Chinese pages, or those of PAGES, are translated from their sources as they are now.

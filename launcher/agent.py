@@ -14,12 +14,12 @@ from launcher import topology
 from launcher.fingerprint import fingerprint
 from launcher.machine import Machine
 from launcher.supervisor import Child, Supervisor
-from runtime import config_loading, layout
-from runtime.config import Config
+from runtime import layout
+from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
+from runtime.cluster.topology import named_paths
+from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
-from runtime.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
 from runtime.status import Progress
-from runtime.topology import named_paths
 from services import session, wire
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ class Agent:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")  # a process that is started again may read it at any time
         partial.write_text(assignment.config, encoding="utf-8")
-        config = config_loading.load(partial, ())
+        config = loading.load(partial, ())
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
-        partial.write_text(config_loading.to_yaml(self._config), encoding="utf-8")
+        partial.write_text(loading.to_yaml(self._config), encoding="utf-8")
         partial.replace(self._path)
 
     async def _tell_paths(self, channel: grpc.aio.Channel) -> None:

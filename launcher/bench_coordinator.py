@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from launcher.bench_material import bench_config
-from runtime import config_loading, layout
-from runtime.config import Config, Evaluation, Rollout
+from runtime import layout
+from runtime.config import Config, Evaluation, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from services import session
 
@@ -91,7 +91,7 @@ async def _run(config: Config, replicas: int, settings: Settings) -> Cost:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as temporary:
         folder = Path(temporary)
         config = _configured(config, replicas, settings, folder)
-        (folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
+        (folder / layout.CONFIG).write_text(loading.to_yaml(config))
         with (folder / "log").open("wb") as log:
             try:
                 return await asyncio.wait_for(_watched(config, folder, log.fileno(), settings), DEADLINE)

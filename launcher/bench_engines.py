@@ -17,8 +17,8 @@ from launcher.bench_packing import Settings as Samples
 from launcher.bench_packing import Shape, packing_config
 from launcher.bench_statistics import Interval, t_interval
 from launcher.bench_worker import Measured, Worker, total
-from runtime import config_checks_megatron
 from runtime.config import Config
+from runtime.config.checks.megatron import megatron_faults
 from runtime.errors import UserError
 
 ENGINES: tuple[Literal["torch"], Literal["megatron"]] = ("torch", "megatron")
@@ -62,7 +62,7 @@ class Report(Struct):
 async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
     """Each engine in a process of its own; they take turns, and turns in who is first. Raises UserError, ServiceFault."""
     base = packing_config(folder, settings.shape, settings.budget, settings.samples)
-    for fault in config_checks_megatron.megatron_faults(_with(base, "megatron"), {"trainer": None}):
+    for fault in megatron_faults(_with(base, "megatron"), {"trainer": None}):
         raise UserError(f"bench engines: {fault}")
     passes: dict[str, list[Measured]] = {engine: [] for engine in ENGINES}
     saves: dict[str, list[float]] = {engine: [] for engine in ENGINES}

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from runtime import config_loading
-from runtime.config import Config, Warmup
+from runtime.config import Config, Warmup, loading
 from runtime.data import arithmetic
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "bench.yaml"
@@ -28,8 +27,8 @@ def bench_config(folder: Path, model: Warmup = QUICKSTART) -> Config:
     """
     if not (folder / "model" / "config.json").exists():
         _make(folder, model)
-    config = config_loading.load(CONFIG, ())
-    return config_loading.resolve(
+    config = loading.load(CONFIG, ())
+    return loading.resolve(
         replace(
             config,
             model=replace(config.model, path=str(folder / "model")),

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from launcher.job import FAILED_GRACE, INTERRUPTED_GRACE
 from launcher.supervisor import Supervisor
 from launcher.topology import ProcessSpec
-from runtime import config_loading, layout
-from runtime.config import Config
+from runtime import layout
+from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.summary import Summary
 from runtime.trackers import read_jsonl
@@ -128,9 +128,9 @@ async def train(trial: Trial, settings: Settings, folder: Path) -> None:
 def outcome(trial: Trial, settings: Settings, folder: Path) -> Outcome | None:
     """What the run came to; None unless it lies there with these very settings and came to its end."""
     run_dir = folder / trial.name
-    wanted = config_loading.resolve(config_loading.load(CONFIG, overrides(trial, settings, folder)))
+    wanted = loading.resolve(loading.load(CONFIG, overrides(trial, settings, folder)))
     try:
-        if _asked(config_loading.load(run_dir / layout.CONFIG, ())) != _asked(wanted):
+        if _asked(loading.load(run_dir / layout.CONFIG, ())) != _asked(wanted):
             return None
         summary, rows = Summary.read(run_dir), read_jsonl(run_dir / layout.METRICS)
     except UserError:  # nothing there, or not whole, or of a schema that is no more

@@ -26,10 +26,10 @@ from msgspec import Struct
 from launcher.engines_trial import EngineTrial
 from launcher.packing_trial import BATCHES as TRIAL_BATCHES
 from launcher.packing_trial import WAYS, PackingTrial
-from runtime import config_loading, os_process
-from runtime.config import Config
+from runtime import os_process
+from runtime.cluster.topology import replicas
+from runtime.config import Config, loading
 from runtime.errors import ServiceFault
-from runtime.topology import replicas
 
 if TYPE_CHECKING:
     from launcher.plain_loop import PlainLoop
@@ -72,7 +72,7 @@ class Worker:
         """A worker that computes with so many threads; it ends with the block, and with it all that it started."""
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(config_loading.to_yaml(config))
+            file.write(loading.to_yaml(config))
             file.flush()
             process = await asyncio.create_subprocess_exec(
                 *(python, "-m", module, file.name),
@@ -339,7 +339,7 @@ class Bench:
 
 def main() -> None:
     os_process.die_with_parent()
-    bench = Bench(config_loading.load(Path(sys.argv[1]), ()))
+    bench = Bench(loading.load(Path(sys.argv[1]), ()))
     for line in sys.stdin:
         order = json.loads(line)
         measured = bench.measures[order["what"]](order["seconds"])

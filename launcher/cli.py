@@ -181,9 +181,9 @@ def told(work: Callable[[], int]) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from launcher.here import Here
-    from runtime import config_loading
+    from runtime.config import loading
 
-    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    config = loading.resolve(loading.load(options.config, options.overrides))
     return run_training(config, Here.of(config), options.verbose)
 
 
@@ -195,7 +195,9 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
     from launcher.job import Interrupted
     from launcher.train import train
     from launcher.view import View
-    from runtime import evaluation, evaluation_table, summary
+    from runtime import summary
+    from runtime.evaluation import results as evaluation
+    from runtime.evaluation.table import render
 
     console = Console()
     try:
@@ -206,7 +208,7 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
         return how.code
     console.print(summary.render(result))
     if found := evaluation.read(Path(config.run.dir)):
-        console.print(evaluation_table.render([found[0], *found[1:][-1:]]))
+        console.print(render([found[0], *found[1:][-1:]]))
     console.print(f"run folder: {config.run.dir}", highlight=False)
     return 0
 
@@ -217,17 +219,19 @@ def _eval(options: argparse.Namespace) -> int:
     from launcher.evaluate import evaluate, own_folder
     from launcher.job import Interrupted
     from launcher.view import View
-    from runtime import config_loading, evaluation, evaluation_table
+    from runtime.config import loading
+    from runtime.evaluation import results as evaluation
+    from runtime.evaluation.table import render
 
     console = Console()
-    config = own_folder(config_loading.resolve(config_loading.load(options.config, options.overrides)))
+    config = own_folder(loading.resolve(loading.load(options.config, options.overrides)))
     try:
         with View(console, verbose=options.verbose) as view:
             result = asyncio.run(evaluate(config, view))
     except Interrupted as how:
         console.print(str(how))
         return how.code
-    console.print(evaluation_table.render([result]))
+    console.print(render([result]))
     console.print(f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}", highlight=False)
     return 0
 
@@ -240,15 +244,17 @@ def _validate(options: argparse.Namespace) -> int:
     from launcher.here import Here, placement_faults, placement_table
     from launcher.known import known_names
     from launcher.machine import on_this_machine
-    from runtime import config_checks, config_loading, topology
-    from runtime.config_checks_megatron import memory_of_ranks
-    from runtime.config_checks_network import has_several_nodes
+    from runtime.cluster import topology
+    from runtime.config import loading
+    from runtime.config.checks.megatron import memory_of_ranks
+    from runtime.config.checks.network import has_several_nodes
+    from runtime.config.checks.semantic import semantic_faults, spread_models
     from runtime.engines import tiny_family
     from runtime.errors import ConfigError
 
-    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    config = loading.resolve(loading.load(options.config, options.overrides))
     here = Here.of(config)
-    faults = [*config_checks.semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
+    faults = [*semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
     if faults := faults or placement_faults(config, here.offer, trains=True):
         raise ConfigError(faults)
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
@@ -258,7 +264,7 @@ def _validate(options: argparse.Namespace) -> int:
         if path.startswith(tiny_family.PREFIX):
             print(f"{key}: {path}, small and random, is made when a run starts")
     Console().print(placement_table(config, here.offer))
-    for role, held in memory_of_ranks(config, config_checks.spread_models(config)).items():
+    for role, held in memory_of_ranks(config, spread_models(config)).items():
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
         print(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
     return 0
@@ -274,7 +280,7 @@ def _scale(options: argparse.Namespace) -> int:
 def _schema(options: argparse.Namespace) -> int:
     import json
 
-    from runtime.config_meanings import schema
+    from runtime.config.meanings import schema
 
     print(json.dumps(schema(), indent=2))
     return 0

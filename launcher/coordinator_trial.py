@@ -23,8 +23,8 @@ from launcher.agent import Agent
 from launcher.here import Here
 from launcher.supervisor import Child, Supervisor
 from launcher.topology import ProcessSpec
-from runtime import codec, config_loading, os_process
-from runtime.config import Config
+from runtime import codec, os_process
+from runtime.config import Config, loading
 from runtime.engines.lent_scorer import LentScorer
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.train_base import TrainEngine
@@ -232,7 +232,7 @@ class Troupe(Supervisor):
 
     def _config(self, path: str) -> Config:
         if path not in self._configs:
-            self._configs[path] = config_loading.load(path, ())
+            self._configs[path] = loading.load(path, ())
         return self._configs[path]
 
 
@@ -244,7 +244,7 @@ def _raised(task: asyncio.Task[None]) -> None:
 
 
 async def serve(path: Path) -> None:
-    config = config_loading.load(path, ())
+    config = loading.load(path, ())
     coordinator, address = await _coordinator(path)
     here = Here.of(config)
     agent = Agent(here.registration(config, config), config, address, Troupe(address), here.machine, sys.executable)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from launcher import cpus
 from launcher.machine import VISIBLE, Machine
+from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, Network, Process, Spread
-from runtime.topology import processes
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 # torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each

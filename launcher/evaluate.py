@@ -10,11 +10,11 @@ from launcher import run_folder
 from launcher.here import Here
 from launcher.job import Interrupted, Job
 from launcher.view import View
-from runtime import evaluation
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
-from runtime.evaluation import EvaluationResult
-from runtime.evaluation_sets import evaluation_sets
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult
+from runtime.evaluation.sets import evaluation_sets
 
 FOLDER = "eval"
 """Where an evaluation lives in the folder of the run whose configuration it takes: it leaves that run alone."""

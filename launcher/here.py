@@ -11,12 +11,12 @@ from msgspec import Struct
 from rich.table import Table
 
 from launcher.machine import Machine, this_machine
-from runtime import config_loading, network, os_process
-from runtime.config import Config
-from runtime.config_checks_network import has_several_nodes
+from runtime import network, os_process
+from runtime.cluster.nodes import GROUPS, TRIES, NodeRegistration
+from runtime.cluster.placement import NodeOffer, offers, place, table
+from runtime.config import Config, loading
+from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, UserError
-from runtime.nodes import GROUPS, TRIES, NodeRegistration
-from runtime.placement import NodeOffer, offers, place, table
 
 MEETINGS = len(GROUPS) * TRIES
 
@@ -50,7 +50,7 @@ class Here(Struct, frozen=True):
             address=address,
             devices=self.offer.devices,
             machine=os_process.machine(),
-            config=hashlib.sha256(config_loading.to_yaml(given).encode()).hexdigest()[:12],
+            config=hashlib.sha256(loading.to_yaml(given).encode()).hexdigest()[:12],
             version=metadata.version("sluice-rl"),
             ports=_free_ports(address, own.network.port_range) if has_several_nodes(own.cluster) else [],
             pid=os.getpid(),

@@ -20,8 +20,9 @@ from launcher.known import known_names
 from launcher.machine import on_this_machine
 from launcher.supervisor import Child, Supervisor
 from launcher.view import View
-from runtime import config_checks, config_loading, layout, os_process, startup
-from runtime.config import Config
+from runtime import layout, os_process, startup
+from runtime.config import Config, loading
+from runtime.config.checks.semantic import semantic_faults
 from runtime.engines import tiny_family
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.startup import Startup
@@ -83,7 +84,7 @@ class Job(ABC, Generic[Result]):
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
             config = on_this_machine(tiny_family.made(await self.prepared()), self._here.address)
-            (self.folder / layout.CONFIG).write_text(config_loading.to_yaml(config))
+            (self.folder / layout.CONFIG).write_text(loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()
         finally:
@@ -96,7 +97,7 @@ class Job(ABC, Generic[Result]):
             (self.folder / layout.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     def check(self, config: Config) -> None:
-        faults = config_checks.semantic_faults(config, known_names(), trains=self.trains)
+        faults = semantic_faults(config, known_names(), trains=self.trains)
         faults += environment.faults(config, self._here.machine)
         if faults := faults or placement_faults(config, self._here.offer, self.trains):
             raise ConfigError(faults)
@@ -106,7 +107,7 @@ class Job(ABC, Generic[Result]):
         before = time.monotonic()
         config = await self.guarded(jobs.warm_up(self.supervisor, config, self.view))
         self.launched += time.monotonic() - before  # it is no part of the start-up
-        config = config_loading.resolve(config)
+        config = loading.resolve(config)
         self.check(config)
         return config
 

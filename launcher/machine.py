@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.config import Config
-from runtime.config_checks_network import has_several_nodes
+from runtime.config.checks.network import has_several_nodes
 from runtime.errors import UserError
 from runtime.network import is_loopback, own_address
 

@@ -26,10 +26,10 @@ from launcher.here import Here
 from launcher.machine import on_this_machine
 from launcher.supervisor import Supervisor
 from launcher.view import View
-from runtime import config_loading, layout, network
-from runtime.config import Config
+from runtime import layout, network
+from runtime.cluster.nodes import name_fault
+from runtime.config import Config, loading
 from runtime.errors import ConfigError, ServiceFault, UserError
-from runtime.nodes import name_fault
 from services import session
 
 ECHO = 0.5  # seconds: who signals every process of a machine reaches torchrun too, which sends it on
@@ -112,7 +112,7 @@ def main() -> None:
 
 def run_node(options: argparse.Namespace) -> int:
     """The exit code. Raises SluiceError."""
-    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    config = loading.resolve(loading.load(options.config, options.overrides))
     here = Here.of(config, options.name, options.address, options.devices)
     if fault := name_fault(config.cluster, here.name):
         raise UserError(fault)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from launcher import render_compose, render_kubernetes, render_slurm
 from launcher.render_plan import plan
-from runtime import config_loading
+from runtime.config import loading
 from runtime.errors import UserError
 
 
 def render(options: argparse.Namespace) -> list[Path]:
     """Write the files, and return them. Raises UserError."""
-    config = config_loading.resolve(config_loading.load(options.config, options.overrides))
+    config = loading.resolve(loading.load(options.config, options.overrides))
     made = plan(config, options.device, options.devices, getattr(options, "image", ""))
     if options.target == "slurm":
         files = render_slurm.render(made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.render_plan import AGENT, CONFIG_PATH, GRACE, RETURNS, Plan, check_names, shared_folder, to_yaml
-from runtime import config_loading
+from runtime.config import loading
 
 _DRIVER = (  # what containers are given of an Ascend machine's driver, as vllm-ascend's installation page has it
     "/usr/local/dcmi",
@@ -41,7 +41,7 @@ def render(plan: Plan) -> dict[str, str]:
         f"  docker compose up --detach      then: docker compose exec {names[0]} sluice status {names[0]}:{plan.port}",
         "  docker compose down             the run drains, saves a checkpoint and ends",
     ]
-    return {"compose.yaml": to_yaml(header, document), "config.yaml": config_loading.to_yaml(plan.placed_at(names[0]))}
+    return {"compose.yaml": to_yaml(header, document), "config.yaml": loading.to_yaml(plan.placed_at(names[0]))}
 
 
 def _service(plan: Plan, name: str, coordinator: str, devices: range) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from launcher.render_plan import (
     shared_folder,
     to_yaml,
 )
-from runtime import config_loading
+from runtime.config import loading
 from runtime.errors import ConfigError
 
 RESOURCES: dict[Device, str] = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
@@ -114,7 +114,7 @@ def _config_map(plan: Plan, host: str) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(plan, plan.name),
-        "data": {"config.yaml": config_loading.to_yaml(plan.placed_at(host))},
+        "data": {"config.yaml": loading.to_yaml(plan.placed_at(host))},
     }
 
 

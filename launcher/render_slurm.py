@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from launcher.render_plan import AGENT, GRACE, Plan
-from runtime import config_loading
+from runtime.config import loading
 from runtime.errors import ConfigError
 
 NOTICE = 120  # seconds before a job's time limit at which it begins to drain; Slurm may be a minute late
@@ -61,7 +61,7 @@ def render(plan: Plan) -> dict[str, str]:
     """Text by file name. Raises ConfigError."""
     _check(plan)
     script = "".join((_head(plan), _cann(plan), _settings(plan), _BODY))
-    return {"sluice.sbatch": script, "config.yaml": config_loading.to_yaml(plan.config)}
+    return {"sluice.sbatch": script, "config.yaml": loading.to_yaml(plan.config)}
 
 
 def _check(plan: Plan) -> None:

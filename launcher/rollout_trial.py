@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime import config_loading, os_process
-from runtime.config import Config
+from runtime import os_process
+from runtime.config import Config, loading
 from runtime.errors import DeadlineExceeded
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services.rollout import make_engine
@@ -158,7 +158,7 @@ def main() -> None:
     def say(answer: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
-    asyncio.run(serve(config_loading.load(Path(sys.argv[1]), ()), say))
+    asyncio.run(serve(loading.load(Path(sys.argv[1]), ()), say))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runtime import codec, config_loading, evaluation, generations, layout
+from runtime import codec, layout
+from runtime.config import loading
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
-from runtime.generations import Generation
-from runtime.ledger_reader import GroupRow, LedgerReader
-from runtime.payloads import PayloadLost
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import Generation
+from runtime.ledger.payloads import PayloadLost
+from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.states import Phase
 from runtime.types import GroupPayload
 
@@ -52,7 +55,7 @@ def show(options: argparse.Namespace) -> None:
     if options.eval:
         _print(_evaluated(options), options.jsonl)
         return
-    config = config_loading.load(options.run / layout.CONFIG, ())
+    config = loading.load(options.run / layout.CONFIG, ())
     tokenizer = Tokenizer(config.model.path, config.model.chat_template)
     with LedgerReader(options.run / layout.LEDGER) as reader:
         _print(_rows(reader, _selected(reader, options), tokenizer), options.jsonl)

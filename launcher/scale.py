@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from launcher.status import address_of
+from runtime.cluster.nodes import Scale, Scaled
 from runtime.errors import Unanswered, UserError
-from runtime.nodes import Scale, Scaled
 from services import session, wire
 
 

@@ -22,10 +22,10 @@ from launcher import cpus
 from launcher.logs import Log
 from launcher.topology import ProcessSpec
 from runtime import os_process
+from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
 from runtime.engines.vllm import leftovers
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
-from runtime.restarts import Allowance
 
 DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
 FAULT = "error: "  # how a process begins the line that says why it ends

@@ -9,9 +9,9 @@ from msgspec import Struct
 
 from launcher.environment import affinity, environment, hccl_ports
 from launcher.machine import Machine
+from runtime.cluster.nodes import Launch
+from runtime.cluster.topology import Member, settings_of
 from runtime.config import Config, Restarts
-from runtime.nodes import Launch
-from runtime.topology import Member, settings_of
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runtime import codec, layout
 from runtime.errors import InvalidMessage, UserError
-from runtime.payloads import StorageFull
+from runtime.ledger.payloads import StorageFull
 from runtime.position import Position
 
 POSITION = "position.msgpack"

@@ -9,8 +9,8 @@ from typing import Any
 
 from runtime import commands
 from runtime.batching import balance_each
+from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Deadlines, Publication
-from runtime.topology import data_leaders
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,

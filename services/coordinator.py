@@ -20,15 +20,16 @@ import msgspec
 import uvloop
 
 import services
-from runtime import config_loading, layout, os_process
+from runtime import layout, os_process
 from runtime.aio import first_error
-from runtime.config import Config
+from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
+from runtime.cluster.topology import is_group, slots
+from runtime.config import Config, loading
 from runtime.data.held_out import load_held_out
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
-from runtime.ledger import Ledger
-from runtime.nodes import Death, NodePaths, Scale, Scaled
+from runtime.ledger.journal import Ledger
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.material import Material
@@ -36,7 +37,6 @@ from runtime.pipeline.run import Run
 from runtime.ports import Replaceable
 from runtime.startup import Phases, Startup, in_order
 from runtime.status import Progress, Registration, Status, Stop, Topology
-from runtime.topology import is_group, slots
 from runtime.trackers import Trackers
 from services.fleet import Fleet
 from services.nodes import Nodes
@@ -317,7 +317,7 @@ def main() -> None:
     phases.mark("interpreter", services.BEGAN)
     phases.mark("imports")
     try:
-        config = config_loading.load(arguments.config, ())
+        config = loading.load(arguments.config, ())
         uvloop.install()
         asyncio.run(Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd))
     except UserError as error:

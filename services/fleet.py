@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from runtime.cluster.topology import Member, group_of
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.ports import Replaceable
 from runtime.startup import in_order
 from runtime.status import Loss, Registration
-from runtime.topology import Member, group_of
 from services.client import client, service_of
 from services.peer import Peer
 from services.session import Session

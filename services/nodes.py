@@ -9,13 +9,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 
-from runtime import config_loading, os_process
-from runtime.config import Config, Rollout
+from runtime import os_process
+from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
+from runtime.cluster.placement import Placement, Seat, place
+from runtime.cluster.restarts import Allowance
+from runtime.cluster.topology import Member, is_group, named_paths, with_rollouts
+from runtime.config import Config, Rollout, loading
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
-from runtime.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
-from runtime.placement import Placement, Seat, place
-from runtime.restarts import Allowance
-from runtime.topology import Member, is_group, named_paths, with_rollouts
 from services.fleet import Fleet
 
 POLL = 0.1  # seconds between two looks whether a node's former stream has ended
@@ -32,7 +32,7 @@ class Nodes:
     def __init__(self, config: Config, trains: bool, fleet: Fleet):
         """`trains`: False for an evaluation alone."""
         self._config = config
-        self._yaml = config_loading.to_yaml(config)
+        self._yaml = loading.to_yaml(config)
         self._id = uuid.uuid4().hex
         self._trains = trains
         self._fleet = fleet
@@ -132,7 +132,7 @@ class Nodes:
         config = with_rollouts(self._config, wanted.replicas)
         stays = [seat for seat in self._placement.seats if not _beyond(seat.member, wanted.replicas)]
         after = self._place_beside(stays, config)
-        self._config, self._yaml = config, config_loading.to_yaml(config)
+        self._config, self._yaml = config, loading.to_yaml(config)
         started = [seat.member for seat in after.seats if seat.member not in before]
         stopped = sorted(before - {seat.member for seat in after.seats}, key=lambda member: member.name)
         self._fleet.dismiss(stopped, "the run was scaled down")

@@ -22,9 +22,9 @@ from typing import Any
 import uvloop
 
 import services
-from runtime import config_loading, os_process
+from runtime import os_process
 from runtime.actor import Actor, Letter
-from runtime.config import Config
+from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.network import transport_variables
 from runtime.startup import Phases, uncollected
@@ -106,7 +106,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     phases.mark("interpreter", services.BEGAN)
     phases.mark("imports")
     try:
-        config = config_loading.load(arguments.config, ())
+        config = loading.load(arguments.config, ())
         for name, value in transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))

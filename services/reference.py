@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from runtime import codec
 from runtime.actor import Letter
+from runtime.cluster.topology import reference_takes_part
 from runtime.commands import Offload, Onload
 from runtime.config import Config
-from runtime.topology import reference_takes_part
 from services import process
 from services.spmd_service import Follower, Leader, SpmdRole
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from runtime import os_process
 from runtime.actor import Letter
+from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import Cancel, Level, Move
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage
 from runtime.status import State
-from runtime.topology import replicas, takes_turns
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
 from services.rollout_weights import COMMANDS, Subscription

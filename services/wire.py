@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 from google.protobuf.message import DecodeError, Message
 
-from runtime import codec, commands, errors, nodes, status
+from runtime import codec, commands, errors, status
 from runtime.actor import Priority
+from runtime.cluster import nodes
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores, StepResult
 from services.rpc import (

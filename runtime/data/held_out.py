@@ -13,7 +13,7 @@ from runtime.data.overlap import keep_apart
 from runtime.data.prompts import Prompts
 from runtime.data.sources import read_prompts
 from runtime.data.tokenizer import Tokenizer
-from runtime.evaluation_sets import EvaluationData, evaluation_sets
+from runtime.evaluation.sets import EvaluationData, evaluation_sets
 
 
 class HeldOut(Struct, frozen=True):

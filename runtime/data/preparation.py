@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import field
 
 from runtime.config import Layout, NonNegative, Positive, Section
-from runtime.config_loading import load_other
+from runtime.config.loading import load_other
 from runtime.data.files import data_files
 from runtime.data.handlers import HANDLERS
 from runtime.data.prepared import COLUMNS, DIFFICULTY

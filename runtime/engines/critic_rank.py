@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from runtime import checkpoint, codec
+from runtime.cluster.topology import alternates
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
 from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import CriticEngine
 from runtime.engines.update_rank import UpdateRank
-from runtime.topology import alternates
 
 
 class CriticRank(UpdateRank[CriticEngine]):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.config import Lora
-from runtime.config_checks import LORA_NEEDS_PEFT
+from runtime.config.checks.semantic import LORA_NEEDS_PEFT
 from runtime.engines import train_sharding
 from runtime.errors import UserError
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from runtime import codec
+from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
 from runtime.engines.group_rank import GroupRank, join_group, use_megatron
 from runtime.engines.lent_scorer import LentScorer
 from runtime.errors import InvalidMessage
-from runtime.topology import reference_takes_part
 
 if TYPE_CHECKING:
     from runtime.engines.scorer_megatron import MegatronScorer

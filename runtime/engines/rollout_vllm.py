@@ -26,7 +26,7 @@ import torch
 
 from runtime import platform
 from runtime.commands import Level
-from runtime.config_checks import kv_cache_bytes
+from runtime.config.checks.semantic import kv_cache_bytes
 from runtime.engines.hf_weights import WeightFiles
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from runtime.config import Config, Warmup
-from runtime.config_names import PREFIX
+from runtime.config.names import PREFIX
 from runtime.engines import tiny_model
 from runtime.engines.families import FAMILIES, Family, family_for
 from runtime.errors import UserError

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime import checkpoint, platform
+from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import (
     AbortWeights,
     Accumulate,
@@ -28,7 +29,6 @@ from runtime.config import Config
 from runtime.engines.group_rank import join_group, use_megatron
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.update_rank import UpdateRank
-from runtime.topology import alternates, takes_turns
 from runtime.weights.part import SenderPart
 from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import WeightSender

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from runtime import config_loading
-from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run
+from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
 from runtime.errors import ConfigError
 from runtime.mindspeed import algorithm, layout
 from runtime.mindspeed.keys import shown
@@ -275,7 +274,7 @@ def _advice(keys: Settings) -> list[str]:
 def _schema_faults(keys: Settings) -> list[str]:
     """Values beyond what ours may be, by the names of theirs."""
     told = []
-    for fault in config_loading.type_faults(_nested(keys.values)):
+    for fault in loading.type_faults(_nested(keys.values)):
         path = fault.partition(":")[0]
         source = next((theirs for ours, theirs in keys.sources.items() if path == ours or path.startswith(f"{ours}.")), "")
         told.append(f"{source}: {fault}" if source else fault)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec import Struct, field, structs
 
 from runtime.errors import InvariantViolated
-from runtime.ledger_reader import GroupRow
-from runtime.ledger_records import Change, Ticket
-from runtime.payloads import Handle
+from runtime.ledger.payloads import Handle
+from runtime.ledger.reader import GroupRow
+from runtime.ledger.records import Change, Ticket
 from runtime.pipeline import staleness, states
 from runtime.pipeline.states import Event, GroupState, Mark, Phase
 from runtime.types import GeneratedGroup, Scores

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runtime import checkpoint, codec
+from runtime.cluster.topology import alternates
 from runtime.config import Config
 from runtime.data.prompts import PromptStream
 from runtime.errors import ServiceFault
-from runtime.ledger import Ledger
-from runtime.ledger_records import CheckpointSaved
+from runtime.ledger.journal import Ledger
+from runtime.ledger.records import CheckpointSaved
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.history import History
 from runtime.pipeline.roles import Roles
 from runtime.ports import Answer, CriticPort, TrainerPort
 from runtime.position import Position
 from runtime.summary import Totals
-from runtime.topology import alternates
 from runtime.types import PolicyVersion
 
 

@@ -21,17 +21,18 @@ from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 
-from runtime import codec, evaluation
+from runtime import codec
 from runtime.aio import TaskGroup
+from runtime.cluster.topology import slots
 from runtime.config import Config
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import group_seed
-from runtime.evaluation import EvaluationResult, Judged
-from runtime.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
+from runtime.evaluation.results import EvaluationResult, Judged
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
-from runtime.topology import slots
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many

@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runtime import evaluation
+from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level
 from runtime.config import Config
 from runtime.data.held_out import HeldOut
 from runtime.errors import SluiceError
-from runtime.evaluation import EvaluationResult
-from runtime.generations import TextDecoder
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import TextDecoder
+from runtime.evaluation.results import EvaluationResult
 from runtime.pipeline.evaluation import Evaluator
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import Replaceable, RolloutPort
 from runtime.status import Loss, Progress
-from runtime.topology import slots, takes_turns
 from runtime.trackers import Trackers
 
 

@@ -15,8 +15,8 @@ from runtime.aio import TaskGroup
 from runtime.config import Config
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import Unreachable
-from runtime.ledger import Ledger
-from runtime.ledger_records import Note, Ticket
+from runtime.ledger.journal import Ledger
+from runtime.ledger.records import Note, Ticket
 from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.dynamic_sampling import DynamicSampling

@@ -18,13 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime import checkpoint, codec, evaluation, layout, startup
+from runtime import checkpoint, codec, layout, startup
 from runtime.aio import TaskGroup
 from runtime.chosen_algorithm import groups_per_update, streams
+from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.data.prompts import PromptStream, StreamState
 from runtime.errors import ServiceFault
-from runtime.evaluation import EvaluationResult
-from runtime.ledger_records import Note
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult
+from runtime.ledger.records import Note
 from runtime.metrics import SpanClock
 from runtime.pipeline.accounting import Books, BusyMeter, line, score_names
 from runtime.pipeline.buffer import Buffer
@@ -45,7 +47,6 @@ from runtime.pipeline.updates import AlternatingUpdates, Updates
 from runtime.ports import RolloutPort, UpdatePort
 from runtime.position import Position
 from runtime.status import Progress
-from runtime.topology import alternates, reference_takes_part, takes_turns
 from runtime.types import PolicyVersion
 
 WHY_ENDED = "run ended"

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.chosen_algorithm import choose
+from runtime.cluster.topology import members, settings_of, uses_reference
 from runtime.config import Computing, Config, Rollout
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
-from runtime.generations import TextDecoder
-from runtime.ledger import Ledger
+from runtime.evaluation.generations import TextDecoder
+from runtime.ledger.journal import Ledger
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.states import Mark
 from runtime.startup import Startup
 from runtime.status import Loss, Progress
-from runtime.topology import members, settings_of, uses_reference
 from runtime.trackers import Trackers
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from runtime.ledger_reader import LedgerReader
+from runtime.cluster.topology import slots
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.history import History
 from runtime.pipeline.lineage import INTERRUPTED, Lineage
@@ -14,7 +15,6 @@ from runtime.pipeline.roles import Roles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import Replaceable
 from runtime.summary import Summary
-from runtime.topology import slots
 
 
 class Run:

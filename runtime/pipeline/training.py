@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from msgspec import Struct
 
 from runtime.aio import TaskGroup
-from runtime.ledger import Ledger
+from runtime.ledger.journal import Ledger
 from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.buffer import Buffer, Group, Part
 from runtime.pipeline.publisher import Publisher, Transaction

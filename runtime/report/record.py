@@ -11,10 +11,11 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from runtime import evaluation, layout, startup
+from runtime import layout, startup
 from runtime.errors import UserError
-from runtime.evaluation import EvaluationResult
-from runtime.ledger_reader import LedgerReader
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult
+from runtime.ledger.reader import LedgerReader
 from runtime.report.lineages import Point
 
 

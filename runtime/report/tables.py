@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from runtime.evaluation import EvaluationResult, SetResult
+from runtime.evaluation.results import EvaluationResult, SetResult
 from runtime.report.lineages import STEP_ENDED, Course, Point
 from runtime.report.published import Published
 from runtime.report.record import Record, Settings

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
 from runtime.engines import critic_rank, train_rank, train_rows
-from runtime.topology import data_leaders
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, as_rank, run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.states import Phase
 from tests.loopback.pipeline_fakes import FakeTrainer, RunFolder
 

@@ -24,9 +24,9 @@ from runtime.data.handlers import Problem
 from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
-from runtime.evaluation_sets import evaluation_sets
-from runtime.ledger import Ledger
-from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.evaluation.sets import evaluation_sets
+from runtime.ledger.journal import Ledger
+from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.material import Material
 from runtime.pipeline.roles import Replicas, Roles, Updated
 from runtime.pipeline.run import Run

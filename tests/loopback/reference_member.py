@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer
 from runtime.engines.group_rank import use_megatron
-from runtime.topology import data_leaders
 from runtime.types import LogprobRequest
 from tests.loopback.ranks import as_rank, run_two
 from tests.unit.training_cases import make_config, make_groups

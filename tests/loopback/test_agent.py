@@ -13,10 +13,10 @@ import pytest
 from launcher.agent import Agent
 from launcher.machine import Machine
 from launcher.supervisor import Supervisor
-from runtime import config_loading, layout
-from runtime.config import Config
+from runtime import layout
+from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration
+from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
-from runtime.nodes import Assignment, NodePaths, NodeRegistration
 from services.server import Server
 
 PATIENCE = 30.0
@@ -27,7 +27,7 @@ class Coordinator:
     """`joins` has what each stream is given besides its first word, until `ends` is set."""
 
     def __init__(self, config: Config, port: int = 0):
-        self._yaml = config_loading.to_yaml(config)
+        self._yaml = loading.to_yaml(config)
         self.joined: asyncio.Queue[NodeRegistration] = asyncio.Queue()
         self.told: asyncio.Queue[NodePaths] = asyncio.Queue()
         self.ends = asyncio.Event()
@@ -79,7 +79,7 @@ def test_it_says_what_it_has_and_writes_the_configuration_with_its_own_address(t
     async def test(coordinator: Coordinator, agent: Agent) -> None:
         following = asyncio.create_task(agent.follow())
         assert (await coordinator.told.get()).found == {"run.dir": (await asyncio.to_thread(of_run)), "model.path": ""}
-        written = config_loading.load(tmp_path / layout.NODES / "b.yaml")
+        written = loading.load(tmp_path / layout.NODES / "b.yaml")
         assert written.network.interface == "127.0.0.7"
         following.cancel()
 

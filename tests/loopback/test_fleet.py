@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.cluster.topology import members
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserError
 from runtime.ports import Replaceable
 from runtime.status import Loss, Registration
-from runtime.topology import members
 from runtime.types import PolicyVersion
 from services import group
 from services.client import ReferenceGroupClient, TrainerClient

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from runtime import os_process
+from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Scale
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
-from runtime.nodes import Assignment, NodePaths, NodeRegistration, Scale
 from runtime.status import Registration
 from services import session, wire
 from services.fleet import Fleet

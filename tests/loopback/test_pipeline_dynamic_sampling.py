@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime import config
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.dynamic_sampling import NO_SIGNAL
 from runtime.pipeline.lineage import WHY_ENDED
 from runtime.pipeline.states import Phase

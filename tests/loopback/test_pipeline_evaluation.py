@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import config, evaluation, generations
+from runtime import config
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.run import Run
 from runtime.status import Progress

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from runtime import config
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.run import Run

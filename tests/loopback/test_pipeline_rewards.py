@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.errors import ServiceFault
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.run import Run
 from runtime.types import ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, LongTail, RunFolder

@@ -18,8 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from runtime import codec, config_loading
-from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run
+from runtime import codec
+from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run, loading
 from runtime.engines.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.errors import Unreachable, UserError
 from runtime.status import Registration, Status, Stop
@@ -74,7 +74,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
         "deadlines": Deadlines(start=START, stop=5.0),
     }
     path = folder / "config.yaml"
-    path.write_text(config_loading.to_yaml(config_loading.resolve(Config(**settings | sections))))
+    path.write_text(loading.to_yaml(loading.resolve(Config(**settings | sections))))
     return path
 
 

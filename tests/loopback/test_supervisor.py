@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from launcher.supervisor import DYING, Child, Supervisor
 from launcher.topology import ProcessSpec
+from runtime.cluster.restarts import Allowance
 from runtime.config import Restarts
 from runtime.errors import UserError
 from runtime.os_process import INCARNATION
-from runtime.restarts import Allowance
 
 DEADLINE = 60.0
 LIVES = "import time; time.sleep(600)"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import evaluation, generations
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
 from tests.system.runs import START, Live, belonging, check_gone, eventually, one_line, sluice, started, trained
 
 pytestmark = pytest.mark.timeout(240)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from tests.system.runs import ROOT, sluice, steps, summary, trained
 
 pytestmark = pytest.mark.timeout(420)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint import steps as checkpoints
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from tests.system.conftest import make_tiny
 from tests.system.runs import ROOT, check_gone, eventually, started, steps, summary, trained, write_config
 from tests.system.test_spmd import COMPARED, VARIETY

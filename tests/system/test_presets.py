@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from runtime.config_loading import load
+from runtime.config.loading import load
 from runtime.data import arithmetic
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from tests.system.runs import ROOT, VLLM_PYTHON, Live, needs_vllm, sluice, steps, summary, trained
 
 pytestmark = pytest.mark.timeout(420)

@@ -11,8 +11,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime import evaluation, generations
-from runtime.ledger_reader import LedgerReader
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
+from runtime.ledger.reader import LedgerReader
 from tests.system.runs import ROOT, Live, points, sluice, steps, summary, trained
 
 pytestmark = pytest.mark.timeout(900)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.states import Phase
 from runtime.trackers import read_jsonl
 from tests.system.runs import Live, check_gone, eventually, one_line, started, steps, summary, trained, write_config

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from runtime import codec, layout
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.states import Phase
 from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply
 from runtime.types import GroupPayload

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.ledger_reader import GroupRow, LedgerReader
+from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.states import Phase
 from tests.system.runs import Live, steps, trained, write_config
 

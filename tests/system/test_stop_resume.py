@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime.checkpoint import read_position
 from runtime.checkpoint import steps as checkpoints
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from tests.system.runs import check_gone, one_line, started, steps, summary, trained, write_config
 
 pytestmark = pytest.mark.timeout(300)

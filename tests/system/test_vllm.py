@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.ledger_reader import LedgerReader
+from runtime.ledger.reader import LedgerReader
 from tests.system.conftest import make_tiny
 from tests.system.runs import (
     ROOT,

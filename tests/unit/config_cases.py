@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from runtime.config import Config
-from runtime.config_checks import semantic_faults
-from runtime.config_loading import resolve
+from runtime.config.checks.semantic import semantic_faults
+from runtime.config.loading import resolve
 from runtime.errors import ConfigError
 
 Loading = Callable[..., Config]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from runtime.config import Config
-from runtime.config_loading import load
+from runtime.config.loading import load
 from tests.unit.config_cases import Loading, model_folder
 from tests.unit.training_cases import make_policy
 

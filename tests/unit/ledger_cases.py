@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.ledger import Ledger
+from runtime.ledger.journal import Ledger
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Mark
 from tests.unit.test_buffer import generated, ids, scores, ticket

@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 
 from launcher.render_plan import Device, Plan, plan
-from runtime import config_loading
-from runtime.config import Config
+from runtime.config import Config, loading
 
 
 def made(device: Device | None = None, devices: int | None = None, image: str = "", **sections: Any) -> Plan:
     raw = {"run": {"name": "a-run"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}
-    return plan(config_loading.resolve(msgspec.convert(raw, Config)), device, devices, image)
+    return plan(loading.resolve(msgspec.convert(raw, Config)), device, devices, image)
 
 
 def auto(count: int, **sections: Any) -> dict[str, Any]:
@@ -30,4 +29,4 @@ def reloaded(text: str, folder: Path) -> Config:
     """The configuration in a rendered file, as an agent reads it."""
     path = folder / "config.yaml"
     path.write_text(text)
-    return config_loading.load(path)
+    return loading.load(path)

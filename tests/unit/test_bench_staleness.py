@@ -24,7 +24,8 @@ from launcher.bench_staleness_runs import CONFIG, Outcome, Point, Trial, outcome
 from launcher.bench_statistics import t_interval, t_quantile, wilson
 from launcher.cli import main
 from launcher.supervisor import Child, Supervisor
-from runtime import config_loading, layout
+from runtime import layout
+from runtime.config import loading
 from runtime.data import arithmetic
 from runtime.errors import SluiceError, UserError
 from runtime.summary import Totals
@@ -55,11 +56,11 @@ class Runs:
 
 def write(trial: Trial, settings: Settings, folder: Path, steps: int | None = None) -> None:
     """A run that stopped after `steps`, all by default. Its accuracy grows by 0.1 a step from 0.5 + 0.01 seed."""
-    config = config_loading.resolve(config_loading.load(CONFIG, overrides(trial, settings, folder)))
+    config = loading.resolve(loading.load(CONFIG, overrides(trial, settings, folder)))
     made = {"model": replace(config.model, path="m", reference="m"), "data": replace(config.data, train="t", eval="e")}
     run_dir = folder / trial.name
     (run_dir / "ledger").mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(config_loading.to_yaml(replace(config, run=replace(config.run, resume=""), **made)))
+    (run_dir / "config.yaml").write_text(loading.to_yaml(replace(config, run=replace(config.run, resume=""), **made)))
     done = settings.steps if steps is None else steps
     accuracies = {step: min(1.0, 0.5 + 0.01 * trial.seed + 0.1 * step) for step in range(0, done + 1, settings.every)}
     (run_dir / layout.METRICS).write_text(
@@ -141,23 +142,23 @@ def test_the_plan_is_every_cell_with_every_seed() -> None:
 
 def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
     folder = tmp_path / "a: [b] #c"
-    config = config_loading.load(CONFIG, overrides(Trial(4, "naive", 3), Settings(), folder))
+    config = loading.load(CONFIG, overrides(Trial(4, "naive", 3), Settings(), folder))
     assert (config.algorithm.loss, config.algorithm.correction, config.training.staleness) == ("ppo", "none", 4)
     assert (config.run.seed, config.run.dir) == (3, str(folder / "eta4-naive-seed3"))
     assert config.warmup is not None
     assert (config.warmup.seed, config.warmup.eval_problems, config.warmup.cache) == (3, 820, str(folder))
     assert (config.training.steps, config.evaluation.problems, config.evaluation.after) == (200, 0, True)
-    quickstart = config_loading.load(CONFIG, ())
+    quickstart = loading.load(CONFIG, ())
     for section in ("sampling", "rewards", "services", "publication"):
         assert getattr(config, section) == getattr(quickstart, section)
     assert replace(config.training, staleness=2) == quickstart.training
-    other = config_loading.load(CONFIG, overrides(Trial(4, "decoupled", 3), Settings(), folder))
+    other = loading.load(CONFIG, overrides(Trial(4, "decoupled", 3), Settings(), folder))
     assert replace(other, run=config.run, algorithm=config.algorithm) == config
     assert replace(other.algorithm, loss="ppo") == config.algorithm
 
 
 def test_seeds_hold_out_different_sums() -> None:
-    warmup = config_loading.load(CONFIG, ()).warmup
+    warmup = loading.load(CONFIG, ()).warmup
     assert warmup is not None
     held = [arithmetic.split(warmup.min_operand, warmup.max_operand, Settings().problems, seed)[1] for seed in (1, 2)]
     assert [len(set(one)) for one in held] == [820, 820]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvariantViolated
-from runtime.ledger_records import Change, Ticket
+from runtime.ledger.records import Change, Ticket
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Mark
 from runtime.types import GeneratedGroup, PolicyVersion, Scores

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.config import Config
-from runtime.config_checks_colocation import colocation_faults
-from runtime.config_checks_devices import device_faults
+from runtime.config.checks.colocation import colocation_faults
+from runtime.config.checks.devices import device_faults
 from runtime.pipeline.material import accelerators
-from runtime.topology import alternates, reference_takes_part, takes_turns
 
 WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}
 

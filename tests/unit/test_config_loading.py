@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from runtime import config_loading
-from runtime.config import Config, Critic, Rollout, Source, Tracker, Warmup
-from runtime.config_loading import load, resolve, to_yaml
+from runtime.cluster.topology import fleets
+from runtime.config import Config, Critic, Rollout, Source, Tracker, Warmup, loading
+from runtime.config.loading import load, resolve, to_yaml
 from runtime.errors import ConfigError
-from runtime.topology import fleets
 from tests.unit.config_cases import Loading, faults_of
 
 
@@ -198,7 +197,7 @@ def test_the_walk_agrees_with_msgspec(path: tuple[Any, ...], value: Any) -> None
     for part in path[:-1]:
         node = node[part]
     node[path[-1]] = value
-    faults = list(config_loading._faults(raw, inspect.type_info(Config), ""))
+    faults = list(loading._faults(raw, inspect.type_info(Config), ""))
     try:
         msgspec.convert(raw, Config)
         accepted = True
@@ -246,8 +245,7 @@ def test_caps_are_positive(loading: Loading) -> None:
 
 
 def test_nothing_here_imports_torch_or_matplotlib() -> None:
-    modules = (
-        "runtime.config_loading, runtime.config_checks, runtime.metrics, runtime.trackers, runtime.event_file, runtime.summary"
-    )
+    names = ("config.loading", "config.checks.semantic", "metrics", "trackers", "event_file", "summary")
+    modules = ", ".join(f"runtime.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit(bool({{'torch', 'transformers', 'matplotlib'}} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

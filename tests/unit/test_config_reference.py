@@ -14,21 +14,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime import config_loading, config_reference
-from runtime.config import UNIT, Config
-from runtime.config_meanings import purpose, schema
+from runtime.config import UNIT, Config, loading, reference
+from runtime.config.meanings import purpose, schema
 from runtime.mindspeed.keys import table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration-reference.md"
-KEYS = [key for part in config_reference.parts() for key in part.keys]
+KEYS = [key for part in reference.parts() for key in part.keys]
 PATHS = {key.path for key in KEYS}
-SECTIONS = {part.path for part in config_reference.parts()}
+SECTIONS = {part.path for part in reference.parts()}
 FILES = [path for package in ("runtime", "services", "launcher") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == config_reference.page(), f"run `{config_reference.COMMAND}`"
+    assert PAGE.read_text(encoding="utf-8") == reference.page(), f"run `{reference.COMMAND}`"
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -51,20 +50,20 @@ def test_every_key_of_a_configuration_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
-def test_every_key_has_a_meaning(key: config_reference.Key) -> None:
+def test_every_key_has_a_meaning(key: reference.Key) -> None:
     assert key.meaning.endswith(".")
     assert not key.meaning[0].islower() or key.meaning[0] in "ηβλ"
     assert key.type
 
 
 def test_every_section_has_a_purpose() -> None:
-    for part in config_reference.parts():
+    for part in reference.parts():
         assert part.purpose.endswith((".", ".)")), part.path
     assert purpose(Config).startswith("A run's configuration.")
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
-def test_what_a_meaning_names_exists(key: config_reference.Key) -> None:
+def test_what_a_meaning_names_exists(key: reference.Key) -> None:
     """A dotted path that begins with a section is a key or a section, so that none outlives a change of its name."""
     top = {section.partition(".")[0].removesuffix("[]") for section in SECTIONS if section}
     plain = {path.replace("[]", "") for path in PATHS | SECTIONS}
@@ -76,7 +75,7 @@ def test_what_a_meaning_names_exists(key: config_reference.Key) -> None:
 def test_what_mindspeed_rl_s_keys_decide_exists() -> None:
     ours = {path for keys in table().values() for key in keys.values() for path in key.to}
     assert sorted(ours - PATHS) == []
-    (row,) = [line for line in config_reference.page().splitlines() if line.startswith("| `sampling.group_size` |")]
+    (row,) = [line for line in reference.page().splitlines() if line.startswith("| `sampling.group_size` |")]
     assert "`rl_config.n_samples_per_prompt`" in row
 
 
@@ -129,7 +128,7 @@ def test_the_schema_describes_every_key_with_its_unit() -> None:
 
 
 def test_who_loads_a_configuration_reads_no_source() -> None:
-    code = "import sys, services.coordinator; sys.exit('runtime.config_meanings' in sys.modules)"
+    code = "import sys, services.coordinator; sys.exit('runtime.config.meanings' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
@@ -155,7 +154,7 @@ def read_names() -> set[str]:
 
 def test_every_key_is_read_somewhere() -> None:
     names = read_names()
-    filled = set(config_loading._PRESETS)  # these are read before there is a Config
+    filled = set(loading._PRESETS)  # these are read before there is a Config
     assert sorted(key.path for key in KEYS if key.path.rpartition(".")[2] not in names and key.path not in filled) == []
 
 

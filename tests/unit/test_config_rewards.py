@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime import config_loading
-from runtime.config import Config
-from runtime.config_checks import semantic_faults
-from runtime.topology import members
+from runtime.cluster.topology import members
+from runtime.config import Config, loading
+from runtime.config.checks.semantic import semantic_faults
 
 REMOTE = {"name": "taste", "address": "127.0.0.1:50051"}
 RULE = {"name": "gsm8k"}
@@ -161,5 +160,5 @@ def test_only_the_services_that_give_rewards_are_started(policy: Path) -> None:
 def test_a_configuration_of_rewards_comes_back_from_its_file(policy: Path, tmp_path: Path) -> None:
     rewards = {"remote": [REMOTE], "model": {"path": "x", "weight": 0.5, "input": "text"}}
     config = make(policy, rewards=rewards)
-    (tmp_path / "run.yaml").write_text(config_loading.to_yaml(config))
-    assert config_loading.load(tmp_path / "run.yaml") == config
+    (tmp_path / "run.yaml").write_text(loading.to_yaml(config))
+    assert loading.load(tmp_path / "run.yaml") == config

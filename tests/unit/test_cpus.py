@@ -14,8 +14,8 @@ from launcher import cpus
 from launcher.environment import environment, faults
 from launcher.machine import Machine, this_machine
 from launcher.topology import coordinator_spec, service_specs
+from runtime.cluster.nodes import Launch
 from runtime.config import Config
-from runtime.nodes import Launch
 
 CONFIG = Path("c.yaml")
 MACHINE = Machine(cpus=frozenset(range(8)))

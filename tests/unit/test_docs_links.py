@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from runtime import config_reference
+from runtime.config import reference
 from tests.unit.zh_pages import GENERATED
 
 ROOT = Path(__file__).parents[2]
@@ -80,9 +80,7 @@ def test_keys_that_are_named_exist(page: Path) -> None:
 
     The tables that are generated have MindSpeed-RL's names too; test_config_reference looks at ours in them.
     """
-    known = {key.path for part in config_reference.parts() for key in part.keys} | {
-        part.path for part in config_reference.parts()
-    }
+    known = {key.path for part in reference.parts() for key in part.keys} | {part.path for part in reference.parts()}
     plain = {path.replace("[]", "") for path in known}
     sections = {path.partition(".")[0] for path in plain}
     named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", GENERATED.sub("", page.read_text(encoding="utf-8")))

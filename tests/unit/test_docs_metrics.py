@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import evaluation, metrics
+from runtime import metrics
 from runtime.config import Critic, Layout
-from runtime.evaluation import Judged
-from runtime.evaluation_sets import EvaluationData
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import Judged
+from runtime.evaluation.sets import EvaluationData
 from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.accounting import Books
 from runtime.pipeline.dynamic_sampling import DynamicSampling

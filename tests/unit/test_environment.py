@@ -13,11 +13,10 @@ import pytest
 from launcher.environment import faults, port_ranges
 from launcher.machine import Machine, jemalloc_paths, this_machine
 from launcher.topology import service_specs
-from runtime import config_loading
-from runtime.config import Config
-from runtime.config_checks_devices import device_faults
-from runtime.nodes import NodeRegistration, launches
-from runtime.placement import NodeOffer, place
+from runtime.cluster.nodes import NodeRegistration, launches
+from runtime.cluster.placement import NodeOffer, place
+from runtime.config import Config, loading
+from runtime.config.checks.devices import device_faults
 
 PORTS = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
@@ -182,7 +181,7 @@ class TestFileOfVariables:
     def test_variables_of_ones_own_stand_over_the_files(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
         path.write_text("run: {name: a}\nservices:\n  environment: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
-        services = config_loading.load(path, ["services.rollout.slots=7"]).services
+        services = loading.load(path, ["services.rollout.slots=7"]).services
         trainer = services.trainer.env
         assert (trainer["HCCL_BUFFSIZE"], trainer["A"], trainer["HCCL_CONNECT_TIMEOUT"]) == ("512", "b", "1800")
         assert (services.rollout.env["VLLM_ASCEND_ENABLE_NZ"], services.rollout.slots) == ("0", 7)
@@ -191,11 +190,11 @@ class TestFileOfVariables:
         preset, path, again = tmp_path / "mine.yaml", tmp_path / "c.yaml", tmp_path / "again.yaml"
         preset.write_text("rollout: {env: {A: b}, slots: 3}\n")
         path.write_text(f"run: {{name: a}}\nservices: {{environment: {preset}, rollout: {{slots: 9}}}}\n")
-        first = config_loading.load(path)
+        first = loading.load(path)
         assert (first.services.rollout.env, first.services.rollout.slots) == ({"A": "b"}, 9)
         preset.unlink()
-        again.write_text(config_loading.to_yaml(first))
-        assert config_loading.load(again) == first
+        again.write_text(loading.to_yaml(first))
+        assert loading.load(again) == first
 
     def test_naming_every_role_does_not_switch_it_off(self, tmp_path: Path) -> None:
         roles = ["coordinator", "reward", "reward_model", "reference", "critic", "rollout"]
@@ -204,11 +203,11 @@ class TestFileOfVariables:
             "run: {name: a}\nservices:\n  environment: ascend\n  trainer: {processes: 1}\n"
             + "".join(f"  {role}: {{threads: 1}}\n" for role in roles)
         )
-        assert config_loading.load(path).services.trainer.env["TASK_QUEUE_ENABLE"] == "2"
+        assert loading.load(path).services.trainer.env["TASK_QUEUE_ENABLE"] == "2"
 
     def test_every_file_that_is_delivered_is_whole(self, tmp_path: Path) -> None:
-        assert config_loading.preset_names("services.environment") == ["ascend"]
-        for name in config_loading.preset_names("services.environment"):
+        assert loading.preset_names("services.environment") == ["ascend"]
+        for name in loading.preset_names("services.environment"):
             path = tmp_path / "c.yaml"
             path.write_text(f"run: {{name: a}}\nservices: {{environment: {name}}}\n")
-            assert config_loading.load(path).services != config_loading.load(path, ["services.environment=''"]).services
+            assert loading.load(path).services != loading.load(path, ["services.environment=''"]).services

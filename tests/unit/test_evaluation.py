@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from runtime import evaluation
 from runtime.config import Layout
 from runtime.errors import UserError
-from runtime.evaluation import EvaluationResult, Judged, SetResult
-from runtime.evaluation_sets import EvaluationData
-from runtime.evaluation_table import render
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult, Judged, SetResult
+from runtime.evaluation.sets import EvaluationData
+from runtime.evaluation.table import render
 from runtime.types import PolicyVersion
 
 

@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from runtime import config, generations
+from runtime import config
 from runtime.data.handlers import Problem
 from runtime.errors import ServiceFault, UserError
-from runtime.generations import Generation, Transcript
+from runtime.evaluation import generations
+from runtime.evaluation.generations import Generation, Transcript
 from runtime.types import GroupPayload, PolicyVersion, Sample, Scores, Segment
 
 PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from launcher import cli
-from runtime import config_checks_megatron
 from runtime.config import Config
-from runtime.config_loading import load
+from runtime.config.checks import megatron
+from runtime.config.loading import load
 from tests.unit.model_dimensions import CONFIGS
 
 FILES = Path(__file__).parent / "mindspeed"
@@ -96,7 +96,7 @@ def test_the_report_has_every_key_of_the_file_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_made_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model's description in the place of its folder, and problems in that of the prepared data."""
-    monkeypatch.setattr(config_checks_megatron, "_installed", lambda: True)
+    monkeypatch.setattr(megatron, "_installed", lambda: True)
     model = model_folder(tmp_path / "model", MODELS[name])
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     overrides = {

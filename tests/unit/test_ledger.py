@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import InvariantViolated, ServiceFault, UserError
-from runtime.ledger import Ledger
-from runtime.ledger_reader import DATABASE, LedgerReader
-from runtime.ledger_records import CheckpointSaved, Note
-from runtime.payloads import StorageFull, segment_path
+from runtime.ledger.journal import Ledger
+from runtime.ledger.payloads import StorageFull, segment_path
+from runtime.ledger.reader import DATABASE, LedgerReader
+from runtime.ledger.records import CheckpointSaved, Note
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
@@ -133,7 +133,7 @@ def test_run_flushes_by_itself_and_hands_errors_to_its_owner(tmp_path: Path, mon
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(fd, data, offset)
 
-        monkeypatch.setattr("runtime.payloads.os.pwrite", scarce)
+        monkeypatch.setattr("runtime.ledger.payloads.os.pwrite", scarce)
         make_ready(buffer, 1)
         with pytest.raises(StorageFull, match="no space left on device"):
             await task
@@ -190,7 +190,7 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
 
 
 def test_a_locked_database_is_a_fault_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.ledger.BUSY_TIMEOUT", 0.01)
+    monkeypatch.setattr("runtime.ledger.journal.BUSY_TIMEOUT", 0.01)
 
     async def run(ledger: Ledger) -> None:
         other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)

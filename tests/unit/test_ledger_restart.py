@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.ledger import Ledger
-from runtime.ledger_reader import LedgerReader
-from runtime.payloads import PayloadLost, segment_path
+from runtime.ledger.journal import Ledger
+from runtime.ledger.payloads import PayloadLost, segment_path
+from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
@@ -23,7 +23,7 @@ from tests.unit.test_buffer import generated, ids, scores, ticket
 CRASH = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from runtime.ledger import Ledger
+from runtime.ledger.journal import Ledger
 from tests.unit.ledger_cases import buffer_on, make_ready, train
 from tests.unit.test_buffer import ticket
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime import codec
 from runtime.config import Critic, Lora, Trainer
-from runtime.config_checks import semantic_faults
+from runtime.config.checks.semantic import semantic_faults
 from runtime.engines import hf_policy
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import UserError
@@ -119,7 +119,7 @@ class TestStart:
         message = "lora: needs a package: pip install 'sluice-rl[lora]'"
         config = lora_config(policy)
         assert message not in semantic_faults(config)
-        monkeypatch.setattr("runtime.config_checks.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("runtime.config.checks.semantic.importlib.util.find_spec", lambda name: None)
         assert message in semantic_faults(config)
         elsewhere = replace(config, services=replace(config.services, trainer=Trainer(python=sys.executable)))
         assert message not in semantic_faults(elsewhere)

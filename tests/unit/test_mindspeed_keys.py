@@ -14,8 +14,7 @@ import yaml
 from msgspec import inspect
 
 from launcher import cli
-from runtime import config_loading
-from runtime.config import Config
+from runtime.config import Config, loading
 from runtime.mindspeed import guide
 from runtime.mindspeed.keys import Key, find, named_there, table
 from runtime.mindspeed.layout import ASCEND
@@ -120,7 +119,7 @@ def test_the_configuration_in_the_guide_is_of_the_schema() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
-        assert config_loading.type_faults(yaml.safe_load(block)) == []
+        assert loading.type_faults(yaml.safe_load(block)) == []
 
 
 def test_every_option_of_the_command_is_in_the_guide() -> None:

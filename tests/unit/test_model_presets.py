@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
-from runtime import config_checks_megatron
 from runtime.config import Parallel
-from runtime.config_checks import spread_models
-from runtime.config_checks_megatron import memory_of_ranks
-from runtime.config_loading import load, preset_names, resolve
+from runtime.config.checks import megatron
+from runtime.config.checks.megatron import memory_of_ranks
+from runtime.config.checks.semantic import spread_models
+from runtime.config.loading import load, preset_names, resolve
 from runtime.engines.families import Layout, family_for
 from runtime.engines.families.memory import RankBytes, Work, rank_bytes
 from tests.unit.model_dimensions import CONFIGS, PARAMETERS
@@ -51,7 +51,7 @@ def arguments(preset: str, folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_checks_megatron, "_installed", lambda: True)
+    monkeypatch.setattr(megatron, "_installed", lambda: True)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -15,8 +15,7 @@ from launcher.machine import on_this_machine
 from launcher.node import run_node
 from launcher.scale import scale
 from launcher.status import address_of
-from runtime import config_loading
-from runtime.config import Config
+from runtime.config import Config, loading
 from runtime.errors import ConfigError, UserError
 
 TWO_NODES = """
@@ -83,5 +82,5 @@ def test_a_range_of_ports_is_told_by_what_is_wrong_in_it(tmp_path: Path, overrid
     path = tmp_path / "two.yaml"
     path.write_text(TWO_NODES)
     with pytest.raises(ConfigError) as refused:
-        config_loading.load(path, [override])
+        loading.load(path, [override])
     assert refused.value.faults == [fault]

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, launches, path_faults
+from runtime.cluster.placement import NodeOffer, place
 from runtime.config import Config
 from runtime.errors import UserError
-from runtime.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, launches, path_faults
-from runtime.placement import NodeOffer, place
 
 
 def make(**sections: Any) -> Config:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import payloads
-from runtime.payloads import Handle, PayloadLost, PayloadStore, StorageFull
+from runtime.ledger import payloads
+from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, StorageFull
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_full_device_leaves_the_store_as_it_was(store: PayloadStore, monkeypat
         room[0] -= allowed
         return write(fd, data[:allowed], offset)
 
-    monkeypatch.setattr("runtime.payloads.os.pwrite", scarce)
+    monkeypatch.setattr("runtime.ledger.payloads.os.pwrite", scarce)
     with pytest.raises(StorageFull, match="no space left on device"):
         store.append(b"second" * 10)
     assert payloads.segments(store.folder) == {0: 16 + 5}, "nothing half written stays behind"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.cluster.placement import NodeOffer, Placement, offers, place, table
+from runtime.cluster.topology import members
 from runtime.config import Config
 from runtime.errors import ConfigError
-from runtime.placement import NodeOffer, Placement, offers, place, table
-from runtime.topology import members
 
 KL = {"kl_coefficient": 0.1}
 

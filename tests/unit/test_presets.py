@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from launcher import cli
-from runtime import config_checks, config_checks_megatron
-from runtime.config_checks import spread_models
-from runtime.config_checks_megatron import memory_of_ranks
-from runtime.config_loading import load, resolve
+from runtime.cluster.placement import NodeOffer, offers, place
+from runtime.config.checks import megatron, semantic
+from runtime.config.checks.megatron import memory_of_ranks
+from runtime.config.checks.semantic import spread_models
+from runtime.config.loading import load, resolve
 from runtime.engines.tiny_family import described
-from runtime.placement import NodeOffer, offers, place
 from tests.unit.model_dimensions import CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +90,8 @@ def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with megatron-core and memory for the embedded engine's cache, which this one may not be."""
-    monkeypatch.setattr(config_checks_megatron, "_installed", lambda: True)
-    monkeypatch.setattr(config_checks.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
+    monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(semantic.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
 
 
 def test_all_are_here() -> None:

@@ -20,9 +20,10 @@ pytest.importorskip("plotly")
 from launcher import cli
 from launcher.report import report
 from launcher.run_folder import LOCK
-from runtime import config, config_loading, layout
+from runtime import config, layout
+from runtime.config import loading
 from runtime.errors import UserError
-from runtime.ledger import Ledger
+from runtime.ledger.journal import Ledger
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Mark
 from runtime.report import published
@@ -80,7 +81,7 @@ def made(folder: Path, points: list[dict[str, Any]], tail: str = "", **sections:
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"run": config.Run(name="arithmetic"), "data": config.Data(train="train.jsonl")}
     settings["training"] = config.Training(steps=200)
-    (folder / layout.CONFIG).write_text(config_loading.to_yaml(config.Config(**(settings | sections))))
+    (folder / layout.CONFIG).write_text(loading.to_yaml(config.Config(**(settings | sections))))
     (folder / layout.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
     return folder
 

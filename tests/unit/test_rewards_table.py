@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import config_loading
+from runtime.config import loading
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.closing_line import normal_form
 from runtime.rewards.rules import RULES, Outcome, RuleContext, attempt
@@ -241,7 +241,7 @@ def test_a_megabyte_takes_no_rule_a_second(text: str) -> None:
 
 
 def test_r1_zeros_reward_is_half_form_and_half_answer() -> None:
-    settings = config_loading.load(ROOT / "configs" / "r1_zero_qwen25_7b.yaml", ()).rewards
+    settings = loading.load(ROOT / "configs" / "r1_zero_qwen25_7b.yaml", ()).rewards
     replies = (RIGHT, "\\boxed{5}", RIGHT.replace("{5}", "{6}"), "5")
     (scores,) = score(settings, request(1, "5", *replies))
     assert scores.rewards.tolist() == [1.0, 0.5, 0.0, -0.5]

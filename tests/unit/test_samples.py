@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from launcher import samples
-from runtime import codec, config, config_loading, evaluation, generations
+from runtime import codec, config
+from runtime.config import loading
 from runtime.data.handlers import Problem
 from runtime.engines.tiny_model import write_tokenizer
 from runtime.errors import UserError
-from runtime.generations import Transcript
-from runtime.ledger import Ledger
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import Transcript
+from runtime.ledger.journal import Ledger
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import NO_SIGNAL
 from runtime.pipeline.states import Mark
@@ -55,7 +58,7 @@ def run(tmp_path: Path) -> Path:
     """The folder of a run with one group that was dropped for want of signal, and one that is ready."""
     write_tokenizer(tmp_path)
     settings = config.Config(run=config.Run(name="a"), model=config.Model(path=str(tmp_path)))
-    (tmp_path / "config.yaml").write_text(config_loading.to_yaml(settings))
+    (tmp_path / "config.yaml").write_text(loading.to_yaml(settings))
 
     async def write() -> None:
         ledger = await Ledger.open(tmp_path / "ledger", 1 << 20)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from launcher import cli
 from runtime.config import Config, Critic, Model, Parallel, RewardModel, Rewards, Run, Warmup
-from runtime.config_checks_megatron import layout_of
-from runtime.config_loading import load, preset_names, resolve, schema
+from runtime.config.checks.megatron import layout_of
+from runtime.config.loading import load, preset_names, resolve, schema
 from runtime.engines import tiny_family
 from runtime.engines.families import FAMILIES, family_for
 from runtime.errors import ConfigError, UserError

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from launcher.topology import ProcessSpec, coordinator_spec, restarts, service_specs
+from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
+from runtime.cluster.placement import NodeOffer, place
+from runtime.cluster.topology import Member, group_of, members, replicas, uses_reference
 from runtime.config import Config
-from runtime.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.pipeline.material import accelerators
-from runtime.placement import NodeOffer, place
-from runtime.topology import Member, group_of, members, replicas, uses_reference
 
 
 def make(**sections: Any) -> Config:

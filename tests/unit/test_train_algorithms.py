@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from runtime import codec
-from runtime.config_loading import load, preset_names
+from runtime.config.loading import load, preset_names
 from runtime.engines import train_rows
 from runtime.engines.train_rows import Needs
 from runtime.engines.train_torch import TorchTrainEngine

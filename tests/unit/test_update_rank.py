@@ -17,7 +17,7 @@ from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.train_base import CriticEngine
 from runtime.errors import InvalidMessage, UserError
-from runtime.payloads import StorageFull
+from runtime.ledger.payloads import StorageFull
 from runtime.position import Position
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import config_loading
-from runtime.config_checks import semantic_faults
+from runtime.config import loading
+from runtime.config.checks.semantic import semantic_faults
 from runtime.engines.vllm import arguments, relay, sampling
 from runtime.errors import InvalidMessage
 from runtime.types import GroupRequest, SamplingParams
@@ -82,9 +82,7 @@ rewards: {rules: [{name: format}]}
 def faults_of(tmp_path: Path, *overrides: str) -> list[str]:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
-    return [
-        line for line in semantic_faults(config_loading.load(path, overrides)) if "rollout" in line or "temperature" in line
-    ]
+    return [line for line in semantic_faults(loading.load(path, overrides)) if "rollout" in line or "temperature" in line]
 
 
 VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executable}")

@@ -12,8 +12,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import codec, commands, errors, nodes, status
+from runtime import codec, commands, errors, status
 from runtime.actor import MailboxStats, Priority
+from runtime.cluster import nodes
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
     GeneratedGroup,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from runtime.config_checks_megatron import INSTALL
+from runtime.config.checks.megatron import INSTALL
 from runtime.engines.megatron import uneven
 from runtime.errors import UserError
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from runtime.config import Spread, Trainer
-from runtime.config_checks_megatron import uncut
+from runtime.config.checks.megatron import uncut
 from runtime.engines import decoder
 from runtime.engines.families.shape import Experts
 from runtime.engines.hf_weights import ModelConfig

@@ -7,11 +7,11 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from runtime.cluster.topology import block_size
 from runtime.config import Config, Parallel, Spread, Trainer
 from runtime.engines.families import Layout, family_for
 from runtime.engines.families.memory import RankBytes, Work, rank_bytes
 from runtime.errors import UserError
-from runtime.topology import block_size
 
 INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
 

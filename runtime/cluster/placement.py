@@ -15,9 +15,9 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from runtime.cluster.topology import Member, is_group, local_ranks, members, path_of, place_in_fleet, settings_of
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
-from runtime.topology import Member, is_group, local_ranks, members, path_of, place_in_fleet, settings_of
 
 Hosted = TypeVar("Hosted", bound=Computing)
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from runtime import config_loading
-from runtime.config import Config, Section
+from runtime.config import Config, Section, loading
 
 
 @functools.cache
@@ -36,7 +35,7 @@ def purpose(kind: type[msgspec.Struct]) -> str:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file, with what each key means, for editors and `sluice schema`."""
-    found = config_loading.schema()
+    found = loading.schema()
     kinds = {kind.__name__: kind for kind in _sections(msgspec.inspect.type_info(Config))}
     for name, definition in found["$defs"].items():
         definition["description"] = purpose(kinds[name])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runtime.cluster.topology import Member, members, place_in_fleet, processes, replicas, takes_turns
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
-from runtime.topology import Member, members, place_in_fleet, processes, replicas, takes_turns
 from runtime.weights.transports import resolve
 
 RESERVED = 1024  # ports below belong to the system

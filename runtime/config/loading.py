@@ -18,19 +18,19 @@ import yaml
 from msgspec import inspect
 from msgspec.structs import replace
 
+from runtime.cluster.topology import block_size
 from runtime.config import Algorithm, Config, Parallel, Section, Services
-from runtime.config_names import spell_out, with_names
+from runtime.config.names import spell_out, with_names
 from runtime.errors import ConfigError
-from runtime.topology import block_size
 
 S = TypeVar("S", bound=Section)
 
 _ROOT = inspect.type_info(Config)
 # By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
 _PRESETS = {
-    "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
-    "services.preset": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
-    "services.environment": (inspect.type_info(Services), Path(__file__).parent / "envs"),
+    "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parents[1] / "presets"),
+    "services.preset": (inspect.type_info(Services), Path(__file__).parents[1] / "layouts"),
+    "services.environment": (inspect.type_info(Services), Path(__file__).parents[1] / "envs"),
 }
 _SHOWN_CHARACTERS = 60
 
@@ -45,7 +45,7 @@ _CORE_SCHEMA = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}  # noqa: RUF012  PyYAML's protocol; filled below
+    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
 
     def compose_mapping_node(self, anchor: dict[Any, Any]) -> yaml.MappingNode:
         # Checked here and not in construct_mapping, where merged keys legitimately repeat those they are merged into.
@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would not read back as a string."""
 
-    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -123,7 +123,7 @@ def resolve(config: Config) -> Config:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file; `runtime.config_meanings` adds what the keys mean."""
+    """The JSON Schema of a configuration file; `runtime.config.meanings` adds what the keys mean."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration"}
     return head | with_names(msgspec.json.schema(Config))
 

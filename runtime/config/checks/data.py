@@ -9,7 +9,7 @@ from runtime.config import Config
 from runtime.data.chosen import sources
 from runtime.data.prompt_types import MODEL, names
 from runtime.errors import UserError
-from runtime.evaluation_sets import evaluation_sets, set_faults
+from runtime.evaluation.sets import evaluation_sets, set_faults
 
 
 def data_faults(config: Config, trains: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ list for the next flush: nothing is lost, nothing is written twice.
 Durability: what a flush wrote survives the death of the process. A power cut may undo the last transactions (synchronous =
 NORMAL) or tear their payloads; `trained`, called for every checkpoint, makes everything before it durable (fsync).
 
-The schema and the reading side are in `runtime.ledger_reader`.
+The schema and the reading side are in `runtime.ledger.reader`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from runtime.errors import InvariantViolated, ServiceFault, UserError
-from runtime.ledger_reader import DATABASE, PARTS, SCHEMA, GroupRow, group_row
-from runtime.ledger_records import (
+from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, StorageFull, is_full, segments
+from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, group_row
+from runtime.ledger.records import (
     Change,
     CheckpointSaved,
     Note,
@@ -36,7 +37,6 @@ from runtime.ledger_records import (
     state_columns,
     ticket_columns,
 )
-from runtime.payloads import Handle, PayloadLost, PayloadStore, StorageFull, is_full, segments
 from runtime.pipeline import states
 from runtime.pipeline.states import GroupState, Mark
 

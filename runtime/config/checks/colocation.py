@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runtime.cluster.topology import fleets, members, processes, takes_turns
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Scorer, Trainer
-from runtime.topology import fleets, members, processes, takes_turns
 
 HOSTS = ("rollout", "reward_model", "reference", "trainer", "critic")
 

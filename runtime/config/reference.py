@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from runtime.config import UNIT, Config
-from runtime.config_meanings import meanings, purpose
+from runtime.config.meanings import meanings, purpose
 from runtime.mindspeed.keys import named_there
 
 COMMAND = "make reference"

@@ -15,19 +15,19 @@ from typing import Any
 import msgspec
 import psutil
 
+from runtime.cluster.topology import data_leaders, fleets, processes, uses_reference
 from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
-from runtime.config_checks_colocation import colocation_faults
-from runtime.config_checks_data import data_faults, evaluation_faults
-from runtime.config_checks_devices import device_faults
-from runtime.config_checks_megatron import megatron_faults
-from runtime.config_checks_network import network_faults
-from runtime.config_checks_publication import publication_faults
-from runtime.config_checks_rewards import reward_faults
-from runtime.config_checks_rollout import rollout_faults
+from runtime.config.checks.colocation import colocation_faults
+from runtime.config.checks.data import data_faults, evaluation_faults
+from runtime.config.checks.devices import device_faults
+from runtime.config.checks.megatron import megatron_faults
+from runtime.config.checks.network import network_faults
+from runtime.config.checks.publication import publication_faults
+from runtime.config.checks.rewards import reward_faults
+from runtime.config.checks.rollout import rollout_faults
 from runtime.data.chosen import sources
 from runtime.engines import tiny_family
 from runtime.registry import OWN
-from runtime.topology import data_leaders, fleets, processes, uses_reference
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runtime.cluster.topology import members, processes
 from runtime.config import Cluster, Config, Placed
-from runtime.config_checks_devices import RESERVED
+from runtime.config.checks.devices import RESERVED
 from runtime.network import is_loopback
-from runtime.topology import members, processes
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from runtime.config import Config, RemoteReward
-from runtime.evaluation_sets import evaluation_sets
+from runtime.evaluation.sets import evaluation_sets
 from runtime.types import REWARD_MODEL
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")

@@ -1,7 +1,7 @@
 """What an evaluation found: the figures of each data set, as JSON and as metrics.
 
-`RUN/evaluations/step-00000050/` holds SET.jsonl, every reply (`runtime.generations`), and `results.json`, which is written
-last: without it an evaluation was cut short.
+`RUN/evaluations/step-00000050/` holds SET.jsonl, every reply (`runtime.evaluation.generations`), and `results.json`, which is
+written last: without it an evaluation was cut short.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.algorithms.maj_at_k import maj_at_k
 from runtime.algorithms.pass_at_k import pass_at_k
 from runtime.algorithms.standard_error import clustered_standard_error
 from runtime.errors import UserError
-from runtime.evaluation_sets import EvaluationData
+from runtime.evaluation.sets import EvaluationData
 from runtime.metrics import Metrics
 from runtime.types import PolicyVersion
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
+from runtime.cluster.placement import NodeOffer, Placement, Seat
+from runtime.cluster.topology import is_group
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
-from runtime.placement import NodeOffer, Placement, Seat
-from runtime.topology import is_group
 
 GROUPS = ("trainer", "critic", "reference")  # that may span nodes
 TRIES = 4  # ports of each, one for each incarnation in turn: another process may have taken one meanwhile

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from runtime.evaluation import EvaluationResult, SetResult
+from runtime.evaluation.results import EvaluationResult, SetResult
 
 
 def render(results: Sequence[EvaluationResult]) -> Table:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from runtime import config
 from runtime.data.handlers import Problem
 from runtime.errors import ServiceFault, UserError
-from runtime.payloads import StorageFull, is_full
+from runtime.ledger.payloads import StorageFull, is_full
 from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, Scores
 
 SUFFIX = ".jsonl"

@@ -1,0 +1,1 @@
+"""Which processes a run has, where they run, and when they are started again. Pure."""

@@ -1,0 +1,1 @@
+"""Cross-checks of a well-typed configuration, by what they look at."""

@@ -1,0 +1,1 @@
+"""What an evaluation looks at, and what it found."""

@@ -1,0 +1,1 @@
+"""The ledger: the journal of every group, and the payloads beside it."""
