@@ -25,10 +25,10 @@ from runtime.aio import first_error
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
 from runtime.config import Config, loading
-from runtime.data.held_out import load_held_out
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
+from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import Ledger
 from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
 from runtime.pipeline.lineage import INTERRUPTED

@@ -46,9 +46,9 @@ from runtime.engines.families import Family, Layout, Parameter, family_for
 from runtime.engines.families.arguments import config_of, require_arguments
 from runtime.engines.families.naming import Naming
 from runtime.engines.hf_weights import weight_paths
-from runtime.engines.tensor_files import TensorFolder, TensorWriter
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
+from runtime.weights.tensor_files import TensorFolder, TensorWriter
 
 _PLAIN = Naming()
 Pieces = list[tuple[Parameter, Reader]]

@@ -16,9 +16,9 @@ from runtime.engines.families import Family, Parameter, family_for
 from runtime.engines.families.family import EMBEDDING
 from runtime.engines.families.parameter import Sliceable
 from runtime.engines.hf_weights import weight_paths
-from runtime.engines.tensor_files import TensorFolder
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
+from runtime.weights.tensor_files import TensorFolder
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 _BUFFER = "rotary_emb.inv_freq"  # which old checkpoints stored; it follows from config.json

@@ -17,8 +17,8 @@ import msgspec
 
 from runtime.engines.families import Family, Layout, Parameter
 from runtime.engines.families.family import require_same
-from runtime.engines.tensor_files import TensorReader
 from runtime.errors import UserError
+from runtime.weights.tensor_files import TensorReader
 
 FORMAT = 1
 LAYOUT = "layout.json"

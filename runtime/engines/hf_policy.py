@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 
 from runtime.engines import packed_attention
-from runtime.engines.tensor_files import TensorWriter
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
+from runtime.weights.tensor_files import TensorWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

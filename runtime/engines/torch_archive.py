@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from runtime.engines import tensor_files
 from runtime.errors import UserError
+from runtime.weights import tensor_files
 from runtime.weights.plan import ITEM_BYTES
 
 _HEADER = struct.Struct("<26xHH")  # of an entry of a zip, before its name: the lengths of the name, and of what follows it

@@ -1,4 +1,4 @@
-"""Which data sets an evaluation has, by the configuration. Reading them is `runtime.data.held_out`'s."""
+"""Which data sets an evaluation has, by the configuration. Reading them is `runtime.evaluation.held_out`'s."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from runtime import codec
 from runtime.aio import TaskGroup
 from runtime.cluster.topology import slots
 from runtime.config import Config
-from runtime.data.held_out import HeldOut
 from runtime.data.prompts import group_seed
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
+from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult, Judged
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool

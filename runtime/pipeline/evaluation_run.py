@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level
 from runtime.config import Config
-from runtime.data.held_out import HeldOut
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import TextDecoder
+from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult
 from runtime.pipeline.evaluation import Evaluator
 from runtime.pipeline.roles import EvaluationRoles

@@ -9,10 +9,10 @@ from pathlib import Path
 from runtime.chosen_algorithm import choose
 from runtime.cluster.topology import members, settings_of, uses_reference
 from runtime.config import Computing, Config, Rollout
-from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
 from runtime.evaluation.generations import TextDecoder
+from runtime.evaluation.held_out import HeldOut
 from runtime.ledger.journal import Ledger
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.states import Mark

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from runtime.engines.tensor_files import TensorReader, TensorWriter
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
@@ -34,6 +33,7 @@ from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Transfer
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, plan_buckets
 from runtime.weights.sender import clear, in_thread, tensors_in
+from runtime.weights.tensor_files import TensorReader, TensorWriter
 
 POLL = 0.05  # seconds between two looks for a member or a version
 SHARD_POLL = 0.01  # ... for the next file of a version that is being written

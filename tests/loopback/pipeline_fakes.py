@@ -21,9 +21,9 @@ from runtime.aio import first_error
 from runtime.commands import Level
 from runtime.config import Config
 from runtime.data.handlers import Problem
-from runtime.data.held_out import HeldOut
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
+from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.sets import evaluation_sets
 from runtime.ledger.journal import Ledger
 from runtime.ledger.reader import GroupRow, LedgerReader

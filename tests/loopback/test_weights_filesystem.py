@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from runtime.engines.tensor_files import TensorReader, TensorWriter
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import filesystem
@@ -25,6 +24,7 @@ from runtime.weights.group import PendingGroup, WeightGroup, host, join
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.tensor_files import TensorReader, TensorWriter
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, expected, gather, same, settles
 from tests.loopback.weight_members import ROOT
 
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_bucket_of_the_manifest_is_refused(pair: list[WeightGr
 
 KILLED = """
 import sys, time
-from runtime.engines.tensor_files import TensorReader, TensorWriter
+from runtime.weights.tensor_files import TensorReader, TensorWriter
 from runtime.types import PolicyVersion
 from runtime.weights.group import host
 from runtime.weights.sender import WeightSender

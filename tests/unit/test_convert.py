@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from launcher import cli
 from runtime.engines import value_model
 from runtime.engines.families import Layout
-from runtime.engines.tensor_files import TensorWriter
+from runtime.weights.tensor_files import TensorWriter
 from tests.unit.family_cases import CONFIGS, make_family, write_folder
 
 Tensors = dict[str, torch.Tensor]

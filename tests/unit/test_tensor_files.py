@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.engines.tensor_files import TensorReader, TensorWriter
 from runtime.errors import InvariantViolated, UserError
 from runtime.weights.plan import TensorSpec
+from runtime.weights.tensor_files import TensorReader, TensorWriter
 
 TENSORS = {
     "odd": torch.arange(3).to(torch.bfloat16),
