@@ -43,7 +43,11 @@ proto: install-dev
 reference: install
 	$(BIN)/python -m runtime.config.reference docs/configuration-reference.md
 
-.PHONY: docs-zh-stamp
+.PHONY: diagram docs-zh-stamp
+# The import diagram of docs/architecture.md, from the code.
+diagram: install-dev
+	$(BIN)/python -m tests.unit.import_diagram
+
 # Says that the Chinese pages, or those of PAGES, are translated from their sources as they are now.
 docs-zh-stamp: install-dev
 	$(BIN)/python -m tests.unit.zh_pages $(PAGES)

@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runtime import codec, layout
-from runtime.errors import InvalidMessage, UserError
-from runtime.ledger.payloads import StorageFull
+from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.position import Position
 
 POSITION = "position.msgpack"

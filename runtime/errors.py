@@ -2,7 +2,8 @@
 
 SluiceError
 ├── UserError                 the user can mend it: one line, exit code 2
-│   └── ConfigError           one line per fault, each with its YAML path
+│   ├── ConfigError           one line per fault, each with its YAML path
+│   └── StorageFull           no room on the device
 ├── InvalidMessage            a message of an unknown version, a wrong dtype or shape
 ├── Overloaded                a full mailbox; `retry_after` says when to come back
 ├── Cancelled                 the caller withdrew the request
@@ -15,7 +16,9 @@ SluiceError
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class SluiceError(Exception):
@@ -32,6 +35,18 @@ class ConfigError(UserError):
     def __init__(self, faults: Sequence[str]):
         super().__init__("\n".join(faults))
         self.faults = list(faults)
+
+
+class StorageFull(UserError):
+    """No room on the device. Nothing half written is ever read, and the write can be repeated once there is room."""
+
+    def __init__(self, path: Path | str):
+        super().__init__(f"{path}: no space left on device; free some, then go on with run.resume=auto")
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that there is no room: a StorageFull to be."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class InvalidMessage(SluiceError):

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.config import Lora
-from runtime.config.checks.semantic import LORA_NEEDS_PEFT
 from runtime.engines import train_sharding
+from runtime.engines.limits import LORA_NEEDS_PEFT
 from runtime.errors import UserError
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ import torch
 
 from runtime import platform
 from runtime.commands import Level
-from runtime.config.checks.semantic import kv_cache_bytes
 from runtime.engines.hf_weights import WeightFiles
+from runtime.engines.limits import kv_cache_bytes
 from runtime.engines.rollout_base import EngineStats, RolloutEngine
 from runtime.engines.rollout_groups import check_request, finished_group, make_sample
 from runtime.engines.vllm.sampling import as_vllm, check_temperature, sample_seed

@@ -13,8 +13,7 @@ from msgspec import Struct
 
 from runtime import config
 from runtime.data.handlers import Problem
-from runtime.errors import ServiceFault, UserError
-from runtime.ledger.payloads import StorageFull, is_full
+from runtime.errors import ServiceFault, StorageFull, UserError, is_full
 from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, Scores
 
 SUFFIX = ".jsonl"

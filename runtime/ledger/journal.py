@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from runtime.errors import InvariantViolated, ServiceFault, UserError
-from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, StorageFull, is_full, segments
+from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError, is_full
+from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
 from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, group_row
 from runtime.ledger.records import (
     Change,

@@ -11,7 +11,6 @@ raises PayloadLost.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import struct
@@ -21,7 +20,7 @@ from pathlib import Path
 import xxhash
 from msgspec import Struct
 
-from runtime.errors import SluiceError, UserError
+from runtime.errors import SluiceError, StorageFull, is_full
 
 _HEADER = struct.Struct("<QQ")
 _NAME = re.compile(r"segment-(\d{5,})\.bin")
@@ -31,23 +30,12 @@ class PayloadLost(SluiceError):
     """A record is missing, torn or altered: what it held has to be made again."""
 
 
-class StorageFull(UserError):
-    """No room on the device. Nothing half written is ever read, and the write can be repeated once there is room."""
-
-    def __init__(self, path: Path | str):
-        super().__init__(f"{path}: no space left on device; free some, then go on with run.resume=auto")
-
-
 class Handle(Struct, frozen=True, array_like=True):
     """Where a record is: `offset` of its header, `length` of its bytes."""
 
     segment: int
     offset: int
     length: int
-
-
-def is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def segment_path(folder: Path, segment: int) -> Path:

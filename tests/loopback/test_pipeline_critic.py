@@ -11,8 +11,7 @@ import pytest
 
 from runtime import checkpoint, config, layout
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
-from runtime.errors import ServiceFault, UserError
-from runtime.ledger.payloads import StorageFull
+from runtime.errors import ServiceFault, StorageFull, UserError
 from runtime.pipeline.run import Run
 from runtime.pipeline.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, StepResult, ValueRequest

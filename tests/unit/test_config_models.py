@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runtime.config.checks.semantic import kv_cache_bytes
+from runtime.engines.limits import kv_cache_bytes
 from tests.unit.config_cases import PPO, checked, model_folder
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import InvariantViolated, ServiceFault, UserError
+from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError
 from runtime.ledger.journal import Ledger
-from runtime.ledger.payloads import StorageFull, segment_path
+from runtime.ledger.payloads import segment_path
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.records import CheckpointSaved, Note
 from runtime.pipeline.buffer import Buffer

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.errors import StorageFull
 from runtime.ledger import payloads
-from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, StorageFull
+from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore
 
 
 @pytest.fixture

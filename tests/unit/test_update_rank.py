@@ -16,8 +16,7 @@ from runtime.config import Checkpoint, Config, Critic, Run, Services, Trainer
 from runtime.data.prompts import StreamState
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.train_base import CriticEngine
-from runtime.errors import InvalidMessage, UserError
-from runtime.ledger.payloads import StorageFull
+from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.position import Position
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 

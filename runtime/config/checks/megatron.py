@@ -9,12 +9,10 @@ from typing import Any
 
 from runtime.cluster.topology import block_size
 from runtime.config import Config, Parallel, Spread, Trainer
-from runtime.engines.families import Layout, family_for
+from runtime.engines.families import family_for
 from runtime.engines.families.memory import RankBytes, Work, rank_bytes
+from runtime.engines.limits import MEGATRON_NEEDS_CORE, layout_of, uncut
 from runtime.errors import UserError
-
-INSTALL = "megatron needs a package: pip install 'sluice-rl[megatron]'"
-
 
 _SHARDS = "engine torch spreads models over all its processes"
 _ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}
@@ -67,7 +65,7 @@ def _processes(key: str, settings: Spread) -> Iterator[str]:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
     # An interpreter of its own has other packages; the process says so itself.
     if not settings.python and not _installed():
-        yield f"{key}.engine: {INSTALL}"
+        yield f"{key}.engine: {MEGATRON_NEEDS_CORE}"
 
 
 def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
@@ -111,31 +109,12 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
         yield f"{key}.{fault}"
 
 
-def uncut(tied: bool, pipeline: int, version: str) -> str:
-    """What keeps megatron-core of this version from cutting such a model into pipeline stages; "" for nothing."""
-    if not (tied and pipeline > 1 and version.startswith("0.12.")):
-        return ""
-    return (
-        f"parallel.pipeline: {pipeline}: megatron-core {version} cannot cut up a model whose head is its embedding; "
-        "must be 1, or take version 0.16.1"
-    )
-
-
 def _version() -> str:
     """Of the installed package, without importing it; "" where there is none."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def layout_of(parallel: Parallel) -> Layout:
-    return Layout(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        expert=parallel.expert,
-        layers_per_stage=tuple(parallel.layers_per_stage),
-    )
 
 
 def memory_of_ranks(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> dict[str, RankBytes]:

@@ -27,12 +27,12 @@ from runtime.config.checks.rewards import reward_faults
 from runtime.config.checks.rollout import rollout_faults
 from runtime.data.chosen import sources
 from runtime.engines import tiny_family
+from runtime.engines.limits import LORA_NEEDS_PEFT, kv_cache_bytes
 from runtime.registry import OWN
 from runtime.trackers import missing_package
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
-LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _EXPERTS = "qwen3_moe"
@@ -86,17 +86,6 @@ def semantic_faults(
         *publication_faults(config, policy),
         *megatron_faults(config, spread_models(config)),
     ]
-
-
-def kv_cache_bytes(model: ModelConfig, slots: int, max_len: int, dtype_bytes: int) -> int:
-    """Bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length.
-
-    `model` is a config.json of the Llama family; `num_key_value_heads` and `head_dim` have the family's defaults.
-    """
-    heads = model["num_attention_heads"]
-    kv_heads = model.get("num_key_value_heads") or heads
-    head_dim = model.get("head_dim") or model["hidden_size"] // heads
-    return 2 * model["num_hidden_layers"] * kv_heads * head_dim * dtype_bytes * slots * max_len
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from runtime.config.checks.megatron import INSTALL
+from runtime.engines.limits import MEGATRON_NEEDS_CORE
 from runtime.engines.megatron import uneven
 from runtime.errors import UserError
 
@@ -52,7 +52,7 @@ def prepare(device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed
         for name in _USED:
-            _import(f"megatron.core.{name}", f"engine {INSTALL}")
+            _import(f"megatron.core.{name}", f"engine {MEGATRON_NEEDS_CORE}")
     for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecat", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
         warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
     # A name that 0.16.1 asks for whenever it routes to experts, and has only with Transformer Engine.

@@ -12,7 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from runtime import platform
 from runtime.config import Spread
-from runtime.config.checks.megatron import layout_of
+from runtime.engines.limits import layout_of
 
 
 class Grid:

@@ -1,0 +1,94 @@
+"""The diagram of docs/architecture.md: which package imports which, as Mermaid. `make diagram` writes it into the page.
+
+Left out are imports for type checking alone; those of what nearly everything imports, which is the modules directly in
+`runtime` and the configuration's schema; and arrows that a longer way stands for. The configuration's checks are a package of their own
+here, as they look at everything.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- imports: written by `make diagram` -->\n", "<!-- end of imports -->\n"
+TOP = ("launcher", "services", "runtime")
+SHARED = ("runtime", "config")  # what everything may import
+
+
+def package(module: str) -> str:
+    """The package of a module as the diagram has it: "pipeline" of runtime.pipeline.buffer."""
+    first, *rest = module.split(".")
+    if first != "runtime":
+        return first
+    if not rest or not (ROOT / "runtime" / rest[0]).is_dir():
+        return "runtime"
+    return "config checks" if rest[:2] == ["config", "checks"] else rest[0]
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """Every module, or name in one, that is imported below `node`."""
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children: list[ast.AST] = list(node.orelse)
+    else:
+        children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for child in children:
+        yield from imported(child)
+
+
+def arrows() -> set[tuple[str, str]]:
+    found = set()
+    for top in TOP:
+        for path in (ROOT / top).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+                if name.split(".")[0] in TOP:
+                    found.add((package(module), package(name)))
+    return {(one, other) for one, other in found if one != other and not {one, other} & set(SHARED)}
+
+
+def reduced(found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Without the arrows that a longer way stands for."""
+    kept = set(found)
+    for arrow in sorted(found):
+        if leads(kept - {arrow}, *arrow):
+            kept.discard(arrow)
+    return kept
+
+
+def leads(found: set[tuple[str, str]], one: str, other: str) -> bool:
+    """Whether some way goes from `one` to `other`."""
+    seen, ahead = set(), [one]
+    while ahead:
+        place = ahead.pop()
+        if place not in seen:
+            seen.add(place)
+            ahead += [to for begin, to in found if begin == place]
+    return other in seen
+
+
+def diagram() -> str:
+    lines = ["flowchart TD"]
+    lines += [f"    {_id(one)}[{one}] --> {_id(other)}[{other}]" for one, other in sorted(reduced(arrows()))]
+    return "```mermaid\n" + "\n".join(lines) + "\n```\n"
+
+
+def _id(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+def written(page: str) -> str:
+    """`page` with the diagram as it is now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + diagram() + END + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
