@@ -1,8 +1,8 @@
 """The diagram of docs/architecture.md: which package imports which, as Mermaid. `make diagram` writes it into the page.
 
 Left out are imports for type checking alone; those of what nearly everything imports, which is the modules directly in
-`runtime` and the configuration's schema; and arrows that a longer way stands for. The configuration's checks are a package of their own
-here, as they look at everything.
+`runtime` and the configuration's schema; and arrows that a longer way stands for. The configuration's checks are a package of
+their own here, as they look at everything.
 """
 
 from __future__ import annotations
