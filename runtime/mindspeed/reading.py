@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from runtime.config.loading import read_mapping
+from runtime.config.yaml_text import read_mapping
 from runtime.errors import ConfigError
 from runtime.mindspeed import keys
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from runtime.config import loading
+from runtime.config.yaml_text import dump
 from runtime.mindspeed.keys import Outcome
 from runtime.mindspeed.settings import Row
 from runtime.mindspeed.translate import Translation
@@ -41,7 +41,7 @@ def configuration(file: str, translation: Translation) -> str:
     if left:
         head.append(f"# Left out by --without: {', '.join(left)}.")
     head += [f"# {line}." for line in translation.advice]
-    sections = [loading.dump({name: content}, leaves_inline=True) for name, content in translation.raw.items()]
+    sections = [dump({name: content}, leaves_inline=True) for name, content in translation.raw.items()]
     return "\n".join([*head, *sections])
 
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from runtime.cluster.topology import fleets
-from runtime.config import Config, Critic, Rollout, Source, Tracker, Warmup, loading
+from runtime.config import Config, Critic, Rollout, Source, Tracker, Warmup
 from runtime.config.loading import load, resolve, to_yaml
+from runtime.config.mismatches import mismatches
 from runtime.errors import ConfigError
 from tests.unit.config_cases import Loading, faults_of
 
@@ -197,7 +198,7 @@ def test_the_walk_agrees_with_msgspec(path: tuple[Any, ...], value: Any) -> None
     for part in path[:-1]:
         node = node[part]
     node[path[-1]] = value
-    faults = list(loading._faults(raw, inspect.type_info(Config), ""))
+    faults = list(mismatches(raw, inspect.type_info(Config), "", inspect.type_info(Config)))
     try:
         msgspec.convert(raw, Config)
         accepted = True

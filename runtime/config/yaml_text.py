@@ -1,0 +1,109 @@
+"""YAML as the configuration's files have it: text to plain values, and back.
+
+Scalars follow YAML 1.2's core schema: `1e-5` is a number, `on`, `no` and `2026-01-01` are strings. Keys may not occur twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from runtime.errors import ConfigError
+
+_SHOWN_CHARACTERS = 60
+
+_MERGE = "tag:yaml.org,2002:merge"
+_CORE_SCHEMA = (
+    (_MERGE, r"<<", ["<"]),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("tag:yaml.org,2002:float", r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
+
+    def compose_mapping_node(self, anchor: dict[Any, Any]) -> yaml.MappingNode:
+        # Checked here and not in construct_mapping, where merged keys legitimately repeat those they are merged into.
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in seen:
+                    raise yaml.composer.ComposerError(None, None, f"key '{key.value}' occurs twice", key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would not read back as a string."""
+
+    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # Unquoted, some separators (U+0085) would be read back as spaces.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+for _tag, _pattern, _first in _CORE_SCHEMA:
+    _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), _first)
+
+
+def read_value(text: str) -> Any:
+    """Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
+    """A YAML file that holds a mapping. Raises ConfigError; `needed` says what an empty one lacks."""
+    try:
+        raw = yaml.load(path.read_bytes(), Loader=_Loader)
+        # Aliased nodes are one object; copied, an override of one place does not show in another.
+        raw = msgspec.to_builtins(raw)
+    except OSError as error:
+        raise ConfigError([f"{path}: {(error.strerror or str(error)).lower()}"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path}{_yaml_fault(error)}"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{path}: nested too deeply, or an alias that contains itself"]) from error
+    if raw is None:
+        raise ConfigError([f"{path}: empty; {needed}"])
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: holds {show(raw)}, not a mapping of keys"])
+    return raw
+
+
+def _yaml_fault(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f":{mark.line + 1}:{mark.column + 1}: not valid YAML: {error.problem}"
+    return f": not valid YAML: {str(error).splitlines()[0]}"
+
+
+def dump(raw: Mapping[str, Any], leaves_inline: bool = False) -> str:
+    """Keys and values in YAML as it is read here, in the order that they are in.
+
+    `leaves_inline`: lists and mappings that hold no others are in one line.
+    """
+    style = None if leaves_inline else False
+    return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=style)
+
+
+def show(value: object) -> str:
+    """A value as the user wrote it, on one line."""
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
