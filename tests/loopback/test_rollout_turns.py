@@ -63,8 +63,8 @@ def test_a_version_is_not_taken_over_asleep(models: Models) -> None:
 
 def test_what_is_under_way_is_given_up_for_the_sleep(models: Models) -> None:
     async def course(site: Site) -> None:
-        asked = site.actor.send(request(1))
-        while not site.engine.stats().running:  # noqa: ASYNC110 - it has to be in the middle of it
+        asked = site.actor.send(request(1, limit=240))
+        while not site.engine.stats().running:  # noqa: ASYNC110 - it has to be in the middle of it, where it is for long
             await asyncio.sleep(0)
         await site.ask(Move(Level.ASLEEP))
         with pytest.raises(Cancelled, match="put to sleep"):

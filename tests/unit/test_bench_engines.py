@@ -13,6 +13,7 @@ from launcher import bench_engines
 from launcher.bench_engines import LOAD, PASSES, SAVE, Settings
 from launcher.bench_worker import Measured, Worker
 from runtime.config import Config, Run
+from runtime.config.checks import megatron
 from runtime.errors import UserError
 
 
@@ -35,7 +36,7 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
 
     monkeypatch.setattr(Worker, "started", started)
     monkeypatch.setattr(bench_engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
-    monkeypatch.setattr(bench_engines.config_checks_megatron, "_installed", lambda: True)
+    monkeypatch.setattr(megatron, "_installed", lambda: True)
     report = asyncio.run(bench_engines.measure(tmp_path, Settings(rounds=2, checkpoints=1)))
     passes = [engine for engine, what in asked if what == PASSES]
     assert passes[2:] == ["megatron", "torch", "torch", "megatron"]  # after those that build the engines
@@ -48,6 +49,6 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
 
 def test_without_megatron_core_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
-    monkeypatch.setattr(bench_engines.config_checks_megatron, "_installed", lambda: False)
+    monkeypatch.setattr(megatron, "_installed", lambda: False)
     with pytest.raises(UserError, match=r"bench engines: .*megatron needs a package: pip install"):
         asyncio.run(bench_engines.measure(tmp_path, Settings()))
