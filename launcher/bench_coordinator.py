@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from launcher.bench_material import bench_config
+from launcher.bench_process import end
 from runtime import layout
 from runtime.config import Config, Evaluation, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
@@ -110,15 +111,14 @@ async def _watched(config: Config, folder: Path, log: int, settings: Settings) -
         stdout=asyncio.subprocess.PIPE,
         stderr=log,
     )
-    assert trial.stdin is not None and trial.stdout is not None
+    assert trial.stdout is not None
     try:
         pid, _, address = (await trial.stdout.readline()).decode().strip().partition(" ")
         if not address:
             raise ServiceFault("coordinator", "start", "ended without an address")
         return await _window(config, address, psutil.Process(int(pid)), settings)
     finally:
-        trial.stdin.close()  # with which it ends, and its coordinator
-        await trial.wait()
+        await end(trial)  # and with it its coordinator
 
 
 async def _window(config: Config, address: str, coordinator: psutil.Process, settings: Settings) -> Cost:

@@ -19,8 +19,9 @@ import uvloop
 from msgspec import Struct
 from rich.table import Table
 
+from launcher.bench_process import end
 from runtime.commands import CommitWeights
-from runtime.errors import DeadlineExceeded
+from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services import wire
 from services.session import Session, call
@@ -116,7 +117,9 @@ async def _peer() -> AsyncIterator[_Peer]:
     assert process.stdin is not None and process.stdout is not None
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START)
-        ours, plain = line.decode().split()
+        ours, _, plain = line.decode().strip().partition(" ")
+        if not plain:
+            raise ServiceFault("messages_trial", "start", "ended without its addresses; its standard error says why")
         session = Session(ours, "rollout-0", "Rollout")
         await session.open(START)
         async with grpc.aio.insecure_channel(plain) as raw, grpc.aio.insecure_channel(ours) as channel:
@@ -125,8 +128,7 @@ async def _peer() -> AsyncIterator[_Peer]:
     except asyncio.TimeoutError:
         raise DeadlineExceeded("messages_trial", "start", "did not begin to serve", START) from None
     finally:
-        process.stdin.close()
-        await process.wait()
+        await end(process)
 
 
 async def _pings(ask: Ask, count: int) -> list[float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +16,7 @@ from runtime.errors import UserError
 
 LOCK = ".lock"
 PROBE_BYTES = 1 << 16
+LOOKS, LOOK = 5, 0.05  # times, and seconds between them
 
 
 def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
@@ -32,7 +35,7 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
         logs.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("ab")  # what a run under way wrote stays
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
         except BlockingIOError:
             raise UserError(f"run.dir: a run is under way in {folder}") from None
         lock.truncate(0)
@@ -44,6 +47,15 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
     return logs, lock
+
+
+def _take(lock: IO[bytes]) -> None:
+    """Raises BlockingIOError when another run has it. Whoever only looks whether one has, has it for a moment."""
+    for _ in range(LOOKS):
+        with suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(LOOK)
+    return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def begin(folder: Path, config: Config) -> str:

@@ -73,7 +73,7 @@ class Record(Struct, kw_only=True):
     ledger's, None where there is none to read. `described`: the model's config.json."""
 
     folder: Path
-    configuration: str  # the file's text; "" when there is none
+    configuration: str  # as YAML, without the values of environment variables, which may be secrets; "" when there is none
     settings: Settings
     points: list[Point]  # as they were logged
     torn: bool  # the last line of the metrics is not whole
@@ -98,7 +98,7 @@ def read(folder: Path) -> Record:
     started = startup.Startup.read(folder)
     return Record(
         folder=folder,
-        configuration=configuration,
+        configuration=_without_secrets(configuration),
         settings=settings,
         points=points,
         torn=torn,
@@ -121,6 +121,21 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
 
+def _without_secrets(text: str) -> str:
+    """Names of environment variables stay, of their values nothing: keys of trackers and proxies lie there."""
+    raw = yaml.load(text, yaml.BaseLoader) or {}
+    _hide(raw)
+    return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120) if raw else ""
+
+
+def _hide(node: Any) -> None:
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "env" and isinstance(value, dict):
+            node[key] = dict.fromkeys(value, "(not shown)")
+        else:
+            _hide(value)
+
+
 def _settings(path: Path, text: str) -> Settings:
     """All scalars are read as text, so that a run may be called `on`."""
     try:
@@ -131,6 +146,7 @@ def _settings(path: Path, text: str) -> Settings:
         raise UserError(f"{path}: not a run's configuration: {error}") from error
 
 
+LARGEST = 1 << 32  # of steps and of seconds since the epoch
 CLOCKS = 1.0  # seconds by which a file's time may be before the clock's
 
 _Logged = dict[str, int | float | dict[str, int] | None]
@@ -151,10 +167,23 @@ def _points(path: Path) -> tuple[list[Point], bool]:
             point = msgspec.json.decode(line, type=_Logged)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
-        if not isinstance(point.get("step"), int):
-            raise UserError(f"{path}: line {number} is not a point of metrics: it names no step")
+        if fault := _fault(point):
+            raise UserError(f"{path}: line {number} is not a point of metrics: {fault}")
         points.append(point)
     return points, bool(rest)
+
+
+def _fault(point: Point) -> str:
+    """Of the keys that are more than figures to be drawn."""
+    step, time, ages = point.get("step"), point.get("time", 0.0), point.get("staleness/histogram")
+    if not isinstance(step, int) or not 0 <= step < LARGEST:
+        return "it names no step"
+    if isinstance(time, dict) or not 0 <= (time or 0) < LARGEST:
+        return "its time is none"
+    if not isinstance(ages, dict | None):
+        return "staleness/histogram is no histogram"
+    figures = (value for name, value in point.items() if name != "staleness/histogram")
+    return "a figure is a mapping" if any(isinstance(value, dict) for value in figures) else ""
 
 
 def _ended(path: Path, points: list[Point]) -> Ended | None:

@@ -191,6 +191,13 @@ def test_the_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) 
     assert "There is no config.yaml" in read(folder).text
 
 
+def test_values_of_environment_variables_stay_where_they_are(tmp_path: Path) -> None:
+    env = {"WANDB_API_KEY": "secret-1"}
+    roles = config.Services(rollout=[config.Rollout(env=env), config.Rollout()], trainer=config.Trainer(env=env))
+    found = report(made(tmp_path, [step(1)], services=roles), None).read_text(encoding="utf-8")
+    assert found.count("WANDB_API_KEY: (not shown)") == 2 and "secret-1" not in found
+
+
 def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1)])
 
@@ -239,7 +246,14 @@ class TestRefused:
         line = self.refused(capsys, str(tmp_path))
         assert line == f"error: {tmp_path}: not a run's folder: neither config.yaml nor metrics.jsonl is in it"
 
-    @pytest.mark.parametrize("line", ["nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}'])
+    @pytest.mark.parametrize(
+        "line",
+        [
+            *("nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}', '{"step": 1e300}'),
+            *('{"step": 1180591620717411303424}', '{"step": 1, "time": 1e30}', '{"step": 1, "time": {"a": 1}}'),
+            *('{"step": 1, "staleness/histogram": 2}', '{"step": 1, "incarnation": {"a": 1}}'),
+        ],
+    )
     def test_metrics_that_are_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
         folder = made(tmp_path, [step(1)], tail=f"{line}\n")
         assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'metrics.jsonl'}: line 2 is not a point")

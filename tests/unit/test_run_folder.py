@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,15 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, resume: str) -> No
     _, lock = run_folder.prepare(tmp_path, Run(name="a", resume=resume, overwrite=True))
     lock.close()
     _, lock = run_folder.prepare(tmp_path, Run(name="a", resume="auto"))
+    lock.close()
+
+
+def test_whoever_only_looks_whether_a_run_is_under_way_keeps_none_from_starting(tmp_path: Path) -> None:
+    (tmp_path / run_folder.LOCK).touch()
+    looking = (tmp_path / run_folder.LOCK).open("rb")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(2 * run_folder.LOOK, looking.close).start()
+    _, lock = run_folder.prepare(tmp_path, Run(name="a"))
     lock.close()
 
 
