@@ -187,10 +187,10 @@ class TestCorrections:
 
 class TestValueLoss:
     def test_by_hand(self):
-        values, old, returns = matrix([1.0, 1.0, 0.1]), matrix([0.0, 0.9, 0.0]), matrix([0.9, 2.0, 0.0])
+        values, old, returns = matrix([1.0, 1.0, 0.1, -1.0]), matrix([0.0, 0.9, 0.0, 0.0]), matrix([0.9, 2.0, 0.0, -0.9])
         loss, clipped = clipped_value_loss(values, old, returns, 0.2)
-        torch.testing.assert_close(loss, matrix([0.5 * 0.49, 0.5, 0.005]), rtol=1e-13, atol=0)
-        assert clipped.tolist() == [[True, False, False]]
+        torch.testing.assert_close(loss, matrix([0.5 * 0.49, 0.5, 0.005, 0.5 * 0.49]), rtol=1e-13, atol=0)
+        assert clipped.tolist() == [[True, False, False, True]]
 
     def test_gradients(self):
         rng = np.random.default_rng(0)
@@ -201,7 +201,7 @@ class TestValueLoss:
 
 class TestInterpolatedProximal:
     def test_fresh_tokens_are_their_own_and_stale_ones_one_version_back(self):
-        logp, behaviour = matrix([-1.0, -1.0, -1.0, -1.0]).requires_grad_(), matrix([-3.0, -3.0, -3.0, -3.0])
-        got = interpolated_proximal(logp, behaviour, torch.tensor([[0, 1, 2, 4]]))
-        torch.testing.assert_close(got, matrix([-1.0, -3.0, -2.0, -1.5]), rtol=1e-14, atol=0)
+        logp, behaviour = matrix([-1.0] * 5).requires_grad_(), matrix([-3.0] * 5)
+        got = interpolated_proximal(logp, behaviour, torch.tensor([[0, 1, 2, 4, 3]]))
+        torch.testing.assert_close(got, matrix([-1.0, -3.0, -2.0, -1.5, -5 / 3]), rtol=1e-14, atol=0)
         assert not got.requires_grad

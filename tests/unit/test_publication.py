@@ -127,6 +127,14 @@ def test_a_commit_that_nobody_confirms_ends_at_its_deadline() -> None:
     assert (publication.phase, publication.lost) == ("done", set(MEMBERS))
 
 
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    publication = up_to_commit()
+    feed(publication, *map(Committed, MEMBERS))
+    assert feed(publication, Failed("rollout-0", "late"), Lost("rollout-1", "late"), Tick(), now=1e9) == []
+    assert (publication.phase, publication.waiting_for, publication.next_deadline) == ("done", (), None)
+    assert (publication.failed, publication.lost, publication.reason) == (set(), set(), "")
+
+
 @pytest.mark.parametrize("members", [(), ("a", "a"), ("trainer",)])
 def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
     with pytest.raises(InvariantViolated):

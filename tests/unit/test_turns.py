@@ -114,6 +114,33 @@ def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == [Onload("trainer")]
 
 
+def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated(), Trained(), Published())
+    turns.handle(Generated())
+    assert (turns.told(ONE), turns.waiting_for) == (True, (ONE,))
+    assert turns.handle(Reached(ONE, Level.AWAKE)) == []
+    assert turns.handle(Reached(TWO, Level.ASLEEP)) == []  # nobody knows it
+    assert (turns.phase, turns.told(ONE), turns.members) == ("park", True, {ONE})
+    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [Onload("trainer")]
+    assert (turns.told(ONE), turns.waiting_for) == (False, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        ([], Onloaded("reference")),
+        ([Onloaded("trainer"), Trained(publishes=False)], Offloaded("reference")),
+    ],
+)
+def test_it_is_the_one_whose_turn_it_is_that_moves(before: list[Event], event: Event) -> None:
+    turns = Turns()
+    for earlier in (Generated(), *before):
+        turns.handle(earlier)
+    with pytest.raises(InvariantViolated, match=rf"reference.* phase {turns.phase}"):
+        turns.handle(event)
+
+
 @pytest.mark.parametrize("event", [Trained(), Published(), Referred(), Onloaded("trainer"), Offloaded("reference")])
 def test_what_cannot_happen_is_a_fault(event: Event) -> None:
     turns = Turns([ONE])
