@@ -20,11 +20,15 @@ from runtime.algorithms.interfaces import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    AdvantageEstimator,
     AdvantageInputs,
     AdvantageOptions,
     AggregationOptions,
     LossInputs,
     LossOptions,
+    PolicyLoss,
+    advantage,
+    policy_loss,
 )
 from runtime.algorithms.kl import absolute, importance_weighted, k1, k2, k3, k3_clamped, k3_plain
 from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
@@ -192,10 +196,16 @@ class TestClippedSurrogate:
         assert clipped.item() is decided
 
     def test_dual_clip_bounds_negative_advantages_only(self):
-        logp, advantages = f64(math.log(10), math.log(2), math.log(0.1)), f64(-1.0, -1.0, 1.0)
-        got, clipped = clipped_surrogate(logp, f64(0, 0, 0), advantages, **CLIP, dual_clip=3.0)
-        torch.testing.assert_close(got, f64(3.0, 2.0, -0.1), rtol=1e-14, atol=0)
-        assert clipped.tolist() == [True, False, False]
+        logp, advantages = f64(math.log(10), math.log(2), math.log(0.1), math.log(0.1)), f64(-2.0, -2.0, 1.0, 0.5)
+        got, clipped = clipped_surrogate(logp, f64(0, 0, 0, 0), advantages, **CLIP, dual_clip=3.0)
+        torch.testing.assert_close(got, f64(6.0, 4.0, -0.1, -0.05), rtol=1e-14, atol=0)
+        assert clipped.tolist() == [True, False, False, False]
+
+    def test_what_is_at_the_dual_clip_is_not_beyond_it(self):
+        logp = f64(0.0).requires_grad_()
+        loss, clipped = clipped_surrogate(logp, f64(0.0), f64(-2.0), **CLIP, dual_clip=1.0)
+        (gradient,) = torch.autograd.grad(loss.sum(), logp)
+        assert (loss.item(), gradient.item(), clipped.item()) == (2.0, 2.0, False)
 
     def test_gradients(self):
         logp = f64(0.1, 0.4, -0.1, -0.5, 1.5).requires_grad_()
@@ -330,6 +340,22 @@ class TestRegistries:
         message = str(caught.value)
         assert message.startswith("algorithm.loss: unknown name 'decopled'; did you mean 'decoupled'?")
         assert "ppo" in message and "\n" not in message
+
+    @pytest.mark.parametrize("needs_values", [False, True])
+    def test_what_is_declared_with_a_function_is_found_with_it(self, monkeypatch: pytest.MonkeyPatch, needs_values: bool):
+        for registry in (ADVANTAGES, POLICY_LOSSES):
+            monkeypatch.setattr(registry, "_entries", {})
+
+        @advantage("own", streamable=False, **({"needs_values": True} if needs_values else {}))
+        def estimate(inputs, options):
+            return inputs.rewards
+
+        @policy_loss("own", zero_without_advantage=needs_values)
+        def loss(inputs, options):
+            return inputs.logp
+
+        assert ADVANTAGES.get("own") == AdvantageEstimator(estimate, False, needs_values)
+        assert POLICY_LOSSES.get("own") == PolicyLoss(loss, needs_values)
 
     def test_a_name_belongs_to_one_function(self):
         with pytest.raises(ValueError, match="registered twice"):

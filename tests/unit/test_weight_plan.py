@@ -93,6 +93,20 @@ def test_messages_call_a_member_by_its_rank_and_name() -> None:
     assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
 
 
+def test_each_bucket_goes_to_whoever_has_least() -> None:
+    sizes = (64, 64, 64, 64, 64, 192, 64, 64)
+    specs = tuple(TensorSpec(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes))
+    assert roots(Manifest(specs, 64, senders=2)) == [0, 1, 0, 1, 0, 1, 0, 0]
+
+
+def test_what_few_hold_is_given_out_first() -> None:
+    held = (("shared-0", ()), ("shared-1", (0, 1, 2)), ("own", (1,)))
+    manifest = Manifest(tuple(TensorSpec(name, "uint8", (64,), by) for name, by in held), 64, senders=3)
+    assert roots(manifest) == [0, 2, 1]
+    order = [manifest.tensors[bucket.entries[0].tensor].name for bucket in plan_buckets(manifest)]
+    assert order == ["own", "shared-0", "shared-1"]
+
+
 def test_nobody_sends_nothing() -> None:
     with pytest.raises(InvalidMessage, match="senders is 0"):
         plan_buckets(Manifest((), 64, 0))
