@@ -114,6 +114,17 @@ def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == [Onload("trainer")]
 
 
+def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated(), Trained(), Published())
+    turns.handle(Generated())
+    assert turns.handle(Lost(TWO)) == []
+    assert turns.told(ONE)
+    assert turns.handle(Lost(ONE)) == [Onload("trainer")]
+    assert not turns.told(ONE)
+    assert not turns.members
+
+
 def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
     turns = Turns([ONE])
     settle(turns, Generated(), Trained(), Published())

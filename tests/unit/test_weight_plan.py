@@ -93,6 +93,12 @@ def test_messages_call_a_member_by_its_rank_and_name() -> None:
     assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
 
 
+def test_a_bucket_may_be_exactly_full() -> None:
+    specs = tuple(TensorSpec(f"t{index}", "uint8", (64,)) for index in range(3))
+    buckets = plan_buckets(Manifest(specs, 128))
+    assert [[entry.tensor for entry in bucket.entries] for bucket in buckets] == [[0, 1], [2]]
+
+
 def test_each_bucket_goes_to_whoever_has_least() -> None:
     sizes = (64, 64, 64, 64, 64, 192, 64, 64)
     specs = tuple(TensorSpec(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes))
