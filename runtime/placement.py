@@ -219,13 +219,12 @@ class _Table:
 
     def _seat(self, path: str, member: Member, node: str, devices: Sequence[int]) -> None:
         seat = Seat(member, node, tuple(devices))
-        settings = settings_of(self._config, member)
-        if not (isinstance(settings, Computing) and settings.colocate):
-            self._take(seat)
+        self._take(seat)
         self.seats.append(seat)
         self._seats_of[path].append(seat)
 
     def _take(self, seat: Seat) -> None:
+        """Its devices are its own, unless they are its host's."""
         for device in seat.devices:
             self._owner.setdefault((seat.node, device), seat.member.name)
 

@@ -139,6 +139,13 @@ def test_a_role_that_names_its_devices_has_those() -> None:
     assert seats(on_cpus, "trainer") == [("n0", ()), ("n0", ())]
 
 
+def test_replicas_share_the_devices_that_their_role_names_in_order() -> None:
+    rollout = {"engine": "vllm", "replicas": 2, "tensor_parallel": 2, "devices": [3, 1, 2, 0]}
+    placed = place(make(services={"rollout": rollout}), nodes(5))
+    assert seats(placed, "rollout") == [("n0", (3, 1)), ("n0", (2, 0))]
+    assert seats(placed, "trainer") == [("n0", (4,))]
+
+
 def test_ranks_go_over_one_supernode_after_the_other() -> None:
     placed = place(make(services={"trainer": {"processes": 10}}), nodes(4, 4, 4, 4, supernodes="abab"))
     assert Counter(node for node, _ in seats(placed, "trainer")) == {"n0": 4, "n2": 4, "n1": 2}
@@ -277,6 +284,24 @@ def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
     assert refused(group, nodes(0, 0), waits=True) == [
         "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
     ]
+
+
+def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_do_not() -> None:
+    cluster = {"nodes": [{"name": name} for name in ("n0", "n1", "n2")], "min_nodes": 2}
+    spread = make(cluster=cluster, services={"rollout": {"replicas": 3, "placement": "spread"}})
+    first = place(spread, nodes(0, 0), waits=True)
+    assert (seats(first, "rollout"), [member.name for member in first.pending]) == ([("n0", ()), ("n1", ())], ["rollout-2"])
+    assert refused(spread, nodes(0, 0))[0].endswith("for rollout-2; nodes are n0, n1")
+    packed = make(cluster=cluster, services={"rollout": {"replicas": 3}})
+    assert seats(place(packed, nodes(0, 0, 0)), "rollout") == [("n0", ())] * 3
+
+
+def test_a_node_that_no_configuration_names_may_come_yet() -> None:
+    config = make(services={"rollout": {"replicas": 2, "placement": ["n8", "n0"]}})
+    first = place(config, nodes(0), waits=True)
+    assert (seats(first, "rollout"), [member.name for member in first.pending]) == ([("n0", ())], ["rollout-1"])
+    nobody = make(services={"rollout": {"placement": ["n8", "n9"]}})
+    assert refused(nobody, nodes(0), waits=True) == ["services.rollout.placement: none of n8, n9 has come; nodes are n0"]
 
 
 def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
