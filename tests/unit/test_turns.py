@@ -39,6 +39,7 @@ def settle(turns: Turns, *events: Event) -> list[Action]:
         while ahead:
             action = ahead.pop(0)
             told.append(action)
+            assert len(told) < 100, "one thing leads to another for ever"
             ahead += turns.handle(answer(action))
     return told
 
