@@ -158,6 +158,12 @@ class TestCorrections:
         assert got.altered.tolist() == [[False], [True], [False]]
 
     @pytest.mark.parametrize("name", sorted(CORRECTIONS))
+    def test_what_is_at_a_bound_is_within_it(self, name: str):
+        options = CorrectionOptions(cap=1.0, low=1.0, high=1.0)
+        got = CORRECTIONS.get(name)(matrix([0.0, 0.0]), matrix([1.0, 1.0]), options)
+        assert (got.weight.unique().tolist(), bool(got.altered.any())) == ([1.0], False)
+
+    @pytest.mark.parametrize("name", sorted(CORRECTIONS))
     @settings(max_examples=25)
     @given(seed=st.integers(0, 2**32 - 1))
     def test_against_plain_python(self, name: str, seed: int):
