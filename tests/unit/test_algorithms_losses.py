@@ -84,9 +84,9 @@ class TestCispo:
 class TestSapo:
     def test_value(self):
         logp, old = matrix([math.log(1.5), math.log(0.5)]), matrix([0.0, 0.0])
-        inputs = LossInputs(logp, old, old, old, matrix([2.0, -3.0]), torch.ones(1, 2, dtype=torch.float64))
+        inputs = LossInputs(logp, old, old, old, matrix([0.2, -0.3]), torch.ones(1, 2, dtype=torch.float64))
         got = sapo(inputs, LossOptions(tau_positive=1.0, tau_negative=2.0)).loss
-        expected = matrix([-4 / (1 + math.exp(-0.5)) * 2, 2 / (1 + math.exp(1.0)) * 3])
+        expected = matrix([-4 / (1 + math.exp(-0.5)) * 0.2, 2 / (1 + math.exp(1.0)) * 0.3])
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
 
     def test_on_policy_gradient_is_the_policy_gradient(self):
