@@ -246,6 +246,11 @@ class TestPolicyLosses:
         torch.testing.assert_close(dropped.loss, weights * f64(-1.1, -1.1, 0.0), rtol=1e-13, atol=0)
         assert dropped.metrics["actor/behaviour_capfrac"].tolist() == [0.0, 0.0, 1.0]
 
+    def test_a_weight_at_its_cap_is_not_beyond_it(self):
+        inputs = loss_inputs(f64(-1.0), f64(-1.0), f64(-1.0), f64(2.0))
+        outputs = decoupled(inputs, LossOptions(behaviour_weight_cap=1.0, behaviour_weight_over="drop"))
+        assert (outputs.loss.item(), outputs.metrics["actor/behaviour_capfrac"].item()) == (-2.0, 0.0)
+
     def test_decoupled_weight_carries_no_gradient(self):
         # With the proximal policy being the one under training, the weight would contribute if it were not detached.
         logp = f64(-1.0).requires_grad_()
