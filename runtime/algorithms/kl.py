@@ -29,11 +29,11 @@ def k3_plain(x: Tensor) -> Tensor:
 
 
 def k3(x: Tensor, *, clamp: bool = False) -> Tensor:
-    """exp(-x) - 1 + x. Unbiased, never negative. `clamp` holds x within ±20 and the result within ±10."""
+    """exp(-x) - 1 + x. Unbiased, never negative. `clamp` holds the result at 10 or less, beyond which it has no gradient."""
     if not clamp:
         return (-x).expm1() + x
-    x = x.clamp(-20.0, 20.0)
-    return ((-x).expm1() + x).clamp(-10.0, 10.0)
+    x = x.clamp(min=-20.0)  # an exponential that overflows would make the gradient NaN instead
+    return ((-x).expm1() + x).clamp(max=10.0)
 
 
 @KL_ESTIMATORS.register("k3")

@@ -157,13 +157,13 @@ class _Table:
         block = local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
         ahead = list(ranks)
         for node, count in self._shares(path, settings, len(ranks), block):
-            devices = self._named(settings, node) or self._free(node)
+            devices = list(settings.devices) or self._free(node)
             for member in ahead[:count]:
                 self._seat(path, member, node, (devices.pop(0),) if self._accelerated else ())
             del ahead[:count]
 
     def _shares(self, path: str, settings: Computing, ranks: int, block: int) -> Iterator[tuple[str, int]]:
-        """(node, ranks) for a group. Raises _NoRoom."""
+        """(node, how many of the ranks that are left it takes at most) for a group. Raises _NoRoom."""
         allowed = self._allowed(settings)
         if isinstance(settings.placement, list) and (absent := [name for name in settings.placement if name not in allowed]):
             raise _NoRoom(f".placement: node '{absent[0]}' is not there, which a group cannot do without")
@@ -175,11 +175,7 @@ class _Table:
             near = next((nodes for nodes in self._neighbourhoods(allowed) if sum(room[node] for node in nodes) >= ranks), None)
             if near is None:
                 raise _NoRoom(f": {ranks} processes do not fit{_of_blocks(block)}; {self._told(allowed)}")
-            for node in near:
-                count = min(room[node], ranks)
-                if count:
-                    yield node, count
-                ranks -= count
+            yield from ((node, room[node]) for node in near)
             return
         each = ranks // len(allowed)
         if ranks % (len(allowed) * block):
@@ -223,13 +219,12 @@ class _Table:
 
     def _seat(self, path: str, member: Member, node: str, devices: Sequence[int]) -> None:
         seat = Seat(member, node, tuple(devices))
-        settings = settings_of(self._config, member)
-        if not (isinstance(settings, Computing) and settings.colocate):
-            self._take(seat)
+        self._take(seat)
         self.seats.append(seat)
         self._seats_of[path].append(seat)
 
     def _take(self, seat: Seat) -> None:
+        """Its devices are its own, unless they are its host's."""
         for device in seat.devices:
             self._owner.setdefault((seat.node, device), seat.member.name)
 
@@ -254,9 +249,6 @@ class _Table:
             return -(-wanted // len(settings.placement))
         named = self._config.cluster.nodes
         return wanted if settings.placement == "pack" or named == "auto" else -(-wanted // len(named))
-
-    def _named(self, settings: Computing, node: str) -> list[int]:
-        return list(settings.devices) if self._accelerated else []
 
     def _node_of_named(self, path: str, settings: Computing, allowed: Sequence[str]) -> str:
         """The first node that has the devices which the role names. Raises _NoRoom when that is none, or they are taken."""

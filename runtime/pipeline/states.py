@@ -129,7 +129,7 @@ def apply(state: GroupState, event: Event) -> GroupState:
             raise InvariantViolated(f"{event!r} on a group that needs {state.needs!r} and has {state.marks!r}")
         return settle(replace(state, marks=state.marks | event.mark))
     if isinstance(event, Generated | Rewound):
-        return settle(replace(state, phase=phase, step=None))
+        return settle(replace(state, step=None))
     if isinstance(event, Lost):
         return GroupState(state.needs)
     if isinstance(event, Consumed | Covered):

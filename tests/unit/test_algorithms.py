@@ -20,11 +20,15 @@ from runtime.algorithms.interfaces import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    AdvantageEstimator,
     AdvantageInputs,
     AdvantageOptions,
     AggregationOptions,
     LossInputs,
     LossOptions,
+    PolicyLoss,
+    advantage,
+    policy_loss,
 )
 from runtime.algorithms.kl import absolute, importance_weighted, k1, k2, k3, k3_clamped, k3_plain
 from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
@@ -128,6 +132,13 @@ class TestKl:
         torch.testing.assert_close(k3_clamped(far), f64(10.0, math.exp(2) - 3, 10.0), rtol=1e-14, atol=0)
         torch.testing.assert_close(k3(far)[2], f64(29 + math.exp(-30))[0], rtol=1e-14, atol=0)
 
+    def test_beyond_the_clamp_of_k3_there_is_no_gradient_however_far(self):
+        x = torch.tensor([-1000.0, -2.0, 3.0, 1000.0], requires_grad=True)
+        estimate = k3_clamped(x)
+        assert estimate.tolist()[::3] == [10.0, 10.0]
+        (gradient,) = torch.autograd.grad(estimate.sum(), x)
+        torch.testing.assert_close(gradient, torch.tensor([0.0, 1 - math.exp(2), 1 - math.exp(-3), 0.0]), rtol=1e-5, atol=0)
+
     def test_k1_and_k3_are_unbiased(self):
         p, q = f64(0.2, 0.5, 0.3), f64(0.4, 0.4, 0.2)
         x = (p / q).log()
@@ -149,9 +160,9 @@ class TestKl:
         (right,) = torch.autograd.grad(exact, logits)
         torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
-    def test_importance_weight_does_not_overflow(self):
-        got = importance_weighted(torch.zeros(1), torch.zeros(1), torch.full((1,), -500.0))
-        assert got.tolist() == [0.0]
+    def test_importance_weight_is_held_within_the_exponentials_of_20(self):
+        got = importance_weighted(torch.ones(4, dtype=torch.float64), f64(0, 0, 0, 0), f64(-500, -19, 19, 500))
+        torch.testing.assert_close(got, f64(20, 19, -19, -20).exp(), rtol=1e-14, atol=0)
 
     def test_controllers(self):
         assert FixedKl(0.1).after(5.0, 1000) == FixedKl(0.1)
@@ -185,10 +196,16 @@ class TestClippedSurrogate:
         assert clipped.item() is decided
 
     def test_dual_clip_bounds_negative_advantages_only(self):
-        logp, advantages = f64(math.log(10), math.log(2), math.log(0.1)), f64(-1.0, -1.0, 1.0)
-        got, clipped = clipped_surrogate(logp, f64(0, 0, 0), advantages, **CLIP, dual_clip=3.0)
-        torch.testing.assert_close(got, f64(3.0, 2.0, -0.1), rtol=1e-14, atol=0)
-        assert clipped.tolist() == [True, False, False]
+        logp, advantages = f64(math.log(10), math.log(2), math.log(0.1), math.log(0.1)), f64(-2.0, -2.0, 1.0, 0.5)
+        got, clipped = clipped_surrogate(logp, f64(0, 0, 0, 0), advantages, **CLIP, dual_clip=3.0)
+        torch.testing.assert_close(got, f64(6.0, 4.0, -0.1, -0.05), rtol=1e-14, atol=0)
+        assert clipped.tolist() == [True, False, False, False]
+
+    def test_what_is_at_the_dual_clip_is_not_beyond_it(self):
+        logp = f64(0.0).requires_grad_()
+        loss, clipped = clipped_surrogate(logp, f64(0.0), f64(-2.0), **CLIP, dual_clip=1.0)
+        (gradient,) = torch.autograd.grad(loss.sum(), logp)
+        assert (loss.item(), gradient.item(), clipped.item()) == (2.0, 2.0, False)
 
     def test_gradients(self):
         logp = f64(0.1, 0.4, -0.1, -0.5, 1.5).requires_grad_()
@@ -229,6 +246,11 @@ class TestPolicyLosses:
         torch.testing.assert_close(dropped.loss, weights * f64(-1.1, -1.1, 0.0), rtol=1e-13, atol=0)
         assert dropped.metrics["actor/behaviour_capfrac"].tolist() == [0.0, 0.0, 1.0]
 
+    def test_a_weight_at_its_cap_is_not_beyond_it(self):
+        inputs = loss_inputs(f64(-1.0), f64(-1.0), f64(-1.0), f64(2.0))
+        outputs = decoupled(inputs, LossOptions(behaviour_weight_cap=1.0, behaviour_weight_over="drop"))
+        assert (outputs.loss.item(), outputs.metrics["actor/behaviour_capfrac"].item()) == (-2.0, 0.0)
+
     def test_decoupled_weight_carries_no_gradient(self):
         # With the proximal policy being the one under training, the weight would contribute if it were not detached.
         logp = f64(-1.0).requires_grad_()
@@ -266,6 +288,11 @@ class TestAggregation:
         assert (got.total.item(), got.count.item()) == (total, count)
 
     @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
+    def test_a_row_of_one_token_counts_and_a_count_has_the_values_dtype(self, name: str):
+        got = AGGREGATIONS.get(name)(self.values, torch.tensor([[0.0, 1.0, 0.0]]).double().expand(3, 3), AggregationOptions())
+        assert (got.total.item(), got.count.item(), got.count.dtype) == (132.0, 3.0, torch.float64)
+
+    @pytest.mark.parametrize("name", sorted(AGGREGATIONS))
     def test_parts_add_up_to_the_whole(self, name: str):
         aggregation = AGGREGATIONS.get(name)
         whole = aggregation(self.values, self.mask, self.options)
@@ -284,17 +311,23 @@ class TestAggregation:
 class TestLogprobs:
     def test_against_numpy(self):
         rng = np.random.default_rng(1)
-        logits, tokens, temperature = rng.normal(size=(5, 7)) * 3, rng.integers(0, 7, 5), 0.7
-        p = np.exp(logits / temperature)
-        p /= p.sum(1, keepdims=True)
-        logp, entropy = token_logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), temperature)
-        np.testing.assert_allclose(logp.numpy(), np.log(p[np.arange(5), tokens]), rtol=1e-12)
-        np.testing.assert_allclose(entropy.numpy(), -(p * np.log(p)).sum(1), rtol=1e-12)
+        logits, tokens = rng.normal(size=(5, 7)) * 3, rng.integers(0, 7, 5)
+        for temperature in (0.7, 1.0, 2.0):
+            p = np.exp(logits / temperature)
+            p /= p.sum(1, keepdims=True)
+            at = () if temperature == 1.0 else (temperature,)
+            logp, entropy = token_logprobs(torch.from_numpy(logits), torch.from_numpy(tokens), *at)
+            np.testing.assert_allclose(logp.numpy(), np.log(p[np.arange(5), tokens]), rtol=1e-12)
+            np.testing.assert_allclose(entropy.numpy(), -(p * np.log(p)).sum(1), rtol=1e-12)
 
     def test_gradients(self):
         logits = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         tokens = torch.tensor([0, 3, 2])
         assert torch.autograd.gradcheck(lambda x: token_logprobs(x, tokens, 1.3), (logits,))
+        _, entropy = token_logprobs(logits, tokens)
+        (gradient,) = torch.autograd.grad(entropy.sum(), logits)
+        p = logits.detach().softmax(1)
+        torch.testing.assert_close(gradient, -p * (p.log() + entropy.detach()[:, None]), rtol=1e-12, atol=1e-14)
         assert not token_logprobs(logits, tokens, entropy_gradient=False)[1].requires_grad
 
     def test_half_precision_is_computed_in_float32(self):
@@ -312,6 +345,22 @@ class TestRegistries:
         message = str(caught.value)
         assert message.startswith("algorithm.loss: unknown name 'decopled'; did you mean 'decoupled'?")
         assert "ppo" in message and "\n" not in message
+
+    @pytest.mark.parametrize("needs_values", [False, True])
+    def test_what_is_declared_with_a_function_is_found_with_it(self, monkeypatch: pytest.MonkeyPatch, needs_values: bool):
+        for registry in (ADVANTAGES, POLICY_LOSSES):
+            monkeypatch.setattr(registry, "_entries", {})
+
+        @advantage("own", streamable=False, **({"needs_values": True} if needs_values else {}))
+        def estimate(inputs, options):
+            return inputs.rewards
+
+        @policy_loss("own", zero_without_advantage=needs_values)
+        def loss(inputs, options):
+            return inputs.logp
+
+        assert ADVANTAGES.get("own") == AdvantageEstimator(estimate, False, needs_values)
+        assert POLICY_LOSSES.get("own") == PolicyLoss(loss, needs_values)
 
     def test_a_name_belongs_to_one_function(self):
         with pytest.raises(ValueError, match="registered twice"):

@@ -92,6 +92,15 @@ class TestGae:
             np.testing.assert_allclose(advantages[row].numpy(), expected[0], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(returns[row].numpy(), expected[1], rtol=1e-12, atol=1e-12)
 
+    def test_every_option_reaches_the_registered_estimator(self):
+        token_rewards, values, mask = matrix([0, 0, 1]), matrix([0.5, 0.4, 0.2]), matrix([1, 1, 1])
+        one = torch.zeros(1, dtype=torch.int64)
+        inputs = AdvantageInputs(f64(1), one, one == 0, mask, token_rewards, values)
+        options = AdvantageOptions(gamma=0.9, gae_lambda=0.8, gae_whitened=False)
+        advantages, returns = plain_gae(*(rows[0].tolist() for rows in (token_rewards, values, mask)), 0.9, 0.8)
+        np.testing.assert_allclose(ADVANTAGES.find("gae").compute(inputs, options)[0], advantages, rtol=1e-12)
+        np.testing.assert_allclose(value_targets(inputs, options)[0], returns, rtol=1e-12)
+
     def test_whitening_changes_advantages_alone(self):
         rewards, values, mask = matrix([0, 1, 0], [0, 0, 2]), matrix([0.1, 0.2, 9], [0.3, 9, 0.5]), matrix([1, 1, 0], [1, 0, 1])
         plain, returns = gae(rewards, values, mask, lam=0.9)

@@ -84,9 +84,9 @@ class TestCispo:
 class TestSapo:
     def test_value(self):
         logp, old = matrix([math.log(1.5), math.log(0.5)]), matrix([0.0, 0.0])
-        inputs = LossInputs(logp, old, old, old, matrix([2.0, -3.0]), torch.ones(1, 2, dtype=torch.float64))
+        inputs = LossInputs(logp, old, old, old, matrix([0.2, -0.3]), torch.ones(1, 2, dtype=torch.float64))
         got = sapo(inputs, LossOptions(tau_positive=1.0, tau_negative=2.0)).loss
-        expected = matrix([-4 / (1 + math.exp(-0.5)) * 2, 2 / (1 + math.exp(1.0)) * 3])
+        expected = matrix([-4 / (1 + math.exp(-0.5)) * 0.2, 2 / (1 + math.exp(1.0)) * 0.3])
         torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
 
     def test_on_policy_gradient_is_the_policy_gradient(self):
@@ -158,6 +158,12 @@ class TestCorrections:
         assert got.altered.tolist() == [[False], [True], [False]]
 
     @pytest.mark.parametrize("name", sorted(CORRECTIONS))
+    def test_what_is_at_a_bound_is_within_it(self, name: str):
+        options = CorrectionOptions(cap=1.0, low=1.0, high=1.0)
+        got = CORRECTIONS.get(name)(matrix([0.0, 0.0]), matrix([1.0, 1.0]), options)
+        assert (got.weight.unique().tolist(), bool(got.altered.any())) == ([1.0], False)
+
+    @pytest.mark.parametrize("name", sorted(CORRECTIONS))
     @settings(max_examples=25)
     @given(seed=st.integers(0, 2**32 - 1))
     def test_against_plain_python(self, name: str, seed: int):
@@ -187,10 +193,10 @@ class TestCorrections:
 
 class TestValueLoss:
     def test_by_hand(self):
-        values, old, returns = matrix([1.0, 1.0, 0.1]), matrix([0.0, 0.9, 0.0]), matrix([0.9, 2.0, 0.0])
+        values, old, returns = matrix([1.0, 1.0, 0.1, -1.0]), matrix([0.0, 0.9, 0.0, 0.0]), matrix([0.9, 2.0, 0.0, -0.9])
         loss, clipped = clipped_value_loss(values, old, returns, 0.2)
-        torch.testing.assert_close(loss, matrix([0.5 * 0.49, 0.5, 0.005]), rtol=1e-13, atol=0)
-        assert clipped.tolist() == [[True, False, False]]
+        torch.testing.assert_close(loss, matrix([0.5 * 0.49, 0.5, 0.005, 0.5 * 0.49]), rtol=1e-13, atol=0)
+        assert clipped.tolist() == [[True, False, False, True]]
 
     def test_gradients(self):
         rng = np.random.default_rng(0)
@@ -201,7 +207,7 @@ class TestValueLoss:
 
 class TestInterpolatedProximal:
     def test_fresh_tokens_are_their_own_and_stale_ones_one_version_back(self):
-        logp, behaviour = matrix([-1.0, -1.0, -1.0, -1.0]).requires_grad_(), matrix([-3.0, -3.0, -3.0, -3.0])
-        got = interpolated_proximal(logp, behaviour, torch.tensor([[0, 1, 2, 4]]))
-        torch.testing.assert_close(got, matrix([-1.0, -3.0, -2.0, -1.5]), rtol=1e-14, atol=0)
+        logp, behaviour = matrix([-1.0] * 5).requires_grad_(), matrix([-3.0] * 5)
+        got = interpolated_proximal(logp, behaviour, torch.tensor([[0, 1, 2, 4, 3]]))
+        torch.testing.assert_close(got, matrix([-1.0, -3.0, -2.0, -1.5, -5 / 3]), rtol=1e-14, atol=0)
         assert not got.requires_grad

@@ -109,8 +109,10 @@ def test_a_commit_is_of_this_epoch_goes_on_and_leaves_nobody_behind() -> None:
 
 
 def test_an_epoch_needs_somebody() -> None:
-    with pytest.raises(InvariantViolated):
-        Membership().open()
+    membership = Membership()
+    assert not membership.stale  # nobody is there whom another epoch would have
+    with pytest.raises(InvariantViolated, match=r"^an epoch needs a living member$"):
+        membership.open()
 
 
 # ------------------------------------------------------------------------------------------ any order of what happens

@@ -112,6 +112,102 @@ def test_who_is_colocated_has_its_hosts_devices() -> None:
     assert seats(placed, "reference") == [("n0", (0,)), ("n0", (1,))]
 
 
+def test_a_guest_comes_after_its_host_even_where_it_is_the_larger() -> None:
+    services = {"rollout": {"engine": "vllm", "tensor_parallel": 2, "colocate": "reference"}, "reference": {"replicas": 2}}
+    placed = place(make(algorithm=KL, services=services), nodes(3))
+    assert seats(placed, "rollout") == [("n0", (1, 2))]
+    assert seats(placed, "reference") == [("n0", (1,)), ("n0", (2,))]
+
+
+def test_guests_are_on_their_hosts_nodes_also_where_there_are_no_devices() -> None:
+    services = {
+        "trainer": {"processes": 2, "placement": "spread"},
+        "critic": {"processes": 2, "colocate": "trainer"},
+        "rollout": {"replicas": 3, "colocate": "trainer"},
+    }
+    placed = place(make(critic={}, services=services), nodes(0, 0))
+    assert seats(placed, "critic") == [("n0", ()), ("n1", ())]
+    assert seats(placed, "rollout") == [("n0", ()), ("n1", ()), ("n0", ())]
+
+
+def test_a_role_that_names_its_devices_has_those() -> None:
+    services = {"trainer": {"processes": 2, "devices": [3, 1]}, "rollout": {"replicas": 2}}
+    placed = place(make(services=services), nodes(3, 4))
+    assert seats(placed, "trainer") == [("n1", (3,)), ("n1", (1,))]  # node n0 counts its devices from 0 to 2
+    assert seats(placed, "rollout") == [("n0", (0,)), ("n0", (1,))]
+    on_cpus = place(make(services=services), nodes(0, 0))
+    assert seats(on_cpus, "trainer") == [("n0", ()), ("n0", ())]
+
+
+def test_replicas_share_the_devices_that_their_role_names_in_order() -> None:
+    rollout = {"engine": "vllm", "replicas": 2, "tensor_parallel": 2, "devices": [3, 1, 2, 0]}
+    placed = place(make(services={"rollout": rollout}), nodes(5))
+    assert seats(placed, "rollout") == [("n0", (3, 1)), ("n0", (2, 0))]
+    assert seats(placed, "trainer") == [("n0", (4,))]
+
+
+def test_ranks_go_over_one_supernode_after_the_other() -> None:
+    placed = place(make(services={"trainer": {"processes": 10}}), nodes(4, 4, 4, 4, supernodes="abab"))
+    assert Counter(node for node, _ in seats(placed, "trainer")) == {"n0": 4, "n2": 4, "n1": 2}
+
+
+def test_the_table_names_all_who_share_a_device_and_all_who_have_none() -> None:
+    services = {"trainer": {}, "rollout": {"colocate": "trainer"}, "reward": {"replicas": 2}}
+    placed = place(make(services=services), nodes(2))
+    assert table(placed, nodes(2)) == [
+        ("n0", "0", "trainer-0, rollout-0"),
+        ("n0", "1", ""),
+        ("n0", "-", "reward-0, reward-1"),
+    ]
+
+
+TENSOR_2 = {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}, "placement": "spread"}
+
+
+@pytest.mark.parametrize(
+    ("services", "devices", "said"),
+    [
+        (
+            {"trainer": TENSOR_2},
+            (4, 4),
+            "services.trainer.placement: 2 processes cannot be spread evenly over n0, n1 by 2 that have to be on one node",
+        ),
+        (
+            {"trainer": {"processes": 3, "placement": "spread"}},
+            (4, 4),
+            "services.trainer.placement: 3 processes cannot be spread evenly over n0, n1",
+        ),
+        (
+            {"trainer": {"processes": 4, "placement": "spread"}},
+            (8, 1),
+            "services.trainer.placement: 2 of 4 processes do not fit on n1; node n1 has 1 of 1 devices free",
+        ),
+        (
+            {
+                "trainer": {"processes": 2, "placement": "spread"},
+                "rollout": {"engine": "vllm", "tensor_parallel": 2, "colocate": "trainer"},
+            },
+            (1, 1),
+            "services.rollout.colocate: rollout-0 would have devices of two nodes of trainer's",
+        ),
+        (
+            {"trainer": {"devices": [0]}, "critic": {"devices": [0]}},
+            (4,),
+            "services.critic.devices: 0 of node n0 is that of trainer-0; must be another, or services.critic.colocate has to "
+            "be trainer",
+        ),
+        (
+            {"rollout": {"devices": [2]}},
+            (2, 2),
+            "services.rollout.devices: there is no device 2; node n0 has 2 of 2 devices free; node n1 has 2 of 2 devices free",
+        ),
+    ],
+)
+def test_what_does_not_fit_over_the_nodes_is_one_line(services: dict[str, Any], devices: tuple[int, ...], said: str) -> None:
+    critic = {"critic": {}} if "critic" in services else {}
+    assert refused(make(services=services, **critic), nodes(*devices)) == [said]
+
+
 @pytest.mark.parametrize(
     ("services", "said"),
     [
@@ -146,6 +242,17 @@ def test_an_evaluation_has_the_devices_of_hosts_that_it_does_without() -> None:
     assert not seats(placed, "trainer")
 
 
+def test_an_evaluation_leaves_guests_with_the_hosts_that_it_has() -> None:
+    rewards = {"model": {"path": "/m"}}
+    services = {"rollout": [{"replicas": 2}, {"colocate": "trainer"}], "reward_model": {"colocate": "rollout"}}
+    placed = place(make(rewards=rewards, services=services), nodes(4), trains=False)
+    assert seats(placed, "rollout") == [("n0", (0,)), ("n0", (1,)), ("n0", (2,))]
+    assert seats(placed, "reward_model") == [("n0", (0,))]
+    alone = {"rollout": {"colocate": "trainer"}, "reward_model": {"colocate": "trainer"}}
+    placed = place(make(rewards=rewards, services=alone), nodes(2), trains=False)
+    assert seats(placed, "rollout") + seats(placed, "reward_model") == [("n0", (0,)), ("n0", (1,))]
+
+
 def test_a_cluster_may_begin_small_and_its_replicas_wait() -> None:
     config = make(services={"rollout": {"replicas": 4}})
     first = place(config, nodes(3), waits=True)
@@ -177,6 +284,24 @@ def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
     assert refused(group, nodes(0, 0), waits=True) == [
         "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
     ]
+
+
+def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_do_not() -> None:
+    cluster = {"nodes": [{"name": name} for name in ("n0", "n1", "n2")], "min_nodes": 2}
+    spread = make(cluster=cluster, services={"rollout": {"replicas": 3, "placement": "spread"}})
+    first = place(spread, nodes(0, 0), waits=True)
+    assert (seats(first, "rollout"), [member.name for member in first.pending]) == ([("n0", ()), ("n1", ())], ["rollout-2"])
+    assert refused(spread, nodes(0, 0))[0].endswith("for rollout-2; nodes are n0, n1")
+    packed = make(cluster=cluster, services={"rollout": {"replicas": 3}})
+    assert seats(place(packed, nodes(0, 0, 0)), "rollout") == [("n0", ())] * 3
+
+
+def test_a_node_that_no_configuration_names_may_come_yet() -> None:
+    config = make(services={"rollout": {"replicas": 2, "placement": ["n8", "n0"]}})
+    first = place(config, nodes(0), waits=True)
+    assert (seats(first, "rollout"), [member.name for member in first.pending]) == ([("n0", ())], ["rollout-1"])
+    nobody = make(services={"rollout": {"placement": ["n8", "n9"]}})
+    assert refused(nobody, nodes(0), waits=True) == ["services.rollout.placement: none of n8, n9 has come; nodes are n0"]
 
 
 def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:

@@ -117,7 +117,7 @@ def test_the_commit_stands_when_a_member_fails_in_it() -> None:
     publication = up_to_commit()
     assert feed(publication, Failed("rollout-0", "out of memory"), Lost("trainer", "gone")) == []
     feed(publication, Committed("rollout-1"))
-    assert (publication.phase, publication.lost) == ("done", {"rollout-0"})
+    assert (publication.phase, publication.lost, publication.failed) == ("done", {"rollout-0"}, {"rollout-0"})
     assert publication.reason == "version 1.7: commit: rollout-0: out of memory"
 
 
@@ -125,11 +125,20 @@ def test_a_commit_that_nobody_confirms_ends_at_its_deadline() -> None:
     publication = up_to_commit()
     feed(publication, Tick(), now=140.0)
     assert (publication.phase, publication.lost) == ("done", set(MEMBERS))
+    assert publication.reason == "version 1.7: commit: rollout-0, rollout-1: no answer within 40 s"
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    publication = up_to_commit()
+    feed(publication, *map(Committed, MEMBERS))
+    assert feed(publication, Failed("rollout-0", "late"), Lost("rollout-1", "late"), Tick(), now=1e9) == []
+    assert (publication.phase, publication.waiting_for, publication.next_deadline) == ("done", (), None)
+    assert (publication.failed, publication.lost, publication.reason) == (set(), set(), "")
 
 
 @pytest.mark.parametrize("members", [(), ("a", "a"), ("trainer",)])
 def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
-    with pytest.raises(InvariantViolated):
+    with pytest.raises(InvariantViolated, match="a publication from trainer to the members"):
         Publication(VERSION, members, "trainer", SECONDS, 0.0)
 
 

@@ -82,6 +82,19 @@ def test_a_step_waits_for_a_slow_group_that_is_due() -> None:
     assert select([OpenGroup(5, 0, True), fast[7]], 5, 1, 4) == [0]
 
 
+@pytest.mark.parametrize(
+    ("deadlines", "step", "told"),
+    [
+        ((5, 6, 6, 6), 5, "4 groups are due by step 6, but from step 5 on only 3 fit"),
+        ((4, 9), 5, "1 groups are due by step 4, but from step 5 on only 0 fit"),
+        ((2, 9), 5, "1 groups are due by step 2, but from step 5 on only 0 fit"),
+    ],
+)
+def test_a_broken_bound_is_told_with_its_numbers(deadlines: tuple[int, ...], step: int, told: str) -> None:
+    with pytest.raises(InvariantViolated, match=told):
+        select([OpenGroup(last, index, True) for index, last in enumerate(deadlines)], step, 1, 2)
+
+
 @dataclass
 class Job:
     """A group of the simulation; `deadline` None while no replica has it."""

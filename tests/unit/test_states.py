@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
 
 import pytest
@@ -95,6 +96,16 @@ def test_the_legal_transitions_are_those_of_the_design() -> None:
         ("consumed", "Rewound", "ready"),
         ("retired", "Rewound", "ready"),
     }
+
+
+@pytest.mark.parametrize(
+    ("phase", "told"), [(Phase.READY, "ready"), (Phase.CONSUMED, "consumed(7)"), (Phase.DROPPED, "dropped(fault)")]
+)
+def test_a_message_tells_the_phase_with_its_step_or_reason(phase: Phase, told: str) -> None:
+    state = in_phase(phase)
+    assert str(state) == told
+    with pytest.raises(InvariantViolated, match=rf"^a group that is {re.escape(told)} cannot take Dispatched\(\)$"):
+        apply(state, Dispatched())
 
 
 class Life(RuleBasedStateMachine):

@@ -39,6 +39,7 @@ def settle(turns: Turns, *events: Event) -> list[Action]:
         while ahead:
             action = ahead.pop(0)
             told.append(action)
+            assert len(told) < 100, "one thing leads to another for ever"
             ahead += turns.handle(answer(action))
     return told
 
@@ -112,6 +113,44 @@ def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
     assert turns.phase == "park"
     assert turns.handle(Reached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == [Onload("trainer")]
+
+
+def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated(), Trained(), Published())
+    turns.handle(Generated())
+    assert turns.handle(Lost(TWO)) == []
+    assert turns.told(ONE)
+    assert turns.handle(Lost(ONE)) == [Onload("trainer")]
+    assert not turns.told(ONE)
+    assert not turns.members
+
+
+def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
+    turns = Turns([ONE])
+    settle(turns, Generated(), Trained(), Published())
+    turns.handle(Generated())
+    assert (turns.told(ONE), turns.waiting_for) == (True, (ONE,))
+    assert turns.handle(Reached(ONE, Level.AWAKE)) == []
+    assert turns.handle(Reached(TWO, Level.ASLEEP)) == []  # nobody knows it
+    assert (turns.phase, turns.told(ONE), turns.members) == ("park", True, {ONE})
+    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [Onload("trainer")]
+    assert (turns.told(ONE), turns.waiting_for) == (False, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        ([], Onloaded("reference")),
+        ([Onloaded("trainer"), Trained(publishes=False)], Offloaded("reference")),
+    ],
+)
+def test_it_is_the_one_whose_turn_it_is_that_moves(before: list[Event], event: Event) -> None:
+    turns = Turns()
+    for earlier in (Generated(), *before):
+        turns.handle(earlier)
+    with pytest.raises(InvariantViolated, match=rf"reference.* phase {turns.phase}"):
+        turns.handle(event)
 
 
 @pytest.mark.parametrize("event", [Trained(), Published(), Referred(), Onloaded("trainer"), Offloaded("reference")])

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidMessage
-from runtime.weights.plan import ALIGNMENT, ITEM_BYTES, TRAILER, Bucket, Manifest, TensorSpec, plan_buckets, roots
+from runtime.weights.plan import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    TRAILER,
+    Bucket,
+    GroupAddress,
+    Manifest,
+    TensorSpec,
+    plan_buckets,
+    roots,
+)
 
 tensors = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=30
@@ -65,6 +75,42 @@ def test_a_large_tensor_has_a_bucket_of_its_own() -> None:
 def test_a_bad_manifest_is_refused(specs: tuple[TensorSpec, ...], bucket_bytes: int, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
         plan_buckets(Manifest(specs, bucket_bytes, 2))
+
+
+def test_padding_is_all_that_no_tensor_covers() -> None:
+    specs = tuple(TensorSpec(f"t{size}", "uint8", (size,)) for size in (10, 64, 70))
+    (bucket,) = plan_buckets(Manifest(specs, 1024))
+    covered = {byte for entry in bucket.entries for byte in range(entry.offset, entry.offset + entry.nbytes)}
+    gaps = [range(bucket.data_bytes)[gap] for gap in bucket.padding]
+    assert [byte for gap in gaps for byte in gap] == [byte for byte in range(256) if byte not in covered]
+    assert bucket.data_bytes == 256
+
+
+def test_messages_call_a_member_by_its_rank_and_name() -> None:
+    address = GroupAddress(
+        epoch=1, host="h", port=1, rank=0, world_size=3, backend="gloo", timeout=1.0, names=("trainer-0", "rollout-1")
+    )
+    assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
+
+
+def test_a_bucket_may_be_exactly_full() -> None:
+    specs = tuple(TensorSpec(f"t{index}", "uint8", (64,)) for index in range(3))
+    buckets = plan_buckets(Manifest(specs, 128))
+    assert [[entry.tensor for entry in bucket.entries] for bucket in buckets] == [[0, 1], [2]]
+
+
+def test_each_bucket_goes_to_whoever_has_least() -> None:
+    sizes = (64, 64, 64, 64, 64, 192, 64, 64)
+    specs = tuple(TensorSpec(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes))
+    assert roots(Manifest(specs, 64, senders=2)) == [0, 1, 0, 1, 0, 1, 0, 0]
+
+
+def test_what_few_hold_is_given_out_first() -> None:
+    held = (("shared-0", ()), ("shared-1", (0, 1, 2)), ("own", (1,)))
+    manifest = Manifest(tuple(TensorSpec(name, "uint8", (64,), by) for name, by in held), 64, senders=3)
+    assert roots(manifest) == [0, 2, 1]
+    order = [manifest.tensors[bucket.entries[0].tensor].name for bucket in plan_buckets(manifest)]
+    assert order == ["own", "shared-0", "shared-1"]
 
 
 def test_nobody_sends_nothing() -> None:
