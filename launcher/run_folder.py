@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from runtime import checkpoint, layout
+from runtime.cluster.topology import named_paths
 from runtime.config import Config, Run
+from runtime.data.chosen import sources
 from runtime.errors import UserError
+from runtime.evaluation.sets import evaluation_sets
 
 LOCK = ".lock"
 PROBE_BYTES = 1 << 16
@@ -24,6 +27,10 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
 
     Returns the folder for logs, and the lock that keeps the folder ours while it is open. Raises UserError.
     """
+    if alien := _alien(folder):
+        raise UserError(
+            f"run.dir: {folder} is no run's folder, and a run would replace '{alien}' in it; choose another run.dir"
+        )
     # A run's own config.yaml says "" where it began anew.
     if run.resume in ("never", "") and not run.overwrite and (folder / layout.LEDGER).exists():
         raise UserError(
@@ -58,12 +65,45 @@ def _take(lock: IO[bytes]) -> None:
     return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def _alien(folder: Path) -> str:
+    """What a run would replace in a folder that no run has had; "" for nothing."""
+    if (folder / LOCK).exists() or (folder / layout.LEDGER).is_dir():
+        return ""
+    return next((name for name in (*layout.OF_ONE_RUN, layout.CONFIG) if (folder / name).exists()), "")
+
+
+def _require_unneeded(folder: Path, config: Config) -> None:
+    """Raises UserError."""
+    run = config.run
+    if run.resume == "auto" and not run.overwrite and (folder / layout.MODEL).exists():
+        raise UserError(
+            f"run.resume: auto finds no checkpoint in {folder}, which holds a trained model; set run.overwrite=true to train "
+            "anew in its place, or choose another run.dir"
+        )
+    removed = [(folder / name).resolve() for name in layout.OF_ONE_RUN]
+    for key, path in _inputs(config).items():
+        place = Path(path).resolve()
+        if any(place == gone or gone in place.parents for gone in removed):
+            raise UserError(f"{key}: {path} lies in what a new run in {folder} removes; copy it, or choose another run.dir")
+
+
+def _inputs(config: Config) -> dict[str, str]:
+    """By key, what the run reads."""
+    named = {key: path for key, path in named_paths(config).items() if key != "run.dir"}
+    named |= {key: source.path for key, source in sources(config.data)}
+    named |= {f"the evaluation set {found.name}": found.path for found in evaluation_sets(config)}
+    return named
+
+
 def begin(folder: Path, config: Config) -> str:
     """The checkpoint to resume from, or "" for a new run: then what an earlier run left in the folder is removed.
 
-    Raises UserError when it is no checkpoint, or lacks what this run needs of it.
+    Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a new run would
+    remove what it is to read, or a trained model that nobody said is to be replaced.
     """
     resume = checkpoint.resolve(config.run.resume, folder)
+    if not resume:
+        _require_unneeded(folder, config)
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
     if not resume:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import threading
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from launcher import run_folder
-from runtime import layout
+from runtime import config, layout
 from runtime.config import Run
 from runtime.errors import UserError
 
@@ -38,3 +41,40 @@ def test_a_folder_under_way_is_refused(tmp_path: Path) -> None:
     _, lock = run_folder.prepare(tmp_path, Run(name="a"))
     with lock, pytest.raises(UserError, match="a run is under way in"):
         run_folder.prepare(tmp_path, Run(name="a"))
+
+
+@pytest.mark.parametrize("name", [layout.MODEL, layout.CHECKPOINTS, layout.CONFIG])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, name: str, overwrite: bool) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine").touch()
+    with pytest.raises(UserError, match=f"is no run's folder, and a run would replace '{name}' in it"):
+        run_folder.prepare(tmp_path, Run(name="a", resume="auto", overwrite=overwrite))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([name, "mine"])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": config.Model(path="RUN/model")},
+        {"data": config.Data(train="RUN/evaluations/a.jsonl")},
+        {"critic": config.Critic(path="RUN/checkpoints/step-00000001")},
+    ],
+    ids=["model", "data", "critic"],
+)
+def test_a_new_run_does_not_remove_what_it_is_to_read(tmp_path: Path, sections: dict[str, Any]) -> None:
+    (tmp_path / layout.MODEL).mkdir()
+    text = msgspec.json.encode(config.Config(run=Run(name="a", dir=str(tmp_path), overwrite=True), **sections))
+    chosen = msgspec.json.decode(text.replace(b"RUN", str(tmp_path).encode()), type=config.Config)
+    with pytest.raises(UserError, match="lies in what a new run in"):
+        run_folder.begin(tmp_path, chosen)
+    assert (tmp_path / layout.MODEL).is_dir()
+
+
+def test_a_trained_model_without_its_checkpoints_is_not_trained_over(tmp_path: Path) -> None:
+    (tmp_path / layout.MODEL).mkdir()
+    chosen = config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto"))
+    with pytest.raises(UserError, match=r"finds no checkpoint in .*, which holds a trained model"):
+        run_folder.begin(tmp_path, chosen)
+    assert run_folder.begin(tmp_path, structs.replace(chosen, run=structs.replace(chosen.run, overwrite=True))) == ""
+    assert not (tmp_path / layout.MODEL).exists()
