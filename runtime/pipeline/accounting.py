@@ -30,18 +30,26 @@ class BusyMeter:
         self._silence = silence
         self._heard: dict[RolloutPort, float] = {}  # when each that lives told something, or was first asked
         self._busy: dict[RolloutPort, float] = {}
-        self.idle = 0.0
+        self._idle = 0.0
+        self._worked = self._there = 0.0  # seconds of all rollouts together, since the step before
+
+    def close_step(self) -> float:
+        """The idle fraction since the step before; the newest one known, where the rollouts have not told anything since."""
+        if self._there:
+            self._idle = idle_fraction(self._worked, self._there)
+            self._worked = self._there = 0.0
+        return self._idle
 
     async def run(self) -> None:
-        """Measure until cancelled; `idle` is that of the newest interval, over the rollouts that answered at both its ends."""
+        """Measure until cancelled, over the rollouts that answered at both ends of an interval."""
         then = time.monotonic()
         while True:
             before, self._busy = self._busy, await self._ask()
             now = time.monotonic()
             both = before.keys() & self._busy.keys()
             if both:
-                busy = sum(self._busy[rollout] - before[rollout] for rollout in both)
-                self.idle = idle_fraction(busy, now - then, len(both))
+                self._worked += sum(self._busy[rollout] - before[rollout] for rollout in both)
+                self._there += (now - then) * len(both)
             then = now
             await asyncio.sleep(POLL)
 
@@ -115,7 +123,7 @@ class Books:
                 queues=self._queues(),
                 idle={
                     "trainer": idle_fraction(trained.result.seconds, timing["timing/all"]),
-                    "rollout": self._meter.idle,
+                    "rollout": self._meter.close_step(),
                 },
                 publication=trained.publication,
                 rollouts=self._pool.close_step(),

@@ -92,7 +92,7 @@ def of_the_coordinator() -> set[str]:
         "trackers": SimpleNamespace(log=log),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
         "buffer": SimpleNamespace(counts=Counter),
-        "meter": SimpleNamespace(idle=0.5),
+        "meter": SimpleNamespace(close_step=lambda: 0.5),
         "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
         "totals": SimpleNamespace(add=lambda _: None),
         "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
