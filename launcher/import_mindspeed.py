@@ -12,6 +12,7 @@ from rich.table import Table
 
 from runtime.errors import ConfigError, UserError
 from runtime.mindspeed import report
+from runtime.mindspeed.keys import essential
 from runtime.mindspeed.reading import read
 from runtime.mindspeed.translate import Translation, translate
 
@@ -41,9 +42,11 @@ def run(file: Path, models: Path | None, output: Path, told: Path | None, withou
 
 
 def _hint(faults: Sequence[str]) -> Iterator[str]:
-    refused = [fault.partition(":")[0].rpartition(".")[2] for fault in faults if ": refused: " in fault]
-    if refused:
-        yield f"--without {','.join(dict.fromkeys(refused))} leaves out what is refused"
+    paths = [fault.partition(":")[0] for fault in faults if ": refused: " in fault]
+    names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+    loose = [name for name in names if name not in essential()]
+    if loose:
+        yield f"--without {','.join(loose)} leaves out what {'is refused' if len(loose) == len(names) else 'may be left out'}"
 
 
 def _unwritable(named: dict[str, Path | None]) -> Iterator[str]:

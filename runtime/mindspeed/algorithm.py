@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from runtime.mindspeed.keys import shown
 from runtime.mindspeed.settings import Setting, Settings
 
 STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
@@ -21,6 +22,11 @@ _RULES = {
 }
 _OLDER_RULES = {"acc": ("r1_zero_acc", ""), "format": ("r1_zero_format", "")}
 _ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3"}
+_NEVER_ADAPTS = {  # their current format's kl_ctrl_type adaptive, by stage
+    "ray_grpo": "nothing there adapts the coefficient of ray_grpo: it stays init_kl_coef",
+    "ray_ppo": "each iteration there adapts a copy, and the next begins with init_kl_coef again: the coefficient stays",
+}
+_TOP_K = 50  # what the current format has by default
 
 
 def rewards(keys: Settings) -> None:
@@ -93,6 +99,7 @@ def algorithm(keys: Settings) -> None:
     stage = keys.role("actor", "stage")
     if stage.value is not None and stage.value not in STAGES:
         keys.refuse(stage, f"Sluice trains by reinforcement; must be one of {', '.join(STAGES)}")
+    kind = stage_of(keys)
     estimator = keys.of("rl_config" if rl else "algorithm", "adv_estimator")
     if estimator.value not in (None, "group_norm", "gae"):
         keys.refuse(estimator, "must be group_norm or gae")
@@ -102,15 +109,22 @@ def algorithm(keys: Settings) -> None:
         keys.put("algorithm.advantage", estimator.value, stage)
     _discounts(keys, rl, gae)
     _critic(keys, rl, gae)
-    _clipping(keys, rl, dapo=stage.value == "ray_dapo")
-    _divergence(keys, rl, gae, dapo=stage.value == "ray_dapo")
+    _clipping(keys, rl, dapo=kind == "ray_dapo")
+    _divergence(keys, kind, gae)
     entropy = keys.of("rl_config", "entropy_coeff") if rl else keys.role("actor", "entropy_coeff")
     keys.put("algorithm.entropy_coefficient", _float(entropy.value), entropy)
     eos = keys.of("rl_config" if rl else "algorithm", "missing_eos_penalty")
     keys.put("algorithm.missing_eos_penalty", _float(eos.value), eos)
     _sampling(keys, rl)
     if rl:
-        _dapo(keys, dapo=stage.value == "ray_dapo")
+        _dapo(keys, dapo=kind == "ray_dapo")
+
+
+def stage_of(keys: Settings) -> str:
+    """One of STAGES: which of their trainers and losses it is. That of the estimator where the file does not say."""
+    stage = keys.role("actor", "stage").value
+    estimator = keys.of("rl_config" if keys.format == "current" else "algorithm", "adv_estimator").value
+    return stage if stage in STAGES else "ray_ppo" if estimator == "gae" else "ray_grpo"
 
 
 def _discounts(keys: Settings, rl: bool, gae: bool) -> None:
@@ -141,19 +155,21 @@ def _clipping(keys: Settings, rl: bool, dapo: bool) -> None:
     ratio = keys.of("rl_config", "clip_ratio") if rl else keys.role("actor", "clip_ratio")
     low, high = keys.of("rl_config", "clip_ratio_low"), keys.of("rl_config", "clip_ratio_high")
     higher = keys.of("rl_config", "clip_higher_enable")
-    if rl and higher.value:
+    if rl and dapo and higher.value:
         keys.put("algorithm.clip_low", _float(low.value), low, higher)
         keys.put("algorithm.clip_high", _float(high.value), high, higher)
         keys.say("clip_ratio_low and clip_ratio_high stand over it", ratio)
         return
     keys.put("algorithm.clip_low", _float(ratio.value), ratio)
     keys.put("algorithm.clip_high", _float(ratio.value), ratio)
-    keys.say("off: clip_ratio is for both sides", higher)
-    keys.say("with clip_higher_enable alone", low, high)
+    why = "off" if dapo else "of ray_dapo, whose loss alone reads it"
+    keys.say(f"{why}: clip_ratio is for both sides", higher)
+    keys.say("with clip_higher_enable alone" if dapo else why, low, high)
 
 
-def _divergence(keys: Settings, rl: bool, gae: bool, dapo: bool) -> None:
+def _divergence(keys: Settings, stage: str, gae: bool) -> None:
     """The KL term: in the loss of ray_grpo, in the rewards of ray_ppo if asked for, and in those of the older format."""
+    rl = keys.format == "current"
     section, prefix = ("rl_config", "") if rl else ("algorithm", "kl_ctrl.")
     coefficient = keys.of(section, "init_kl_coef" if rl else f"{prefix}kl_coef")
     if rl and (older := keys.of(section, "kl_coef")).given:
@@ -165,9 +181,8 @@ def _divergence(keys: Settings, rl: bool, gae: bool, dapo: bool) -> None:
     )
     estimator, placed = keys.of(section, "kl_penalty"), keys.of("rl_config", "use_kl_in_reward")
     others = (kind, target, horizon, estimator)
-    in_reward = not rl or (gae and bool(placed.value))
-    if rl and (dapo or (gae and not placed.value)):
-        why = "ray_dapo has no KL term" if dapo else "without use_kl_in_reward ray_ppo has no KL term"
+    why = _no_divergence(stage, gae, bool(placed.value)) if rl else ""
+    if why:
         keys.say(why, coefficient, placed, *others)
         return
     if estimator.value is not None and estimator.value not in _ESTIMATORS:
@@ -177,11 +192,33 @@ def _divergence(keys: Settings, rl: bool, gae: bool, dapo: bool) -> None:
         keys.say("the coefficient is 0: there is no KL term", placed, *others)
         return
     keys.put("algorithm.kl", _ESTIMATORS.get(estimator.value), estimator)
-    if in_reward:
+    if not rl or stage == "ray_ppo":
         keys.put("algorithm.kl_placement", "reward", *([placed] if rl else [estimator]))
     else:
         keys.say("of ray_ppo; ray_grpo has its KL term in the loss", placed)
-    if kind.value == "adaptive":
+    _control(keys, kind, target, horizon, _NEVER_ADAPTS[stage] if rl else "")
+    if rl and stage == "ray_ppo" and kind.value == "adaptive" and None not in (target.value, horizon.value):
+        keys.advice.append(
+            f"{kind.path} adaptive never adapts there, and algorithm.kl_coefficient stays {shown(coefficient.value)} here too. "
+            f"algorithm.kl_target={shown(target.value)} algorithm.kl_horizon={shown(horizon.value)} adapt it"
+        )
+
+
+def _no_divergence(stage: str, gae: bool, in_reward: bool) -> str:
+    """Why the current format's stage has no KL term; "" where it has one."""
+    if stage == "ray_dapo":
+        return "ray_dapo has no KL term"
+    if stage == "ray_ppo" and not gae:
+        return "ray_ppo has none in its loss, and group_norm takes the rewards as they are: there is no KL term"
+    return "without use_kl_in_reward ray_ppo has no KL term" if stage == "ray_ppo" and not in_reward else ""
+
+
+def _control(keys: Settings, kind: Setting, target: Setting, horizon: Setting, never: str) -> None:
+    """The coefficient's course. `never`: why an adaptive one does not move there; "" where it does."""
+    if kind.value == "adaptive" and never:
+        keys.put("algorithm.kl_target", 0.0, kind, note=never)
+        keys.say(never, target, horizon)
+    elif kind.value == "adaptive":
         keys.put("algorithm.kl_target", _float(target.value), target, kind)
         keys.put("algorithm.kl_horizon", horizon.value, horizon)
     else:
@@ -199,6 +236,15 @@ def _sampling(keys: Settings, rl: bool) -> None:
         keys.refuse(temperature, "greedy replies to a prompt are all the same; must be above 0")
     else:
         keys.put("sampling.temperature", _float(temperature.value), temperature)
+    likeliest = keys.of("generate_config", "sampling_config.top_k")
+    if rl and likeliest.value == _TOP_K:
+        keys.say(
+            f"{_TOP_K} is what every file without it has there; here training samples from the whole distribution", likeliest
+        )
+        keys.advice.append(
+            f"{likeliest.path} is {_TOP_K}{'' if likeliest.given else ' there, as the file has none'}: replies came from the "
+            f"{_TOP_K} likeliest tokens. Training here samples from the whole distribution: {_TOP_K} is taken for -1"
+        )
 
 
 def _dapo(keys: Settings, dapo: bool) -> None:
@@ -209,6 +255,9 @@ def _dapo(keys: Settings, dapo: bool) -> None:
         keys.say("of ray_dapo; the others' mean is over tokens", mean)
     _overlong(keys)
     filtered, limit = keys.of("rl_config", "filter_groups_enable"), keys.of("rl_config", "filter_groups_max_batches")
+    if not dapo:
+        keys.say("of ray_dapo, which alone leaves groups out", filtered, limit)
+        return
     if filtered.value is not None:
         keys.put("algorithm.dynamic_sampling", filtered.value, filtered)
     if filtered.value and limit.value is not None and limit.value > 0:

@@ -48,9 +48,12 @@ def _section(keys: dict[str, Key]) -> Iterator[str]:
         default = "" if key.default is None else f"`{shown(key.default)}`"
         yield f"| `{name}` | {default} | {', '.join(f'`{path}`' for path in key.to)} | {key.note} |"
     yield from _by_reason("Ignored", {name: key for name, key in keys.items() if key.ignored}, lambda key: key.ignored)
-    yield from _by_reason(
-        "Refused, unless off", {name: key for name, key in keys.items() if key.refused}, lambda key: key.refused
-    )
+    for title, essential in {
+        "Refused, unless off": False,
+        "Refused, unless off, and not left out by `--without`": True,
+    }.items():
+        chosen = {name: key for name, key in keys.items() if key.refused and key.essential is essential}
+        yield from _by_reason(title, chosen, lambda key: key.refused)
 
 
 def _by_reason(title: str, keys: dict[str, Key], reason: Callable[[Key], str]) -> Iterator[str]:

@@ -80,6 +80,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ignored: str = ""  # why it has no counterpart, and needs none
     refused: str = ""  # why a value other than `default` cannot be had here, and what to do instead
     inert: list[Any] = []  # values besides the default that ask for nothing
+    essential: bool = False  # says what is trained, the model's structure or the kind of training: cannot be left out
 
     @property
     def outcome(self) -> Outcome:
@@ -141,6 +142,12 @@ def looked_up(section: str) -> tuple[str, ...]:
 def find(section: str, name: str) -> tuple[str, Key] | None:
     """A key of a file's `section`, and the section of the table that has it."""
     return next(((place, table()[place][name]) for place in looked_up(section) if name in table().get(place, {})), None)
+
+
+@functools.cache
+def essential() -> frozenset[str]:
+    """The names of keys that say what is trained, whatever section they are in."""
+    return frozenset(name for keys in table().values() for name, key in keys.items() if key.essential)
 
 
 def names(section: str) -> Mapping[str, Key]:

@@ -38,7 +38,8 @@ def services(keys: Settings) -> None:
 def _current(keys: Settings, lora: bool) -> None:
     together, actor = keys.of("rl_config", "use_integrated_worker"), keys.of("rl_config", "actor_resource.num_npus")
     older = keys.of("rl_config", "colocate_all_models")
-    integrated = bool(older.value if older.given and not together.given else together.value)
+    chosen = older if older.given and not together.given else together
+    integrated = chosen.value is not False  # left out as well: roles without devices of their own have to share the actor's
     _spread(keys, "actor", "trainer", [actor], actor.value, lora)
     _rollouts(keys, actor)
     # Training and sampling are on the same devices in either case: the actor is one hybrid worker there.
@@ -314,28 +315,28 @@ def _budgets(keys: Settings) -> None:
     """max_tokens_to_oom if there is one, the packed size with use_dynamic_bsz, else micro_batch_size samples in tokens."""
     micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
     scored = "services.reference.max_tokens_per_microbatch"
-    dynamic, most, update, reference = (
+    dynamic, update, reference = (
         keys.of("rl_config", name)
-        for name in ("use_dynamic_bsz", "max_packing_token_size", "update_max_packing_token_size", "ref_max_packing_token_size")
+        for name in ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
     )
     has_reference = "services.reference.engine" in keys.values
     if limit is not None:
         keys.put(own, limit.value, limit)
         keys.say(f"samples; {limit.path} is the budget", micro)
     elif dynamic.value:
-        chosen = update if update.given else most
-        keys.put(own, chosen.value, chosen, dynamic)
+        keys.put(own, update.value, update, dynamic)
         keys.say("samples; with use_dynamic_bsz the packed size is the budget", micro)
     else:
         keys.put(own, tokens(keys, micro), micro)
-    keys.say("of use_dynamic_bsz", most, update, reference)
+    keys.say(f"{limit.path} is the budget" if limit is not None and dynamic.value else "of use_dynamic_bsz", update)
+    keys.say("there is no reference" if not has_reference else "of use_dynamic_bsz", reference)
     keys.say("off: micro_batch_size samples, in tokens", dynamic)
     if keys.format == "current":
         forward = keys.of("rl_config", "ref_forward_micro_batch_size")
         if not has_reference:
             keys.say("there is no reference", forward)
         elif dynamic.value:
-            keys.put(scored, (reference if reference.given else most).value, reference if reference.given else most)
+            keys.put(scored, reference.value, reference)
             keys.say("samples; with use_dynamic_bsz the packed size is the budget", forward)
         else:
             keys.put(scored, tokens(keys, forward), forward)

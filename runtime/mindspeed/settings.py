@@ -42,7 +42,7 @@ class Settings:
     """Reads keys, and records what becomes of them.
 
     `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and what they
-    would have decided stays at Sluice's default.
+    would have decided stays at Sluice's default. What says what is trained cannot be left out.
     """
 
     def __init__(self, read: Read, without: Collection[str]):
@@ -51,6 +51,7 @@ class Settings:
         self.values: dict[str, Any] = {}  # ours, by path
         self.sources: dict[str, str] = {}  # of ours: theirs
         self.faults: list[str] = []
+        self.advice: list[str] = []  # what the user should know beside the single keys
         self._entries = read.entries
         self._left_out = {each.path for each in read.entries for name in without if _ends(each.path, _plain(name))}
         self._ours: dict[str, list[str]] = {}
@@ -58,8 +59,12 @@ class Settings:
         self._noted: dict[str, str] = {}  # how it was translated, where that differs from the table's note
         self._refused: set[str] = set()
         self._defaults: dict[str, tuple[Any, list[str]]] = {}
-        unmatched = [name for name in without if not any(_ends(each.path, _plain(name)) for each in read.entries)]
-        self.faults += [f"--without {name}: the file has no such key" for name in unmatched]
+        for name in without:
+            meant = [each for each in read.entries if _ends(each.path, _plain(name))]
+            if not meant:
+                self.faults.append(f"--without {name}: the file has no such key")
+            elif bound := [each.path for each in meant if each.name in keys.essential()]:
+                self.faults.append(f"--without {name}: {bound[0]} says what is trained, and cannot be left out")
         self._by_place = {(each.section, each.name): each for each in read.entries if not each.model}
         self._by_model = {(each.model, each.name): each for each in read.entries if each.model}
         for each in read.entries:
@@ -148,7 +153,7 @@ class Settings:
         if ours:
             return Row(path, value, "mapped", ours, self._noted.get(path, key.note))
         if key.refused:
-            return Row(path, value, "ignored", reason="off there too: it asks for nothing")
+            return Row(path, value, "ignored", reason=said or "off there too: it asks for nothing")
         reason = said or key.ignored or ("left empty" if entry.value is None else "")
         return Row(path, value, "ignored", reason=reason or self._overridden(entry, place))
 

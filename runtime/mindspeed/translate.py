@@ -168,13 +168,14 @@ def _batches(keys: Settings) -> None:
     rl = keys.format == "current"
     batch = keys.role("actor", "global_batch_size")
     filtered, kept = keys.of("rl_config", "filter_groups_enable"), keys.of("rl_config", "filter_groups_train_batch_size")
-    if rl and filtered.value and kept.given:
+    dapo = rl and algorithm.stage_of(keys) == "ray_dapo"
+    if dapo and filtered.value and kept.given:
         keys.put("training.groups_per_step", kept.value, kept)
         keys.say("prompts sampled at a time; with filter_groups_enable a step trains on filter_groups_train_batch_size", batch)
         batch = kept
     else:
         keys.put("training.groups_per_step", batch.value, batch)
-        keys.say("with filter_groups_enable alone", kept)
+        keys.say("with filter_groups_enable alone" if dapo else "of ray_dapo, which alone leaves groups out", kept)
     mini = keys.of("rl_config", "mini_batch_size") if rl else keys.role("actor", "ppo_mini_batch_size")
     epochs = keys.of("rl_config", "epochs") if rl else keys.role("actor", "ppo_epochs")
     keys.put("training.epochs", epochs.value, epochs)
@@ -187,9 +188,16 @@ def _mini_batch(keys: Settings, mini: Setting, batch: int) -> None:
     prompts, note = mini.value, ""
     if prompts > batch:
         fewer = prompts // samples
-        older = prompts % samples == 0 and fewer < batch and batch % fewer == 0
-        prompts = fewer if older else batch
-        note = f"more than a step has prompts, so samples, as older versions counted: {prompts} prompts" if older else ""
+        counted = prompts % samples == 0 and fewer < batch and batch % fewer == 0  # may have been meant as samples
+        if counted and keys.format == "r1_zero":
+            prompts, note = fewer, f"more than a step has prompts, so samples: {fewer} prompts"
+        else:
+            prompts, note = batch, f"more than the {batch} prompts of a step: one update, as there"
+        if counted and keys.format == "current":
+            keys.advice.append(
+                f"{mini.path} {mini.value} is more than the {batch} prompts of a step: one update, as there. Where it was "
+                f"meant as samples, as older versions counted, it is {fewer} prompts: training.mini_batch_size={fewer}"
+            )
     if prompts < 1 or batch % prompts:
         keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {batch} prompts of a step")
         return
@@ -268,7 +276,7 @@ def _advice(keys: Settings) -> list[str]:
         told.append("model.path is missing: name the Hugging Face folder of the model")
     if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):
         told.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
-    return told
+    return told + keys.advice
 
 
 def _schema_faults(keys: Settings) -> list[str]:

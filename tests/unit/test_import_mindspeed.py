@@ -179,6 +179,49 @@ def test_what_is_refused_can_be_left_out_knowingly(folder: Path, tmp_path: Path,
     assert "0 refused, 2 left out" in output.read_text()
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("multi_latent_attention: true", "model.qwen25_7b.multi_latent_attention"),
+        ("n_shared_experts: 1", "model.qwen25_7b.n_shared_experts"),
+        ("moe_router_score_function: sigmoid", "model.qwen25_7b.moe_router_score_function"),
+        ("moe_router_num_groups: 8", "model.qwen25_7b.moe_router_num_groups"),
+    ],
+)
+def test_what_says_what_is_trained_cannot_be_left_out(
+    change: str, key: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(folder / "model" / "qwen25_7b.yaml", ("qwen25_7b:\n", f"qwen25_7b:\n  {change}\n"))
+    file = changed(folder / "grpo_qwen25_7b.yaml", ("top_p: 1.0", "top_p: 0.9"))
+    output, name = tmp_path / "ours.yaml", key.rpartition(".")[2]
+    assert run("import-mindspeed", file, "--output", output) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith(f"error: {key}: ") and ": refused: " in line for line in lines)
+    assert lines[-1] == "error: --without top_p leaves out what may be left out"
+    assert run("import-mindspeed", file, "--output", output, "--without", f"{name},top_p") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: --without {name}: {key} says what is trained, and cannot be left out"
+    ]
+    assert not output.exists()
+
+
+def test_the_stage_cannot_be_left_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = changed(folder / "grpo_qwen25_7b.yaml", ("stage: ray_grpo", "stage: ray_dpo"))
+    options = ["--output", tmp_path / "ours.yaml"]
+    assert run("import-mindspeed", file, *options) == 2
+    assert "--without" not in capsys.readouterr().err
+    assert run("import-mindspeed", file, *options, "--without", "stage") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --without stage: megatron_training.stage says what is trained, and cannot be left out"
+    ]
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen25_7b", "ppo_qwen25_32b"])
+def test_left_out_the_devices_are_shared_as_by_default_there(name: str, folder: Path, tmp_path: Path) -> None:
+    file = changed(folder / f"{name}.yaml", ("use_integrated_worker: true", "use_integrated_worker: false"))
+    assert imported(file, tmp_path, "--without", "use_integrated_worker") == load(EXPECTED / f"{name}.yaml")
+
+
 BAD: list[tuple[list[tuple[str, str]], list[str]]] = [
     ([("gamma: 1.0", "gama: 1.0")], ["rl_config.gama: unknown key; nearest is gamma"]),
     (
@@ -257,7 +300,8 @@ def test_a_mistake_is_a_line_each_and_nothing_is_written(
     told = capsys.readouterr()
     lines = told.err.splitlines()
     refused = sum(": refused: " in line for line in lines)
-    assert len(lines) == len(parts) + (1 if refused and "--without" not in parts[-1] else 0), told.err
+    hinted = refused and "--without" not in parts[-1] and ".stage: " not in parts[0]
+    assert len(lines) == len(parts) + (1 if hinted else 0), told.err
     assert all(line.startswith("error: ") for line in lines)
     for part in parts:
         assert any(part in line for line in lines), (part, told.err)

@@ -16,7 +16,7 @@ from msgspec import inspect
 from launcher import cli
 from runtime.config import Config, loading
 from runtime.mindspeed import guide
-from runtime.mindspeed.keys import Key, find, named_there, table
+from runtime.mindspeed.keys import Key, essential, find, named_there, table
 from runtime.mindspeed.layout import ASCEND
 from runtime.mindspeed.reading import read
 
@@ -38,18 +38,40 @@ def paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
                 yield from paths(field.type, f"{prefix}{field.encode_name}.")
 
 
+def declared(section: str) -> list[tuple[str, Any]]:
+    """Keys of a section, those within mappings with dots, and their defaults."""
+    return [
+        (f"{name}.{inner}" if inner else name, value)
+        for name, default in DECLARED[section].items()
+        for inner, value in (default.items() if isinstance(default, dict) else [("", default)])
+    ]
+
+
 OURS = set(paths(inspect.type_info(Config)))
 
 
 @pytest.mark.parametrize("section", DECLARED)
 def test_every_key_that_it_declares_is_there_with_its_default(section: str) -> None:
-    for name, default in DECLARED[section].items():
+    for name, default in declared(section):
         inner = [other for other in table()[section] if other.startswith(f"{name}.")]
         assert name in table()[section] or inner, name
         key = table()[section].get(name)
         if key is not None and default != "?" and (key.to or key.refused):
             assert key.default == default, name
             assert isinstance(key.default, bool) is isinstance(default, bool), name
+
+
+def test_keys_within_mappings_are_compared_too() -> None:
+    assert (
+        dict(declared("generate_config"))["sampling_config.top_k"]
+        == table()["generate_config"]["sampling_config.top_k"].default
+    )
+    assert ("actor_resource.num_npus", None) in declared("rl_config")
+
+
+def test_what_says_what_is_trained() -> None:
+    assert {"stage", "multi_latent_attention", "n_shared_experts", "moe_router_score_function", "skip_train"} <= essential()
+    assert not {"top_p", "top_k", "multi_turn_enable", "adv_estimator", "use_integrated_worker"} & essential()
 
 
 @pytest.mark.parametrize(("section", "name", "key"), KEYS, ids=[f"{section}.{name}" for section, name, _ in KEYS])

@@ -93,7 +93,11 @@ def test_estimators_of_the_divergence(theirs: str, ours: str | None) -> None:
         ("ray_grpo", {}, None, 0.01),
         ("ray_ppo", {"adv_estimator": "gae", "use_kl_in_reward": True}, "reward", 0.01),
         ("ray_ppo", {"adv_estimator": "gae"}, None, None),
+        ("ray_ppo", {"use_kl_in_reward": True}, None, None),  # group_norm takes the rewards without it
+        ("ray_ppo", {}, None, None),
+        ("ray_grpo", {"adv_estimator": "gae", "use_kl_in_reward": True}, None, 0.01),
         ("ray_dapo", {}, None, None),
+        ("ray_dapo", {"adv_estimator": "gae", "use_kl_in_reward": True}, None, None),
     ],
 )
 def test_where_the_divergence_counts(
@@ -107,15 +111,25 @@ def test_where_the_divergence_counts(
 
 @pytest.mark.parametrize(
     ("batch", "mini", "samples", "ours"),
-    [(32, 32, 4, None), (32, 8, 4, 8), (32, 128, 4, None), (64, 128, 4, 32), (4, 256, 8, None), (6, 16, 4, None)],
-    ids=["all", "prompts", "samples of older versions, all", "samples of older versions", "more than all", "no samples either"],
+    [(32, 32, 4, None), (32, 8, 4, 8), (32, 128, 4, None), (32, 64, 8, None), (4, 256, 8, None), (6, 16, 4, None)],
+    ids=["all", "prompts", "all, were it samples", "a part, were it samples", "more than all", "no samples either"],
 )
 def test_mini_batches_count_prompts(batch: int, mini: int, samples: int, ours: int | None) -> None:
     keys = {"mini_batch_size": mini, "n_samples_per_prompt": samples, "actor_resource.num_npus": 2}
     got = made(megatron_training={"global_batch_size": batch}, rl_config=keys)
     assert got.raw.get("training", {}).get("groups_per_step") == batch
     assert at(got, "training.mini_batch_size") == ours
-    assert ("samples" in row(got, "rl_config.mini_batch_size").reason) == (mini > batch and ours is not None)
+    assert ("prompts of a step: one update" in row(got, "rl_config.mini_batch_size").reason) == (mini > batch)
+    advised = [line for line in got.advice if "meant as samples" in line]
+    assert [line.rpartition(": ")[2] for line in advised] == (["training.mini_batch_size=8"] if mini == 64 else [])
+
+
+@pytest.mark.parametrize(("mini", "ours"), [(4, 4), (16, 4), (32, None), (64, None)])
+def test_mini_batches_of_the_older_format_count_samples_where_they_are_more_than_prompts(mini: int, ours: int | None) -> None:
+    changes = {"actor_rollout_ref.actor_rollout": {"ppo_mini_batch_size": mini, "n_samples_per_prompt": 4}}
+    got = of("r1_zero", OLDER, changes, {}, ())
+    assert at(got, "training.mini_batch_size") == ours
+    assert not any("meant as samples" in line for line in got.advice)
 
 
 def test_the_length_of_replies() -> None:
@@ -130,7 +144,7 @@ def test_the_length_of_replies() -> None:
     [
         ({}, 2048),  # 2 samples of 1024 tokens
         ({"rl_config": {"use_dynamic_bsz": True}}, 4096),
-        ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000}}, 9000),
+        ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000}}, 4096),  # which is the critic's at most
         ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000, "update_max_packing_token_size": 7000}}, 7000),
         ({"rl_config": {"update_max_packing_token_size": 7000}}, 2048),
         ({"rl_config": {"max_tokens_to_oom": 12000}}, 12000),
@@ -143,6 +157,31 @@ def test_the_budget_of_tokens(changes: dict[str, Any], ours: int) -> None:
     got = made(**changes)
     assert at(got, "training.max_tokens_per_microbatch") == ours
     assert any("takes as much memory" in line for line in got.advice) == (ours == 12000)
+
+
+def test_the_budget_of_the_reference() -> None:
+    keys = {"use_dynamic_bsz": True, "max_packing_token_size": 9000, "ref_forward_micro_batch_size": 3}
+    got = made(rl_config=keys)
+    path = "services.reference.max_tokens_per_microbatch"
+    assert at(got, path) == 4096
+    assert {each.path for each in got.carried} >= {
+        "rl_config.ref_max_packing_token_size",
+        "rl_config.update_max_packing_token_size",
+    }
+    assert "reaches the critic's worker" in row(got, "rl_config.max_packing_token_size").reason
+    assert at(made(rl_config=keys | {"ref_max_packing_token_size": 7000}), path) == 7000
+    assert at(made(rl_config=keys | {"use_dynamic_bsz": False}), path) == 3 * 1024
+
+
+@pytest.mark.parametrize("name", ["use_integrated_worker", "colocate_all_models"])
+@pytest.mark.parametrize("value", [True, False])
+def test_a_layout_that_is_left_out_is_that_of_their_default(name: str, value: bool) -> None:
+    base = {"adv_estimator": "gae", "actor_resource.num_npus": 4}
+    critic = {"lr": 1e-5}
+    left = made(rl_config=base | {name: value}, critic_config=critic, without=(name,))
+    default = made(rl_config=base, critic_config=critic)
+    assert left.raw == default.raw
+    assert {at(left, f"services.{role}.colocate") for role in ("rollout", "reference", "critic")} == {"trainer"}
 
 
 def test_colocated_or_apart() -> None:
@@ -244,6 +283,46 @@ def test_dapo() -> None:
     assert at(got, "training.mini_batch_size") is None
 
 
+@pytest.mark.parametrize(("stage", "estimator"), [("ray_grpo", "group_norm"), ("ray_ppo", "gae")])
+def test_what_only_dapo_reads(stage: str, estimator: str) -> None:
+    keys = {
+        "clip_higher_enable": True,
+        "clip_ratio": 0.25,
+        "clip_ratio_low": 0.1,
+        "clip_ratio_high": 0.3,
+        "filter_groups_enable": True,
+        "filter_groups_max_batches": 7,
+        "filter_groups_train_batch_size": 16,
+    }
+    got = made(megatron_training={"stage": stage}, rl_config=keys | {"adv_estimator": estimator})
+    assert (at(got, "algorithm.clip_low"), at(got, "algorithm.clip_high")) == (0.25, 0.25)
+    assert at(got, "algorithm.dynamic_sampling") is None
+    assert at(got, "algorithm.dynamic_sampling_limit") is None
+    assert at(got, "training.groups_per_step") == 32
+    for name in keys.keys() - {"clip_ratio"}:
+        assert row(got, f"rl_config.{name}").reason.startswith("of ray_dapo, ")
+        assert row(got, f"rl_config.{name}").outcome == "ignored"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (None, ""),
+        (50, "50 is what every file without it has"),
+        (-1, "off there too: it asks for nothing"),
+        (0, "off there too"),
+    ],
+)
+def test_the_likeliest_tokens(given: int | None, reason: str) -> None:
+    got = made(generate_config={} if given is None else {"sampling_config.top_k": given})
+    advised = [line for line in got.advice if "sampling_config.top_k is 50" in line]
+    assert len(advised) == (given in (None, 50))
+    assert all(("as the file has none" in line) == (given is None) for line in advised)
+    if given is not None:
+        assert row(got, "generate_config.sampling_config.top_k").reason.startswith(reason)
+    assert "training samples from the whole distribution" in refused(generate_config={"sampling_config.top_k": 20})[0]
+
+
 def test_the_penalty_must_end_where_replies_do() -> None:
     keys = {"overlong_buffer_enable": True, "overlong_buffer": 128, "rollout_max_tokens": 2048}
     assert refused(rl_config=keys) == ["rl_config.rollout_max_tokens: 2048: is not how long a reply may be, 512"]
@@ -279,9 +358,33 @@ def test_trackers(keys: dict[str, Any], trackers: list[dict[str, Any]] | None) -
     assert at(made(rl_config=keys), "trackers") == trackers
 
 
-def test_an_adaptive_coefficient() -> None:
-    got = made(rl_config={"kl_ctrl_type": "adaptive", "kl_target": 0.2, "kl_horizon": 500})
+@pytest.mark.parametrize(
+    ("stage", "estimator", "reason"), [("ray_grpo", "group_norm", "it stays init_kl_coef"), ("ray_ppo", "gae", "adapts a copy")]
+)
+def test_an_adaptive_coefficient_stays_as_it_does_there(stage: str, estimator: str, reason: str) -> None:
+    keys = {"kl_ctrl_type": "adaptive", "kl_target": 0.2, "kl_horizon": 500, "init_kl_coef": 0.02}
+    got = made(
+        megatron_training={"stage": stage},
+        rl_config=keys | {"adv_estimator": estimator, "use_kl_in_reward": True},
+        critic_config={"lr": 1e-5},
+    )
+    assert at(got, "algorithm.kl_coefficient") == 0.02
+    assert (at(got, "algorithm.kl_target"), at(got, "algorithm.kl_horizon")) == (None, None)
+    for name in ("kl_ctrl_type", "kl_target", "kl_horizon"):
+        assert reason in row(got, f"rl_config.{name}").reason
+    how = any("algorithm.kl_target=0.2 algorithm.kl_horizon=500 adapt it" in line for line in got.advice)
+    assert how == (stage == "ray_ppo")
+
+
+def test_an_adaptive_coefficient_of_the_older_format() -> None:
+    changes = {
+        "algorithm": {"kl_ctrl.type": "adaptive", "kl_ctrl.target_kl": 0.2, "kl_ctrl.horizon": 500, "kl_ctrl.kl_coef": 0.1}
+    }
+    got = of("r1_zero", OLDER, changes, {}, ())
     assert (at(got, "algorithm.kl_target"), at(got, "algorithm.kl_horizon")) == (0.2, 500)
+
+
+def test_a_fixed_coefficient() -> None:
     fixed = made(rl_config={"kl_ctrl_type": "fixed", "kl_target": 0.2})
     assert at(fixed, "algorithm.kl_target") is None
     assert row(fixed, "rl_config.kl_target").reason == "of an adaptive coefficient"
