@@ -23,6 +23,8 @@ from runtime.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
+_MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats, which ours has not
+
 _ROOT = inspect.type_info(Config)
 # By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
 _PRESETS = {
@@ -37,7 +39,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError with every fault found.
     """
-    raw, faults = _overridden(read_mapping(Path(path)), overrides, _ROOT)
+    raw = read_mapping(Path(path))
+    if theirs := [section for section in _MINDSPEED if section in raw]:
+        raise ConfigError(
+            [f"{path}: has MindSpeed-RL's section {theirs[0]}; sluice import-mindspeed makes a configuration of it"]
+        )
+    raw, faults = _overridden(raw, overrides, _ROOT)
     faults += mismatches(raw, _ROOT, "", _ROOT)
     for key in _PRESETS:
         faults += _fill_preset(raw, key)

@@ -72,7 +72,7 @@ def read(file: Path, models: Path | None = None) -> Read:
         faults.append("its sections have no keys")
     for name, content in chosen.items():
         entries += [Entry("model", key, value, model=name) for key, value in content.items()]
-    faults += _model_names(entries, chosen)
+    faults += [] if found else _model_names(entries, chosen)
     faults += [
         f"{each.path}: {each.value}: is not resolved here; write the value" for each in entries if _interpolates(each.value)
     ]
@@ -84,6 +84,8 @@ def read(file: Path, models: Path | None = None) -> Read:
 def _format(file: Path, raw: Mapping[str, Any]) -> Format:
     if {"input", "output_prefix"} <= raw.keys():
         raise ConfigError([f"{file}: is a file of preprocess_data, not of training; sluice data prepare has one of its own"])
+    if isinstance(raw.get("run"), dict):
+        raise ConfigError([f"{file}: is a configuration of Sluice's own, with a section run; sluice validate reads it"])
     current = [section for section in _CURRENT if section in raw]
     older = [section for section in _OLDER if section in raw]
     if current and older:

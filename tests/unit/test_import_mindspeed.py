@@ -265,11 +265,11 @@ BAD: list[tuple[list[tuple[str, str]], list[str]]] = [
     ),
     (
         [("      - qwen25_7b", "      - qwen9")],
-        ["defaults: model qwen9: there is no ", "megatron_training.model", "actor_config"],
+        ["defaults: model qwen9: there is no "],
     ),
     (
         [("  - model:\n      - qwen25_7b", "  - trainer: x")],
-        ["defaults: {trainer: x}: only", "training.model", "actor_config.model"],
+        ["defaults: {trainer: x}: only"],
     ),
     ([("./Qwen2.5-7B", "${oc.env:HOME}/Qwen")], ["tokenizer_name_or_path: ${oc.env:HOME}/Qwen: is not resolved here"]),
     (
@@ -369,3 +369,24 @@ def test_files_that_cannot_be_read_or_written(folder: Path, tmp_path: Path, caps
         assert part in told, told
         assert sorted(tmp_path.rglob("*")) == before
     assert there.read_text() == "mine"
+
+
+def test_each_command_says_of_the_others_file_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = tmp_path / "ours.yaml"
+    ours.write_text("run: {name: a}\nalgorithm: {preset: grpo}\n")
+    assert run("import-mindspeed", ours, "--output", tmp_path / "out.yaml") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {ours}: is a configuration of Sluice's own, with a section run; sluice validate reads it"
+    ]
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text("megatron_training: {train_iters: 1}\n")
+    assert run("validate", theirs) == 2
+    assert "sluice import-mindspeed makes a configuration of it" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_one_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text("defaults: [{model: no}]\nmegatron_training: {train_iters: 1}\nactor_config: {model: no}\nrl_config: {}\n")
+    assert run("import-mindspeed", file, "--output", tmp_path / "out.yaml") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "defaults: model no: there is no" in line
