@@ -15,6 +15,7 @@ from typing import Any
 # A tensor takes about 40 steps, and 250 bytes. So this is a rank with 100,000 tensors.
 MOST_BYTES = 32 << 20
 MOST_STEPS = 4_000_000
+MOST_NAMES = 10_000
 _LONGEST = 1000  # characters of a key, or a name
 
 
@@ -191,6 +192,8 @@ class _Machine:
     def _name(self, module: str, name: str) -> None:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if full not in self._names:
+            if len(self._names) == MOST_NAMES:
+                raise Malformed(f"its pickle has more than {MOST_NAMES} names")
             self._names[full] = self._named(full)
         self.stack.append(self._names[full])
 

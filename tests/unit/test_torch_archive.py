@@ -306,6 +306,11 @@ class TestSmallFilesTakeLittle:
         assert read_archive(path) is None
         monkeypatch.setattr(plain_pickle, "MOST_STEPS", 100)
         assert "its pickle has more than 100 steps" in refused(path)
+        monkeypatch.setattr(plain_pickle, "MOST_NAMES", 2)
+        names = b"".join(name("numpy", f"n{number}") + b"0" for number in (0, 1, 0, 1))
+        assert read_archive(raw(tmp_path / "b.pt", b"\x80\x02" + names + b"N.")) is None
+        names += name("numpy", "n2")
+        assert "its pickle has more than 2 names" in refused(raw(tmp_path / "b.pt", b"\x80\x02" + names + b"."))
         monkeypatch.setattr(plain_pickle, "MOST_BYTES", 103)
         assert "data.pkl has 104 bytes; must be at most 103" in refused(path)
 
