@@ -126,5 +126,7 @@ def _expert(stored: ArchiveTensor, place: Place, count: int, parameter: Paramete
 
 def _require_zero(path: Path, bias: ArchiveTensor | None) -> None:
     """Hugging Face's classifiers have a head without a bias."""
-    if bias is not None and (value := bias[:].flatten().tolist()) != [0.0]:
+    if bias is not None and bias.shape != (1,):
+        raise UserError(f"{path}: {REWARD_BIAS} has the shape {list(bias.shape)}; must be [1]")
+    if bias is not None and (value := bias[:].tolist()) != [0.0]:
         raise UserError(f"{path}: {REWARD_BIAS} is {value}; must be 0, as a Hugging Face classifier's head has no bias")

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from runtime.engines.classic_ranks import Coordinates, Grid, grid_of
+from runtime.engines.families.argument_types import require_types
 from runtime.engines.families.arguments import DECISIVE, noop_layers
-from runtime.engines.torch_archive import ArchiveTensor, Attributes, read_archive
+from runtime.engines.plain_pickle import Attributes, told
+from runtime.engines.torch_archive import ArchiveTensor, read_archive
 from runtime.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -28,6 +31,7 @@ FILE = "model_optim_rng.pt"
 VERSION = 3.0
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
+_MOST_LISTED = 10_000  # ranks, to tell which files are missing
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -86,10 +90,12 @@ def read_rank_files(source: Path) -> RankFiles:
         raise UserError(f"{folder}: has no rank's folder mp_rank_00 ...")
     first = _read(folder / names[0] / FILE)
     grid = grid_of(first.arguments, _found(names), str(first.path))
-    expected = {grid.name(rank): rank for rank in grid.ranks()}
+    # The sizes are what the file says, and may be any.
+    expected = {grid.name(rank): rank for rank in islice(grid.ranks(), max(len(names) + 1, _MOST_LISTED))}
     if missing := [name for name in expected if not (folder / name / FILE).is_file()]:
-        told = ", ".join(f"{name}/{FILE}" for name in missing[:10])
-        raise UserError(f"{folder}: {len(missing)} ranks' files are missing, of {grid.told()} by args: {told}")
+        count = len(missing) if len(expected) == grid.count else f"{len(missing)} or more"
+        shown = ", ".join(f"{name}/{FILE}" for name in missing[:10])
+        raise UserError(f"{folder}: {count} ranks' files are missing, of {grid.told()} by args: {shown}")
     if more := [name for name in names if name not in expected]:
         raise UserError(f"{folder}: {more[0]} is of no rank, of {grid.told()} (tensor, pipeline, expert) by args")
     files = {rank: first if name == names[0] else _read(folder / name / FILE) for name, rank in expected.items()}
@@ -133,14 +139,18 @@ def _read(path: Path) -> RankFile:
     if not isinstance(found, dict):
         raise UserError(f"{path}: is no checkpoint: a dictionary is missing")
     if found.get("checkpoint_version") != VERSION:
-        raise UserError(f"{path}: checkpoint_version is {found.get('checkpoint_version')!r}; must be {VERSION}")
+        raise UserError(f"{path}: checkpoint_version is {told(found.get('checkpoint_version'))}; must be {VERSION}")
     arguments = found.get("args")
     if not isinstance(arguments, Attributes):
         raise UserError(f"{path}: has no args")
+    require_types(arguments.values, str(path), DECISIVE)
+    iteration = found.get("iteration")
+    if not isinstance(iteration, (int, str, type(None))):
+        raise UserError(f"{path}: iteration is {told(iteration)}; must be an integer")
     chunks = _chunks(path, found)
     if noop_layers(arguments.values):
         chunks = [_without_gaps(chunk) for chunk in chunks]
-    return RankFile(path=path, arguments=arguments.values, iteration=found.get("iteration"), chunks=chunks)
+    return RankFile(path=path, arguments=arguments.values, iteration=iteration, chunks=chunks)
 
 
 def _chunks(path: Path, found: Mapping[Any, Any]) -> list[dict[str, ArchiveTensor]]:
@@ -160,6 +170,8 @@ def _tensors(path: Path, key: str, model: Any) -> dict[str, ArchiveTensor]:
     for name, value in model.items():
         if not isinstance(name, str) or name.endswith(("_extra_state", ".inv_freq")) or value is None:
             continue
+        if not name.isprintable():
+            raise UserError(f"{path}: {key} has {told(name)}, which is no name of a tensor")
         if not isinstance(value, ArchiveTensor):
             raise UserError(f"{path}: {name} of {key} is no tensor")
         found[name] = value
@@ -187,9 +199,9 @@ def _without_gaps(stored: dict[str, ArchiveTensor]) -> dict[str, ArchiveTensor]:
 def _require_agreement(first: RankFile, file: RankFile) -> None:
     for key in DECISIVE:
         if file.arguments.get(key) != first.arguments.get(key):
-            told = f"args.{key} is {file.arguments.get(key)!r}"
-            raise UserError(f"{file.path}: {told}, on another rank {first.arguments.get(key)!r}")
+            value, other = file.arguments.get(key), first.arguments.get(key)
+            raise UserError(f"{file.path}: args.{key} is {value!r}, on another rank {other!r}")
     if file.iteration != first.iteration:
-        raise UserError(f"{file.path}: iteration is {file.iteration!r}, on another rank {first.iteration!r}")
+        raise UserError(f"{file.path}: iteration is {told(file.iteration)}, on another rank {told(first.iteration)}")
     if len(file.chunks) != len(first.chunks):
         raise UserError(f"{file.path}: has {len(file.chunks)} virtual stages, another rank {len(first.chunks)}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,13 +32,21 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """That the experts of a layer are spread over."""
         return self.expert * self.tensor if self.extended else self.expert
 
-    def ranks(self) -> list[Coordinates]:
+    @property
+    def count(self) -> int:
+        """Ranks that have a file."""
+        return self.tensor * self.expert // self._step * self.pipeline
+
+    def ranks(self) -> Iterator[Coordinates]:
         """Those that have a file. Where experts are not cut over them, tensor ranks are counted along with expert ranks: rank r
-        is tensor rank r mod `tensor`, and expert rank r mod `expert`."""
-        pairs = list(product(range(self.tensor), range(self.expert)))
-        if self.whole_experts and not self.extended:
-            pairs = sorted({(r % self.tensor, r % self.expert) for r in range(math.lcm(self.tensor, self.expert))})
-        return [(tensor, stage, expert) for tensor, expert in pairs for stage in range(self.pipeline)]
+        is tensor rank r mod `tensor`, and expert rank r mod `expert`, which differ by multiples of what divides both."""
+        for tensor in range(self.tensor):
+            for expert in range(tensor % self._step, self.expert, self._step):
+                yield from ((tensor, stage, expert) for stage in range(self.pipeline))
+
+    @property
+    def _step(self) -> int:
+        return math.gcd(self.tensor, self.expert) if self.whole_experts and not self.extended else 1
 
     def name(self, rank: Coordinates) -> str:
         """Of the rank's folder."""

@@ -129,7 +129,7 @@ def to_megatron(
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     target = target_for(layout, model.family.shape, naming, **options)
-    ranks = target.grid.ranks()
+    ranks = list(target.grid.ranks())
     held = [parameters for rank in ranks for parameters in rank_parameters(model, target, rank)]
     nbytes = sum(model.tensors.spec(parameter).nbytes for parameters in held for parameter in parameters)
 

@@ -1,28 +1,32 @@
 """Files of `torch.save`, of which nothing is run: plain values, and tensors that are read when they are asked for.
 
-Such a file is a zip: `data.pkl`, a pickle of the values, and the tensors' memory beside it, not compressed. torch's loading of
-weights alone knows protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. So the pickle is read here, with the
-standard library's machine for it; but whatever name a pickle mentions stands for something of this module, and never for what
-Python knows by it. Nothing is imported, and no name that is not in the tables below is taken.
+Such a file is a zip: `data.pkl`, a pickle of the values, and the tensors' memory beside it, none of it compressed. torch's
+loading of weights alone knows protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both;
+whatever name a pickle mentions stands for something of this module, and never for what Python knows by it. Nothing is imported,
+and no name that is not in the tables below is taken.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
+import os
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from runtime.engines import plain_pickle
+from runtime.engines.plain_pickle import Attributes, Function, Inert, Malformed, Refused, told
 from runtime.errors import UserError
 from runtime.weights import tensor_files
 from runtime.weights.plan import ITEM_BYTES
 
+_LIMIT = 1 << 63
+_MOST_DIMENSIONS = 64  # of a tensor, by torch
 _HEADER = struct.Struct("<26xHH")  # of an entry of a zip, before its name: the lengths of the name, and of what follows it
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -48,40 +52,6 @@ _INERT = {
 _INERT_PACKAGES = {"megatron", "mindspeed", "mindspeed_llm", "mindspeed_rl", "numpy", "transformer_engine"}
 
 
-class Inert:
-    """What stands for an object of another program: it takes whatever a pickle says of it, and does nothing."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        return object.__new__(cls)
-
-    def __init__(self, *arguments: Any, **_: Any):
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, item: Any) -> None: ...
-
-    def extend(self, items: Any) -> None: ...
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {', '.join(map(repr, getattr(self, 'arguments', ())))}>"
-
-
-class Attributes(Inert):
-    """An `argparse.Namespace`."""
-
-    def __init__(self, **values: Any):
-        self.values: dict[str, Any] = dict(values)
-
-    def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, dict):
-            raise TypeError("attributes that are no dictionary")
-        self.values = dict(state)
-
-
 class ArchiveTensor:
     """A tensor in the file, or a part of one, of which nothing is read yet. `offset` and `stride` are in elements."""
 
@@ -97,6 +67,8 @@ class ArchiveTensor:
         self._stride = stride
         if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0 or offset + self._extent > size:
             raise ValueError(f"a tensor {list(shape)} lies beyond its memory")
+        if math.prod(max(length, 1) for length in shape) >= _LIMIT or max(stride, default=0) >= _LIMIT:
+            raise ValueError(f"a tensor {list(shape)} has more elements than there are numbers")
 
     @property
     def _extent(self) -> int:
@@ -107,7 +79,7 @@ class ArchiveTensor:
 
     @property
     def elements(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     def part(self, first: int, shape: tuple[int, ...], *, transposed: bool = False) -> ArchiveTensor:
         """The elements from `first` on as a tensor of `shape`; `transposed`: of which the file has the transposed matrix.
@@ -121,7 +93,14 @@ class ArchiveTensor:
         return ArchiveTensor(self.path, *self._memory, self.dtype, self._offset + first, shape, stride)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """A new, contiguous tensor, all of which is read first. Raises UserError when the file ends within it."""
+        """A new, contiguous tensor, all of which is read first.
+
+        Raises UserError when the file ends within it, and when its elements share memory, and may so be without end.
+        """
+        if self.elements > self._memory[1]:
+            raise UserError(
+                f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {self._memory[1]}"
+            )
         memory = torch.empty(self._extent, dtype=getattr(torch, self.dtype))
         into = tensor_files.memory(memory)
         with self.path.open("rb", buffering=0) as file:
@@ -142,105 +121,142 @@ def read_archive(path: Path) -> Any:
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            return _Values(path, file, archive).load()
+            return _Archive(path, file, archive).load()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except _Refused as error:
+    except Refused as error:
         raise UserError(f"{path}: its pickle wants {error}, which no checkpoint needs; nothing of it was run") from error
-    except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError, struct.error) as error:
-        raise UserError(f"{path}: is not a whole file of torch.save: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: is not a whole file of torch.save: {type(error).__name__}: {error}") from error
+    except (zipfile.BadZipFile, EOFError, struct.error, Malformed) as error:
+        raise UserError(f"{path}: is not a whole file of torch.save: {_line(error)}") from error
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        # RuntimeError: also what zipfile does not know, and a recursion.
+        raise UserError(f"{path}: is not a whole file of torch.save: {type(error).__name__}: {_line(error)}") from error
 
 
-class _Refused(Exception):
-    """A name that is in no table."""
+class _Memory(msgspec.Struct, frozen=True):
+    """A tensor's in the file: from byte `start` on `elements` of a dtype."""
+
+    path: Path
+    start: int
+    elements: int
+    dtype: str
 
 
-class _Function:
-    """A function for a pickle, which may call it, but not change it: it can set attributes of what it is given."""
-
-    __slots__ = ("_work",)
-    _work: Callable[..., Any]
-
-    def __init__(self, work: Callable[..., Any]):
-        object.__setattr__(self, "_work", work)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"it sets {name} of a function")
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._work(*arguments)
-
-
-class _Values(pickle.Unpickler):
-    """The pickle of one file."""
+class _Archive:
+    """One file that is open."""
 
     def __init__(self, path: Path, file: Any, archive: zipfile.ZipFile):
         self._path = path
         self._file = file
         self._archive = archive
+        self._size = os.fstat(file.fileno()).st_size
         self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        self._types: dict[str, Any] = {}
+        for info in archive.infolist():
+            # torch.save does neither; and of what is compressed a small file may hold any amount.
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise Malformed(f"{told(info.filename)} is compressed or encrypted")
         if "data.pkl" not in self._entries:
-            raise pickle.UnpicklingError("it has no data.pkl")
-        if (order := self._entries.get("byteorder")) is not None and archive.read(order) != b"little":
-            raise pickle.UnpicklingError("its bytes are in the order of another machine")
-        super().__init__(io.BytesIO(archive.read(self._entries["data.pkl"])))
+            raise Malformed("it has no data.pkl")
+        if "byteorder" in self._entries and self._entry("byteorder", 16) != b"little":
+            raise Malformed("its bytes are in the order of another machine")
 
-    def find_class(self, module: str, name: str) -> Any:
-        """What a name of a pickle stands for. A fresh one for each file, so that none reaches another's."""
-        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if full not in self._types:
-            self._types[full] = self._stand_in(full)
-        return self._types[full]
+    def load(self) -> Any:
+        return plain_pickle.load(self._entry("data.pkl", plain_pickle.MOST_BYTES), _named, self._memory)
 
-    def _stand_in(self, full: str) -> Any:
-        module, _, name = full.rpartition(".")
-        if full in _KNOWN:
-            return _Function(_KNOWN[full])
-        if full == "collections.OrderedDict":
-            return OrderedDict
-        if full in ("argparse.Namespace", "types.SimpleNamespace"):
-            return type(name, (Attributes,), {})
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return name
-        if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
-            return type(full, (Inert,), {})
-        raise _Refused(full)
+    def _entry(self, name: str, most: int) -> bytes:
+        info = self._entries[name]
+        if info.file_size > most:
+            raise Malformed(f"{name} has {info.file_size} bytes; must be at most {most}")
+        return self._archive.read(info)
 
-    def persistent_load(self, identity: Any) -> Any:
-        """A tensor's memory: (the file, where in it, elements, dtype). That of a dtype which no model here has is `Inert`."""
+    def _memory(self, identity: Any) -> _Memory | Inert:
+        """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""
+        if not isinstance(identity, tuple) or len(identity) != 5:
+            raise Malformed(f"it wants {told(identity)} from outside")
         kind, dtype, key, _device, elements = identity
-        if kind == "storage" and isinstance(dtype, type) and issubclass(dtype, Inert):
-            return dtype()
-        if kind != "storage" or dtype not in ITEM_BYTES or not isinstance(elements, int):
-            raise pickle.UnpicklingError(f"it wants {kind!r} from outside")
-        info = self._entries[f"data/{key}"]
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size < elements * ITEM_BYTES[dtype]:
-            raise pickle.UnpicklingError(f"data/{key} has {info.file_size} bytes")
+        if kind == "storage" and isinstance(dtype, Function):
+            return Inert(dtype.name)
+        known = isinstance(dtype, str) and dtype in ITEM_BYTES and isinstance(key, str)
+        if kind != "storage" or not known or not isinstance(elements, int) or elements < 0:
+            raise Malformed(f"it wants {told(kind)} from outside")
+        info = self._entries.get(f"data/{key}")
+        if info is None:
+            raise Malformed(f"it has no {told(f'data/{key}')}")
+        if info.file_size < elements * ITEM_BYTES[dtype]:
+            raise Malformed(f"data/{key} has {info.file_size} bytes")
         self._file.seek(info.header_offset)
         start = info.header_offset + _HEADER.size + sum(_HEADER.unpack(self._file.read(_HEADER.size)))
-        return self._path, start, elements, dtype
+        if start + info.file_size > self._size:
+            raise Malformed(f"data/{key} lies beyond its end")
+        return _Memory(self._path, start, elements, dtype)
 
 
-def _rebuild_tensor(memory: Any, offset: int, shape: Any, stride: Any, *_: Any) -> ArchiveTensor:
-    path, start, elements, dtype = memory
-    return ArchiveTensor(path, start, elements, dtype, offset, tuple(shape), tuple(stride))
+def _line(error: Exception) -> str:
+    """Of what is not of this module, and may quote the file."""
+    text = str(error)
+    return text if text.isprintable() and len(text) <= 300 else told(text)
 
 
+def _named(full: str) -> Any:
+    """What a name of a pickle stands for. Raises Refused."""
+    module, _, name = full.rpartition(".")
+    if full in _KNOWN:
+        return Function(full, _KNOWN[full])
+    if module == "torch" and name in _STORAGES:
+        return _STORAGES[name]
+    # Not getattr, with which torch imports parts of itself.
+    if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+        return name
+    if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
+        return Function(full, lambda *_: Inert(full))
+    raise Refused(full if full.isprintable() and len(full) <= 200 else told(full))
+
+
+def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Inert:
+    if isinstance(memory, Inert):
+        return memory
+    if not isinstance(memory, _Memory) or not isinstance(offset, int):
+        raise Malformed("it has a tensor without memory")
+    return ArchiveTensor(memory.path, memory.start, memory.elements, memory.dtype, offset, _sizes(shape), _sizes(stride))
+
+
+def _sizes(sizes: Any = ()) -> tuple[int, ...]:
+    if not isinstance(sizes, tuple) or len(sizes) > _MOST_DIMENSIONS or not all(type(size) is int for size in sizes):
+        raise Malformed("it has a tensor of no shape")
+    return sizes
+
+
+def _same(tensor: Any, *_: Any) -> ArchiveTensor | Inert:
+    if not isinstance(tensor, (ArchiveTensor, Inert)):
+        raise Malformed(f"it has {told(tensor)} as a parameter")
+    return tensor
+
+
+def _of_type(work: Any, _type: Any, arguments: Any, _state: Any) -> Any:
+    return _same(plain_pickle.called(work, arguments))
+
+
+def _listed(items: Any = (), *_: Any) -> list[Any]:
+    """Not a copy: a pickle can ask for many of a list."""
+    if items and not isinstance(items, list):
+        raise Malformed(f"it makes a set of {told(items)}")
+    return items or []
+
+
+# None of them returns what a pickle could open, or keeps what it was given.
 _KNOWN: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
-    "torch._tensor._rebuild_from_type_v2": lambda work, _type, arguments, _state: work(*arguments),
-    "torch.Size": lambda sizes=(): tuple(sizes),
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _same,
+    "torch._utils._rebuild_parameter_with_state": _same,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.Size": _sizes,
+    "argparse.Namespace": lambda *_: Attributes(),
+    "types.SimpleNamespace": lambda *_: Attributes(),
+    "collections.OrderedDict": lambda *_: {},
     # MindSpeed-LLM's converter saves a model as one of these.
     "collections.defaultdict": lambda *_: {},
     "collections.Counter": lambda *_: {},
-    "collections.deque": lambda items=(), *_: list(items),
-    "builtins.set": lambda items=(): list(items),
-    "builtins.frozenset": lambda items=(): list(items),
+    "collections.deque": _listed,
+    "builtins.set": _listed,
+    "builtins.frozenset": _listed,
 }

@@ -54,6 +54,7 @@ class TestRefusedToMegatron:
         refused(capsys, tmp_path, "hf: exists; must be a new folder")
 
 
+REWARD = {"rm_head.weight": torch.zeros(1, 32)}
 NORM = f"{LAYER}.input_layernorm.weight"
 
 
@@ -67,6 +68,14 @@ def set_tensor(name: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 def add_tensors(state: dict[str, Any]) -> None:
     state["model"] |= {f"more.{number:02d}": torch.zeros(1) for number in range(12)}
+
+
+def twice(depth: int) -> tuple[object, ...]:
+    """A tuple that holds one twice, and so on."""
+    found: tuple[object, ...] = (1,)
+    for _ in range(depth):
+        found = (found, found)
+    return found
 
 
 def cut(path: Path) -> None:
@@ -95,6 +104,14 @@ class TestRefusedToHf:
                 "mp_rank_01_000/model_optim_rng.pt: iteration is 7, on ano",
             ),
             ("mp_rank_00_000", lambda state: state.update(checkpoint_version=2.0), "checkpoint_version is 2.0; must be 3.0"),
+            (
+                "mp_rank_01_000",
+                lambda state: state.update(checkpoint_version=twice(9)),
+                "checkpoint_version is a tuple; must be",
+            ),
+            ("mp_rank_01_000", lambda state: state.update(iteration=twice(9)), "iteration is a tuple; must be an integer"),
+            ("mp_rank_01_000", set_argument("swiglu", twice(9)), "args.swiglu is a tuple; must be a boolean"),
+            ("mp_rank_01_001", lambda state: state["model"].update({"a\nb": [1]}), "model has 'a\\nb', which is no name of a"),
             ("mp_rank_00_000", lambda state: state.pop("args"), "mp_rank_00_000/model_optim_rng.pt: has no args"),
             ("mp_rank_00_000", lambda state: state.pop("model"), "has no model; must have model, or model0, model1"),
             (
@@ -232,6 +249,52 @@ class TestRefusedToHf:
         assert to_hf(tmp_path / "core", tmp_path / "back") == 2
         refused(capsys, tmp_path, "has no args.vocab_size; --hf-config DIR, the original Hugging Face folder, tells it")
         assert to_hf(tmp_path / "core", tmp_path / "back", tmp_path / "hf") == 0
+
+    @pytest.mark.parametrize(
+        "key,value,told",
+        [
+            ("moe_layer_freq", 0, "args.moe_layer_freq is 0; must be a positive integer, or a list of integers"),
+            ("moe_layer_freq", [1], "args.moe_layer_freq has 1 entries; must have one for each of 4 layers"),
+            ("rotary_base", "text", "args.rotary_base is 'text'; must be a positive number"),
+            ("rotary_base", 10**400, "; must be a positive number"),
+            ("num_layers", 10**12, "args.num_layers is 1000000000000; must be a positive integer, at most 10000"),
+            ("num_experts", "eight", "args.num_experts is 'eight'; must be an integer from 0 to 10000"),
+            ("hidden_size", 32.0, "args.hidden_size is 32.0; must be a positive integer"),
+            ("vocab_size", [1], "args.vocab_size is a list; must be a positive integer"),
+            ("norm_epsilon", float("nan"), "args.norm_epsilon is nan; must be a positive number"),
+            ("noop_layers", {"0": 1}, "args.noop_layers is a dict; must be a text such as 0,3, or a list of integers"),
+        ],
+    )
+    def test_arguments_of_another_type(
+        self, key: str, value: object, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_folder(tmp_path / "hf", "qwen3_moe")
+        assert to_megatron(tmp_path / "hf", tmp_path / "core") == 0
+        change(tmp_path / "core", "mp_rank_00", set_argument(key, value))
+        capsys.readouterr()
+        assert to_hf(tmp_path / "core", tmp_path / "back") == 2
+        refused(capsys, tmp_path, told)
+
+    def test_sizes_that_the_files_cannot_have(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A few bytes may ask for a list of billions of ranks."""
+        write_folder(tmp_path / "hf", "qwen2")
+        assert to_megatron(tmp_path / "hf", tmp_path / "core") == 0
+        for kind in ("tensor", "pipeline"):
+            change(tmp_path / "core", "mp_rank_00", set_argument(f"{kind}_model_parallel_size", 200))
+        capsys.readouterr()
+        assert to_hf(tmp_path / "core", tmp_path / "back") == 2
+        refused(capsys, tmp_path, "10000 or more ranks' files are missing, of 200 x 200 x 1 by args: mp_rank_00_000/model_opt")
+
+    @pytest.mark.parametrize("bias", [torch.zeros(()), torch.zeros(1).expand(1 << 43), torch.zeros(2)])
+    def test_a_reward_head_with_another_bias(
+        self, bias: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_folder(tmp_path / "hf", "qwen2")
+        assert to_megatron(tmp_path / "hf", tmp_path / "core") == 0
+        change(tmp_path / "core", "mp_rank_00", lambda state: state["model"].update(REWARD, **{"rm_head.bias": bias}))
+        capsys.readouterr()
+        assert to_hf(tmp_path / "core", tmp_path / "back") == 2
+        refused(capsys, tmp_path, f"rm_head.bias has the shape {list(bias.shape)}; must be [1]")
 
     def test_expert_ranks_that_disagree(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_folder(tmp_path / "hf", "qwen3_moe")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.engines.families.argument_types import require_types
 from runtime.engines.families.family import Family
 from runtime.engines.families.shape import Shape
 from runtime.errors import UserError
@@ -44,6 +45,7 @@ _CONFIG_KEYS = {
 DECISIVE = (
     *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
     *("expert_tensor_parallel_size", "moe_tp_extend_ep", "noop_layers", "group_query_attention", "padded_vocab_size"),
+    "num_key_value_heads",
     *_CONFIG_KEYS,
     *_UNSUPPORTED,
 )
@@ -132,7 +134,11 @@ def require_supported(found: Mapping[str, Any], where: str) -> None:
 
 
 def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A Hugging Face config.json from the arguments. Raises UserError where they cannot tell, by the first that is missing."""
+    """A Hugging Face config.json from the arguments.
+
+    Raises UserError where they cannot tell, by the first that is missing or of another type.
+    """
+    require_types(found, where)
     require_supported(found, where)
 
     def need(key: str) -> Any:
@@ -166,7 +172,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     if experts:
         if name != "qwen3_moe":
             raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; no family has that")
-        config |= _experts_of(need)
+        config |= _experts_of(need, where)
     return config
 
 
@@ -178,9 +184,11 @@ def noop_layers(found: Mapping[str, Any]) -> list[Any]:
     return list(value) if isinstance(value, (list, set)) else []
 
 
-def _experts_of(need: Any) -> dict[str, Any]:
+def _experts_of(need: Any, where: str) -> dict[str, Any]:
     layers, frequency = need("num_layers"), need("moe_layer_freq")
     sparse = frequency if isinstance(frequency, list) else [int(layer % frequency == 0) for layer in range(layers)]
+    if len(sparse) != layers:
+        raise UserError(f"{where}: args.moe_layer_freq has {len(sparse)} entries; must have one for each of {layers} layers")
     return {
         "num_experts": need("num_experts"),
         "moe_intermediate_size": need("moe_ffn_hidden_size"),

@@ -1,0 +1,279 @@
+"""Pickles of strangers as plain values. Nothing that they mention is imported, called or changed, but for what is told here.
+
+The opcodes are read by the standard library's `pickletools`, and carried out by a small machine of our own: its stack has plain
+values, and `Function`, `Inert` and `Attributes`, of which a pickle gets no attribute, and sets none. Python's unpickler is not
+used: it sets attributes of whatever a function returned, hashes any key, and makes a memo as long as a pickle says.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+# A tensor takes about 40 steps, and 250 bytes. So this is a rank with 100,000 tensors.
+MOST_BYTES = 32 << 20
+MOST_STEPS = 4_000_000
+MOST_NAMES = 10_000
+_LONGEST = 1000  # characters of a key, or a name
+
+
+class Refused(Exception):
+    """A name that is in no table."""
+
+
+class Malformed(Exception):
+    """What no pickle of plain values has."""
+
+
+class Function:
+    """What a name stands for that may be called. `work` returns plain values, or what a pickle can neither open nor change."""
+
+    __slots__ = ("name", "work")
+
+    def __init__(self, name: str, work: Callable[..., Any]):
+        self.name = name
+        self.work = work
+
+
+class Inert:
+    """What stands for an object of another program: nothing but its name there."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Attributes:
+    """An `argparse.Namespace`."""
+
+    __slots__ = ("values",)
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+
+def told(value: Any) -> str:
+    """A stranger's value for a message: short, of one line, and not by way of what it holds, which may be without end."""
+    if isinstance(value, str) and value.isprintable() and len(value) <= 100:
+        return repr(value)
+    if value is None or isinstance(value, (str, int, float)):
+        text = repr(value[:100] if isinstance(value, str) else value)
+        return text if len(text) <= 110 else f"{text[:110]} ..."
+    kind = type(value).__name__
+    return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
+
+
+def load(code: bytes, named: Callable[[str], Any], outside: Callable[[Any], Any]) -> Any:
+    """The value of a pickle. `named`: what a full name stands for; `outside`: what a persistent identity does.
+
+    Raises Refused as `named` does, and Malformed, ArithmeticError, LookupError, TypeError and ValueError for what is no pickle,
+    or is too long.
+    """
+    if len(code) > MOST_BYTES:
+        raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES}")
+    machine = _Machine(named, outside)
+    for step, (opcode, argument, _) in zip(count(1), pickletools.genops(code), strict=False):
+        if step > MOST_STEPS:
+            raise Malformed(f"its pickle has more than {MOST_STEPS} steps")
+        if opcode.name == "STOP":
+            break
+        if opcode.name in _ARGUMENTS:
+            machine.stack.append(bytes(argument) if isinstance(argument, bytearray) else argument)
+        elif opcode.name in _CONSTANTS:
+            machine.stack.append(_CONSTANTS[opcode.name])
+        elif (work := _STEPS.get(opcode.name)) is not None:
+            work(machine, argument)
+        elif opcode.name not in ("PROTO", "FRAME"):
+            raise Malformed(f"its pickle has {opcode.name}, which torch.save does not write")
+    return machine.stack.pop()
+
+
+class _Machine:
+    """The state of a pickle that is read. Each method carries out what `_STEPS` tells."""
+
+    def __init__(self, named: Callable[[str], Any], outside: Callable[[Any], Any]):
+        self.stack: list[Any] = []
+        self._below: list[list[Any]] = []  # what lies under each mark
+        self._memo: dict[int, Any] = {}
+        self._names: dict[str, Any] = {}
+        self._named = named
+        self._outside = outside
+
+    def mark(self, _: None) -> None:
+        self._below.append(self.stack)
+        self.stack = []
+
+    def since_mark(self, _: None = None) -> list[Any]:
+        """Also what takes all of it away."""
+        found, self.stack = self.stack, self._below.pop()
+        return found
+
+    def pop(self, _: None) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.since_mark()
+
+    def put(self, index: int) -> None:
+        self._memo[index] = self.stack[-1]
+
+    def memoize(self, _: None) -> None:
+        self._memo[len(self._memo)] = self.stack[-1]
+
+    def get(self, index: int) -> None:
+        self.stack.append(self._memo[index])
+
+    def empty_list(self, _: None) -> None:
+        """A set is one too: its items need not be such that they can be compared."""
+        self.stack.append([])
+
+    def empty_dict(self, _: None) -> None:
+        self.stack.append({})
+
+    def tuple_of(self, length: int) -> None:
+        items = tuple(self.stack.pop() for _ in range(length))
+        self.stack.append(items[::-1])
+
+    def tuple_since_mark(self, _: None) -> None:
+        items = tuple(self.since_mark())
+        self.stack.append(items)
+
+    def list_since_mark(self, _: None) -> None:
+        items = self.since_mark()
+        self.stack.append(items)
+
+    def append(self, _: None) -> None:
+        item = self.stack.pop()
+        self._extend([item])
+
+    def appends(self, _: None) -> None:
+        self._extend(self.since_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+        elif not isinstance(target, Inert):
+            raise Malformed(f"its pickle appends to {told(target)}")
+
+    def set_item(self, _: None) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
+
+    def set_items(self, _: None) -> None:
+        self._update(self.since_mark())
+
+    def _update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, dict):
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                target[_key(key)] = value
+        elif not isinstance(target, Inert):
+            raise Malformed(f"its pickle sets items of {told(target)}")
+
+    def name(self, pair: str) -> None:
+        module, _, name = pair.partition(" ")
+        self._name(module, name)
+
+    def name_of_stack(self, _: None) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise Malformed("its pickle has a name that is no text")
+        if len(module) + len(name) > _LONGEST:
+            raise Malformed(f"its pickle has the name {told(name)}")
+        self._name(module, name)
+
+    def _name(self, module: str, name: str) -> None:
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if full not in self._names:
+            if len(self._names) == MOST_NAMES:
+                raise Malformed(f"its pickle has more than {MOST_NAMES} names")
+            self._names[full] = self._named(full)
+        self.stack.append(self._names[full])
+
+    def call(self, _: None) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.stack.append(called(function, arguments))
+
+    def call_with_names(self, _: None) -> None:
+        if not isinstance(named := self.stack.pop(), dict):
+            raise Malformed(f"its pickle calls with {told(named)}")
+        self.call(None)
+
+    def build(self, _: None) -> None:
+        """Attributes of what is not `Attributes` are left: those of an OrderedDict are a module's versions."""
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if isinstance(target, Attributes):
+            if not isinstance(state, dict):
+                raise Malformed(f"its pickle has {told(state)} as attributes")
+            target.values = state
+        elif not isinstance(target, (Inert, dict)):
+            raise Malformed(f"its pickle sets attributes of {told(target)}")
+
+    def stored_outside(self, _: None) -> None:
+        self.stack.append(self._outside(self.stack.pop()))
+
+
+def called(function: Any, arguments: Any) -> Any:
+    """What `function` returns, if it is one of ours."""
+    if not isinstance(function, Function) or not isinstance(arguments, tuple):
+        raise Malformed(f"its pickle calls {told(function)}")
+    return function.work(*arguments)
+
+
+def _key(key: Any) -> Any:
+    """Numbers' hashes are known beforehand, and those of tuples are made anew at each use: few such keys take hours."""
+    if isinstance(key, tuple):
+        good = len(key) <= 8 and all(isinstance(item, str) and len(item) <= _LONGEST for item in key)
+    elif isinstance(key, (str, bytes)):
+        good = len(key) <= _LONGEST
+    else:
+        good = key is None or isinstance(key, Inert) or (isinstance(key, int) and abs(key) < 1 << 31)
+    if not good:
+        raise Malformed(f"its pickle has {told(key)} as a key")
+    return key
+
+
+# Those that torch.save writes, by protocols 2 to 5. LONG4 and all that is text but names are not among them.
+_ARGUMENTS = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+}
+_CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_STEPS: dict[str, Callable[[_Machine, Any], object]] = {
+    "MARK": _Machine.mark,
+    "POP": _Machine.pop,
+    "POP_MARK": _Machine.since_mark,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "MEMOIZE": _Machine.memoize,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "EMPTY_LIST": _Machine.empty_list,
+    "EMPTY_SET": _Machine.empty_list,
+    "EMPTY_DICT": _Machine.empty_dict,
+    "TUPLE": _Machine.tuple_since_mark,
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "FROZENSET": _Machine.list_since_mark,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "ADDITEMS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "GLOBAL": _Machine.name,
+    "STACK_GLOBAL": _Machine.name_of_stack,
+    "REDUCE": _Machine.call,
+    "NEWOBJ": _Machine.call,
+    "NEWOBJ_EX": _Machine.call_with_names,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.stored_outside,
+}
