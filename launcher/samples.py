@@ -51,7 +51,7 @@ class Row(Struct, kw_only=True):
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a table, or JSON lines. Raises UserError for a run without samples or a filter that cannot be read."""
+    """Print a table for each group, or JSON lines. Raises UserError for a run without samples, or a filter it cannot read."""
     if options.eval:
         _print(_evaluated(options), options.jsonl)
         return
@@ -66,7 +66,9 @@ def _print(rows: Iterator[Row], jsonl: bool) -> None:
         for row in rows:
             sys.stdout.write(json.dumps(structs.asdict(row)) + "\n")
     else:
-        Console().print(_table(rows))
+        console = Console()
+        for _, group in groupby(rows, lambda row: (row.step, row.group)):
+            console.print(_table(list(group)))
 
 
 def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow]:
@@ -177,24 +179,29 @@ def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Ite
         )
 
 
-def _table(rows: Iterator[Row]) -> Table:
-    table = Table()
-    for column in ("group", "step", "state", "prompt", "reply", "label", "reward", "versions", "finish"):
-        wide = column in ("prompt", "reply")
-        table.add_column(column, overflow="fold", no_wrap=not wide, min_width=12 if wide else None)
-    for row in rows:
+def _table(group: list[Row]) -> Table:
+    """The samples of one group: what they have in common above, what differs below."""
+    first = group[0]
+    step = "" if first.step is None else f", step {first.step}"
+    state = first.state if first.why is None else f"{first.state}: {first.why}"
+    title = Text(f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}")
+    table = Table(title=title, title_justify="left", title_style="")
+    rules = sorted({name for row in group for name in row.rules})
+    table.add_column("reply", overflow="fold", min_width=16)
+    for column in ("reward", *rules, "versions", "finish"):
+        table.add_column(column, overflow="fold")
+    for row in group:
         oldest, newest = row.versions
-        reward = "–" if row.reward is None else f"{row.reward:.2f}" if row.valid else "masked"
         cells = (
-            f"{row.group}/{row.sample}",
-            "–" if row.step is None else str(row.step),
-            row.state if row.why is None else f"{row.state}: {row.why}",
-            row.prompt,
             row.reply,
-            row.label,
-            reward,
+            "–" if row.reward is None else f"{row.reward:.2f}" if row.valid else "masked",
+            *(_shown(row.rules.get(name)) for name in rules),
             oldest if oldest == newest else f"{oldest}–{newest}",
             row.finish,
         )
         table.add_row(*map(Text, cells))
     return table
+
+
+def _shown(value: float | None) -> str:
+    return "failed" if value is None else f"{value:g}"
