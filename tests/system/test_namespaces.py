@@ -9,7 +9,7 @@ import pytest
 
 from tests.system import namespaces as spaces
 from tests.system.namespaces import Node, joined
-from tests.system.runs import ROOT
+from tests.system.runs import ROOT, eventually
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("namespaces")]
 
@@ -109,7 +109,8 @@ def test_what_a_killed_maker_leaves_is_removed_by_the_next() -> None:
     maker = subprocess.Popen([sys.executable, "-c", MAKER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid = heard(maker)
     left = Node(f"sluice-{pid}-node0", "")
-    assert [process.name() for process in left.processes()] == ["sleep"]
+    # It begins as `ip`, which becomes what it runs.
+    eventually(lambda: [process.name() for process in left.processes()] == ["sleep"], PATIENCE, "the node's process")
     spaces.sweep()
     assert left.processes() != []  # its maker lives
     maker.kill()
