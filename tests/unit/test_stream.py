@@ -121,6 +121,19 @@ def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.Mo
     run(test())
 
 
+def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 60.0)
+
+    async def test() -> None:
+        outbox = stream.Outbox()
+        for number in range(stream.COMPANY + 1):
+            outbox.put(call(number))
+        assert ids(await outbox.frame()) == list(range(stream.COMPANY))
+        assert ids(await outbox.frame()) == [stream.COMPANY]
+
+    run(test())
+
+
 def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "WINDOW", 60.0)
 
