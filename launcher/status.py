@@ -1,13 +1,15 @@
-"""`sluice status`: every process of a run in one table."""
+"""`sluice status`: every process of a run, where it is and what it does."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from runtime import layout
 from runtime.errors import SluiceError, UserError
@@ -16,20 +18,21 @@ from services import session, wire
 
 REFRESH = 1.0  # seconds
 LAST_PORT = 65535
+UNREACHABLE = "unreachable"
 
 
 async def show(run: str, watch: bool) -> None:
-    """Print the table once, or keep it up to date. Raises UserError when no coordinator answers."""
+    """Print the tables once, or keep it up to date. Raises UserError when no coordinator answers."""
     address = address_of(run, "status")
     console = Console()
-    table = await _table(address)
+    tables = await _tables(address)
     if not watch:
-        console.print(table)
+        console.print(tables)
         return
-    with Live(table, console=console, auto_refresh=False) as live:
+    with Live(tables, console=console, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(REFRESH)
-            live.update(await _table(address), refresh=True)
+            live.update(await _tables(address), refresh=True)
 
 
 def address_of(run: str, command: str) -> str:
@@ -46,20 +49,46 @@ def address_of(run: str, command: str) -> str:
         raise UserError(f"{command}: no run is under way in {folder}") from None
 
 
-async def _table(address: str) -> Table:
+async def _tables(address: str) -> Group:
     try:
         async with session.open_channel(address) as channel:
             coordinator: Status = await session.call(channel, "coordinator", wire.METHODS["Process", "Status"])
             topology: Topology = await session.call(channel, "coordinator", wire.METHODS["Coordinator", "Processes"])
     except SluiceError as error:
         raise UserError(f"status: no coordinator at {address}: {error}") from None
-    table = Table(title=coordinator.detail, title_justify="left")
-    for column in ("process", "state", "version", "mailbox", "wait", "handled", "rates", "restarts", "pid", "address"):
-        table.add_column(column)
-    _row(table, coordinator)
-    for process, status in zip(topology.processes, await asyncio.gather(*map(_status, topology.processes)), strict=True):
-        _row(table, status, process.incarnation)
+    answers = await asyncio.gather(*map(_status, topology.processes))
+    restarts = [0, *(process.incarnation for process in topology.processes)]
+    return render([coordinator, *answers], restarts)
+
+
+def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
+    """Two tables that fit 80 columns, the coordinator's line first: where the processes are, and what they do."""
+    processes = _columns(statuses[0].detail, ("process", "state", "version", "restarts", "pid", "address"))
+    work = _columns("", ("process", "mailbox", "wait", "handled", "rates"))
+    silent: list[Text] = []
+    for status, restarted in zip(statuses, restarts, strict=True):
+        place = str(restarted), str(status.pid), status.address
+        processes.add_row(status.name, status.state, str(status.version), *place)
+        if status.state == UNREACHABLE:
+            silent.append(Text(f"{status.name}: {status.detail}"))
+            continue
+        mailbox = status.mailbox
+        letters = f"{mailbox.depth}/{mailbox.capacity}", f"{mailbox.wait_seconds * 1000:.1f} ms", str(mailbox.handled)
+        work.add_row(status.name, *letters, _rates(status.rates))
+    return Group(processes, work, *silent)
+
+
+def _columns(title: str, names: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold")
     return table
+
+
+def _rates(rates: Mapping[str, float]) -> str:
+    busy = rates.get("busy_seconds")
+    shown = [f"busy {busy:.0%}"] if busy is not None else []
+    return ", ".join(shown + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
 
 
 async def _status(process: Registration) -> Status:
@@ -70,26 +99,8 @@ async def _status(process: Registration) -> Status:
         return Status(
             role=process.role,
             name=process.name,
-            state="unreachable",
+            state=UNREACHABLE,
             detail=str(error),
             pid=process.pid,
             address=process.address,
         )
-
-
-def _row(table: Table, status: Status, restarts: int = 0) -> None:
-    mailbox = status.mailbox
-    rates = ", ".join(f"{name} {value:,.0f}/s" for name, value in status.rates.items() if not name.endswith("_seconds"))
-    busy = status.rates.get("busy_seconds")
-    table.add_row(
-        status.name,
-        status.state,
-        str(status.version),
-        f"{mailbox.depth}/{mailbox.capacity}",
-        f"{mailbox.wait_seconds * 1000:.1f} ms",
-        str(mailbox.handled),
-        (f"busy {busy:.0%}, " if busy is not None else "") + rates,
-        str(restarts),
-        str(status.pid),
-        status.address,
-    )

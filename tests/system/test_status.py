@@ -42,8 +42,9 @@ def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """The cells of each process's row."""
-    rows = ([cell.strip() for cell in line.strip("│ \n").split("│")] for line in text.splitlines() if "│" in line)
+    """The cells of each process's row in the first table."""
+    first = text[: text.index("└")]
+    rows = ([cell.strip() for cell in line.strip("│ \n").split("│")] for line in first.splitlines() if "│" in line)
     return {row[0]: row for row in rows}
 
 
