@@ -140,6 +140,10 @@ class _Copy:
         self.buffer = buffer
         self.digest: Future[int] = Future()
 
+    def fail(self, error: RuntimeError) -> None:
+        # Without its traceback, whose frames would hold the sender's memory for as long as somebody holds the error.
+        self.digest.set_exception(error.with_traceback(None))
+
     def wait(self, timeout: float) -> int:
         try:
             digest = self.digest.result(timeout)
@@ -204,12 +208,12 @@ class ReceivingLink(_SocketLink):
                 try:
                     source = self._await(copy.index, copy.buffer.numel())
                 except (RuntimeError, OSError) as error:
-                    copy.digest.set_exception(self._gone(error) if isinstance(error, OSError) else error)
+                    copy.fail(self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
                 copy.digest.set_result(copy_and_hash(source, copy.buffer.numpy(), self._check))
             except RuntimeError as error:
-                copy.digest.set_exception(error)
+                copy.fail(error)
 
     def _gone(self, error: OSError) -> RuntimeError:
         if self._aborted:
