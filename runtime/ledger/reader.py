@@ -140,8 +140,6 @@ class LedgerReader:
         steps: tuple[int, int] | None = None,
         states: Sequence[Phase] = (),
         reward: tuple[float, float] | None = None,
-        source: str | None = None,
-        limit: int | None = None,
     ) -> Iterator[GroupRow]:
         """Groups that meet every filter, by id. Ranges include both ends; `reward` is the group's mean."""
         where = _Where()
@@ -149,8 +147,7 @@ class LedgerReader:
         where.between("step", steps)
         where.among("state", [state.value for state in states])
         where.between("reward", reward)
-        where.equal("source", source)
-        return map(group_row, self._select("groups", where, "id", limit))
+        return map(group_row, self._connection.execute(f"SELECT * FROM groups{where} ORDER BY id", where.values))
 
     def checkpoints(self) -> list[CheckpointRow]:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")
@@ -205,10 +202,6 @@ class LedgerReader:
         if found:
             more = f" and {len(found) - 20} more" if len(found) > 20 else ""
             raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
-
-    def _select(self, table: str, where: _Where, order: str, limit: int | None) -> Iterator[sqlite3.Row]:
-        query = f"SELECT * FROM {table}{where} ORDER BY {order} LIMIT ?"
-        return self._connection.execute(query, (*where.values, -1 if limit is None else limit))
 
 
 class _Where:

@@ -119,8 +119,6 @@ def change_columns(change: Change) -> dict[str, Any]:
     columns = state_columns(change.state)
     if change.stamp == "lost":
         columns |= forgotten(change.state.phase)
-    if change.stamp == "dropped":
-        columns |= {"taken": None, "place": None}
     if change.state.phase == Phase.DROPPED:
         columns |= dict.fromkeys(("taken", "place"))
     if change.state.phase == Phase.READY:

@@ -264,7 +264,7 @@ def test_a_process_that_is_killed_fails_the_calls_under_way(tmp_path: Path) -> N
     run(test())
 
 
-def refused(tmp_path: Path, config: Path, refusal: Exception | None = None) -> tuple[int, list[str]]:
+def refused(config: Path, refusal: Exception | None = None) -> tuple[int, list[str]]:
     """Exit code and log lines of a process that is not to come up."""
     out: list[Any] = []
 
@@ -281,20 +281,20 @@ def refused(tmp_path: Path, config: Path, refusal: Exception | None = None) -> t
 def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     config.write_text(config.read_text() + "surprise: 1\n")
-    code, lines = refused(tmp_path, config)
+    code, lines = refused(config)
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith("error: surprise")
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    code, lines = refused(tmp_path, write_config(tmp_path, model=Model(path=str(tmp_path / "nowhere"))))
+    code, lines = refused(write_config(tmp_path, model=Model(path=str(tmp_path / "nowhere"))))
     assert code == 2
     assert lines == [f"error: model.path: {tmp_path / 'nowhere'} has no tokenizer.json"]
 
 
 def test_a_process_that_the_coordinator_does_not_know_says_so_and_ends(tmp_path: Path) -> None:
-    code, lines = refused(tmp_path, write_config(tmp_path), UserError("reward-0 (rank 0) is not in this run's topology"))
+    code, lines = refused(write_config(tmp_path), UserError("reward-0 (rank 0) is not in this run's topology"))
     assert code == 2
     assert lines[-1] == "error: reward-0 (rank 0) is not in this run's topology"
 

@@ -58,9 +58,8 @@ def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
         ]
         assert [r.group_id for r in reader.groups(steps=(1, 5))] == [2, 3]
         assert [r.group_id for r in reader.groups(states=[Phase.DROPPED, Phase.READY])] == [4]
-        assert [r.group_id for r in reader.groups(reward=(0.4, 0.6), source="gsm8k", limit=3)] == [0, 1, 2]
+        assert [r.group_id for r in reader.groups(reward=(0.4, 0.6))][:3] == [0, 1, 2]
         assert not list(reader.groups(reward=(0.6, 1.0)))
-        assert not list(reader.groups(source="other"))
         assert reader.dropped() == {"end of run": 1}
         assert reader.note("stream") == b"position"
         assert [c.path for c in reader.checkpoints()] == ["checkpoints/2"]

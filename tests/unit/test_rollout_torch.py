@@ -93,7 +93,7 @@ def tokens_of(samples: list[Sample]) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in samples]
 
 
-def many_requests(stop: tuple[int, ...] = (3, 4)) -> list[GroupRequest]:
+def many_requests() -> list[GroupRequest]:
     rng = np.random.default_rng(1)
     return [
         request(
@@ -102,7 +102,7 @@ def many_requests(stop: tuple[int, ...] = (3, 4)) -> list[GroupRequest]:
             prompt=tuple(rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()),
             limit=int(rng.integers(1, 40)),
             temperature=float(rng.choice([0.7, 1.0, 1.5])),
-            stop_token_ids=stop,
+            stop_token_ids=(3, 4),
         )
         for group_id in range(14)
     ]
@@ -235,7 +235,7 @@ def test_filters_and_greedy_rows_share_a_batch_with_plain_ones(make: Make) -> No
     assert min(sample.logprobs.min() for sample in together[3]) > np.log(1e-3)
 
 
-def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: Path, tmp_path: Path) -> None:
+def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, tmp_path: Path) -> None:
     other = save_model(tmp_path, seed=1)
     tensors = load_file(tmp_path / "model.safetensors")
     engine = make(slots=2)
