@@ -10,21 +10,18 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import uvloop
 
-import services
-from runtime import layout, os_process
+from runtime import layout
 from runtime.aio import first_error
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
-from runtime.config import Config, loading
+from runtime.config import Config
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
@@ -38,6 +35,7 @@ from runtime.ports import Replaceable
 from runtime.startup import Phases, Startup, in_order
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.trackers import Trackers
+from services import process
 from services.fleet import Fleet
 from services.nodes import Nodes
 from services.server import Handler, Server
@@ -310,22 +308,11 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the weights that the rollouts load")
     arguments = parser.parse_args()
-    os_process.die_with_parent()
-    os_process.stacks_on_signal()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    phases = Phases()
-    phases.mark("interpreter", services.BEGAN)
-    phases.mark("imports")
-    try:
-        config = loading.load(arguments.config, ())
-        uvloop.install()
-        asyncio.run(Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd))
-    except UserError as error:
-        os_process.say_errors(str(error).splitlines())
-        sys.exit(2)
-    except SluiceError as error:
-        os_process.say_errors([str(error)])
-        sys.exit(1)
+
+    def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
+        return Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd)
+
+    process.lead(arguments.config, work)
 
 
 if __name__ == "__main__":
