@@ -18,8 +18,8 @@ from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.status import Registration
 from services import session, wire
-from services.fleet import Fleet
 from services.nodes import Nodes
+from services.peers import Peers
 from services.server import Server
 
 PATIENCE = 20.0
@@ -43,8 +43,8 @@ class Desk:
     """A coordinator's part of it, served."""
 
     def __init__(self, config: Config):
-        self.fleet = Fleet(config, lambda: None)
-        self.nodes = Nodes(config, True, self.fleet)
+        self.peers = Peers(config, lambda: None)
+        self.nodes = Nodes(config, True, self.peers)
         self.address = ""
 
     @asynccontextmanager
@@ -108,7 +108,7 @@ def run(config: Config, test: Callable[[Desk], Awaitable[None]]) -> None:
 
 def register(desk: Desk, name: str, incarnation: int = 0) -> None:
     role = name.rpartition("-")[0]
-    desk.fleet.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
+    desk.peers.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -174,7 +174,7 @@ def test_a_node_that_leaves_and_comes_back_gets_what_it_had_as_new_incarnations(
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
         Member(desk, registration("a", own=True))
         b = Member(desk, registration("b"))
-        desk.fleet.expect(await placing)
+        desk.peers.expect(await placing)
         await b.told()
         register(desk, "rollout-0", incarnation=3)
         await b.leave()
@@ -219,7 +219,7 @@ def test_another_node_takes_over_what_one_that_left_had() -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
         Member(desk, registration("a", own=True))
         b = Member(desk, registration("b"))
-        desk.fleet.expect(await placing)
+        desk.peers.expect(await placing)
         assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
         register(desk, "rollout-3")
         await b.leave()
@@ -235,7 +235,7 @@ def test_a_node_that_has_no_room_for_what_another_left_is_welcome_all_the_same()
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
         Member(desk, registration("a", own=True))
         b = Member(desk, registration("b"))
-        desk.fleet.expect(await placing)
+        desk.peers.expect(await placing)
         await b.told()
         await b.leave()
         await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
@@ -279,7 +279,7 @@ def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
 def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
     async def test(desk: Desk) -> None:
         a = Member(desk, registration("a", own=True))
-        desk.fleet.expect(await desk.nodes.placed(time.monotonic()))
+        desk.peers.expect(await desk.nodes.placed(time.monotonic()))
         assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0"}
         done = desk.nodes.scale(Scale(role="rollout", replicas=4))
         assert (done.started, done.stopped, done.pending) == (["rollout-1", "rollout-2"], [], ["rollout-3"])
