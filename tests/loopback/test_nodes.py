@@ -106,6 +106,15 @@ def run(config: Config, test: Callable[[Desk], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
+async def a_and_b(desk: Desk) -> Member:
+    """Both have come, a being the coordinator's own, and the processes that are placed on them are expected. The agent of b."""
+    placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+    Member(desk, registration("a", own=True))
+    b = Member(desk, registration("b"))
+    desk.peers.expect(await placing)
+    return b
+
+
 def register(desk: Desk, name: str, incarnation: int = 0) -> None:
     role = name.rpartition("-")[0]
     desk.peers.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
@@ -171,10 +180,7 @@ def test_what_cannot_be_placed_ends_the_run_before_anything_starts() -> None:
 
 def test_a_node_that_leaves_and_comes_back_gets_what_it_had_as_new_incarnations() -> None:
     async def test(desk: Desk) -> None:
-        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
-        desk.peers.expect(await placing)
+        b = await a_and_b(desk)
         await b.told()
         register(desk, "rollout-0", incarnation=3)
         await b.leave()
@@ -216,10 +222,7 @@ def test_a_node_that_comes_late_gets_what_had_no_room() -> None:
 
 def test_another_node_takes_over_what_one_that_left_had() -> None:
     async def test(desk: Desk) -> None:
-        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
-        desk.peers.expect(await placing)
+        b = await a_and_b(desk)
         assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
         register(desk, "rollout-3")
         await b.leave()
@@ -232,10 +235,7 @@ def test_another_node_takes_over_what_one_that_left_had() -> None:
 
 def test_a_node_that_has_no_room_for_what_another_left_is_welcome_all_the_same() -> None:
     async def test(desk: Desk) -> None:
-        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
-        desk.peers.expect(await placing)
+        b = await a_and_b(desk)
         await b.told()
         await b.leave()
         await until(lambda: list(desk.nodes.roster.nodes) == ["a"])

@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from runtime import codec
 from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run, loading
 from runtime.engines.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.errors import Unreachable, UserError
 from runtime.status import Registration, Status, Stop
-from runtime.types import GroupPayload, Sample, ScoreRequest, Scores, Segment
+from runtime.types import ScoreRequest, Scores
 from services.server import OPTIONS, Server
 from services.session import Session, open_channel
+from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
 START = 60.0  # seconds from the start of a process until it has registered, on a machine that is busy
@@ -156,22 +155,7 @@ def reflected(address: str) -> set[str]:
 
 def score_request(*texts: str) -> ScoreRequest:
     tokenizer = make_tokenizer()
-    samples = []
-    for text in texts:
-        tokens = np.array(tokenizer.encode(text + END_OF_TURN).ids, np.int32)
-        size = len(tokens)
-        samples.append(
-            Sample(
-                tokens=tokens,
-                loss_mask=np.ones(size, np.uint8),
-                logprobs=np.zeros(size, np.float32),
-                versions=np.zeros(size, np.int64),
-                segments=[Segment("model", size)],
-                finish_reason="stop",
-            )
-        )
-    payload = GroupPayload(group_id=5, prompt=np.zeros(1, np.int32), samples=samples)
-    return ScoreRequest(group_id=5, label="7", payload=codec.encode(payload))
+    return make_request(5, [0], [tokenizer.encode(text + END_OF_TURN).ids for text in texts], label="7")
 
 
 def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ def make_request(
     prompt: np.ndarray | Sequence[int],
     replies: Sequence[np.ndarray | Sequence[int]],
     messages: list[dict[str, str]] | None = None,
+    label: str = "5",
 ) -> ScoreRequest:
     payload = GroupPayload(group_id=group_id, prompt=np.asarray(prompt, np.int32), samples=list(map(make_sample, replies)))
     return ScoreRequest(
-        group_id=group_id, label="5", payload=codec.encode(payload), source="test/train", messages=messages or []
+        group_id=group_id, label=label, payload=codec.encode(payload), source="test/train", messages=messages or []
     )
