@@ -18,14 +18,14 @@ from runtime.pipeline.states import Mark, Phase
 from runtime.types import PolicyVersion, Scores
 
 DATABASE = "ledger.sqlite"
-PARTS = ("payload", "reference", "value")  # what a group keeps in the segment files
+PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 
 _HANDLES = {part: f"{part}_segment INTEGER, {part}_offset INTEGER, {part}_length INTEGER" for part in PARTS}
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS groups (
-    id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, epoch REAL NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
+    id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
     replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
     response_tokens BLOB, truncated INTEGER, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
@@ -45,7 +45,6 @@ class GroupRow(Struct, kw_only=True):
 
     group_id: int
     problem: int
-    epoch: float
     source: str
     label: str
     seed: int

@@ -39,7 +39,7 @@ def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
     with LedgerReader(tmp_path) as reader:
         assert reader.check_final(groups_per_step=2)["retired"] == 4
         (row,) = reader.groups(group_id=2)
-        assert (row.problem, row.epoch, row.source, row.label, row.seed) == (52, 0.5, "gsm8k", "4", 14)
+        assert (row.problem, row.source, row.label, row.seed) == (52, "gsm8k", "4", 14)
         assert (row.phase, row.step, row.place, row.replica, row.attempt) == (Phase.RETIRED, 1, 0, "rollout-0", 1)
         assert (row.prompt_tokens, row.response_tokens, row.reward) == (5, [3, 4], 0.5)
         assert row.scores is not None
