@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from msgspec.structs import replace
 from rich.table import Table
 
@@ -29,6 +29,10 @@ class Shape(Struct, frozen=True):
     @property
     def name(self) -> str:
         return f"{self.layers} layers of {self.hidden_size}"
+
+    def bench_config(self, folder: Path) -> Config:
+        """The bench's configuration for this model, made under `folder` unless it lies there."""
+        return bench_config(folder / f"{self.layers}x{self.hidden_size}", Warmup(**structs.asdict(self)))
 
 
 QUICKSTART = Shape(128, 4, 4, 2, 384)
@@ -74,15 +78,8 @@ class Report(Struct):
 
 
 def packing_config(folder: Path, shape: Shape, budget: int, settings: Settings) -> Config:
-    """The bench's configuration for a model of `shape`, made under `folder` unless it lies there, without a reference."""
-    warmup = Warmup(
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate_size,
-    )
-    config = bench_config(folder / f"{shape.layers}x{shape.hidden_size}", warmup)
+    """`Shape.bench_config` with these lengths and this budget, and without a reference."""
+    config = shape.bench_config(folder)
     return replace(
         config,
         data=replace(config.data, max_prompt_tokens=settings.prompt_tokens),

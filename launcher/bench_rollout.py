@@ -15,10 +15,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from rich.table import Table
 
-from launcher.bench_material import bench_config
 from launcher.bench_packing import Shape
 from launcher.bench_worker import Measured, Worker, total
-from runtime.config import Config, Rollout, Warmup
+from runtime.config import Config, Rollout
 from runtime.errors import UserError
 
 ENGINES = ("torch", "vllm")
@@ -88,14 +87,7 @@ async def measure(
 
 
 def rollout_config(folder: Path, shape: Shape, engine: str, slots: int) -> Config:
-    warmup = Warmup(
-        hidden_size=shape.hidden_size,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate_size,
-    )
-    config = bench_config(folder / f"{shape.layers}x{shape.hidden_size}", warmup)
+    config = shape.bench_config(folder)
     fleet = Rollout(engine=engine, slots=slots, dtype="float32")  # type: ignore[arg-type]
     return replace(config, services=replace(config.services, rollout=fleet))
 

@@ -8,31 +8,33 @@ from statistics import NormalDist, fmean, stdev
 
 from msgspec import Struct
 
+CONFIDENCE = 0.95  # of both intervals
+
 
 class Interval(Struct, frozen=True):
     low: float
     high: float
 
 
-def wilson(successes: int, trials: int, confidence: float = 0.95) -> Interval:
+def wilson(successes: int, trials: int) -> Interval:
     """Of a probability, from independent trials with that probability each (Wilson 1927, the score interval).
 
     (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n), with p = successes / trials, n = trials > 0 and z the normal quantile.
     """
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share, spread = successes / trials, z * z / trials
     centre, half = share + spread / 2, z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
     return Interval(max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread)))
 
 
-def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
+def t_interval(values: Sequence[float]) -> Interval | None:
     """Of the mean that independent, roughly normal `values` scatter about (Student 1908): mean ± t s / √n.
 
     None for fewer than two values, whose spread says nothing.
     """
     if len(values) < 2:
         return None
-    mean, half = fmean(values), t_quantile(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    mean, half = fmean(values), t_quantile(CONFIDENCE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
 

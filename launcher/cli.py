@@ -46,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
+    _add_looking(commands)
+    _add_files(commands)
+    _add_measuring(commands)
+    return parser
+
+
+def _add_looking(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Commands that look at a run, also while it is under way."""
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
@@ -68,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", type=Path, help="a run's folder")
     report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
 
+
+def _add_files(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Commands on files: of problems, replies, models and other systems' configurations."""
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
@@ -86,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
 
+
+def _add_measuring(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Commands that measure or check this machine."""
     bench = commands.add_parser(
         "bench",
         help="measure this machine, or the cost of staleness",
@@ -114,7 +128,6 @@ def _parser() -> argparse.ArgumentParser:
     accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
     accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
     accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
-    return parser
 
 
 def _add_render(parser: argparse.ArgumentParser) -> None:

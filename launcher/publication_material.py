@@ -24,11 +24,11 @@ def read_sizes(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def uneven(megabytes: int, tensors: int = TENSORS) -> tuple[TensorSpec, ...]:
-    """`tensors` specs, bfloat16 [n], that make up exactly `megabytes` · 10⁶ bytes; the same for the same arguments."""
+def uneven(megabytes: int) -> tuple[TensorSpec, ...]:
+    """`TENSORS` specs, bfloat16 [n], that make up exactly `megabytes` · 10⁶ bytes; the same for the same size."""
     drawn = random.Random(SEED)
-    weights = [drawn.lognormvariate(0.0, SPREAD) for _ in range(tensors)]
+    weights = [drawn.lognormvariate(0.0, SPREAD) for _ in range(TENSORS)]
     elements = megabytes * 1_000_000 // 2
-    counts = [1 + int((elements - tensors) * weight / sum(weights)) for weight in weights]
+    counts = [1 + int((elements - TENSORS) * weight / sum(weights)) for weight in weights]
     counts[-1] += elements - sum(counts)
     return tuple(TensorSpec(f"tensor.{index}", "bfloat16", (count,)) for index, count in enumerate(counts))

@@ -158,11 +158,11 @@ def staleness_metrics(staleness: Sequence[int]) -> Metrics:
     }
 
 
-def idle_fraction(busy_seconds: float, wall_seconds: float, processes: int = 1) -> float:
-    """The fraction of `wall_seconds` in which `processes`, busy for `busy_seconds` together, did nothing."""
+def idle_fraction(busy_seconds: float, wall_seconds: float) -> float:
+    """The fraction of `wall_seconds` in which a process that was busy for `busy_seconds` did nothing."""
     if wall_seconds <= 0:
         return 0.0
-    return min(1.0, max(0.0, 1.0 - busy_seconds / (wall_seconds * processes)))
+    return min(1.0, max(0.0, 1.0 - busy_seconds / wall_seconds))
 
 
 def _distribution(prefix: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:

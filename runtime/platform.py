@@ -122,11 +122,6 @@ def resolve_dtype(dtype: DType, where: torch.device) -> torch.dtype:
     return resolved
 
 
-def keeps_master_weights(dtype: torch.dtype) -> bool:
-    """Whether training in `dtype` needs float32 master weights: small updates vanish in a 16-bit mantissa."""
-    return dtype.itemsize < 4
-
-
 def release(where: torch.device) -> None:
     """Give other processes what the caching allocator holds and nobody uses."""
     if where.type != "cpu":

@@ -9,7 +9,6 @@ from msgspec import Struct, field
 from runtime.actor import MailboxStats
 from runtime.types import PolicyVersion
 
-Role = Literal["coordinator", "rollout", "reward", "reward_model", "reference", "trainer", "critic"]
 State = Literal["starting", "ready", "asleep", "torn", "draining", "failed"]
 
 

@@ -10,21 +10,18 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import uvloop
 
-import services
-from runtime import layout, os_process
+from runtime import layout
 from runtime.aio import first_error
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
-from runtime.config import Config, loading
+from runtime.config import Config
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
@@ -38,8 +35,9 @@ from runtime.ports import Replaceable
 from runtime.startup import Phases, Startup, in_order
 from runtime.status import Progress, Registration, Status, Stop, Topology
 from runtime.trackers import Trackers
-from services.fleet import Fleet
+from services import process
 from services.nodes import Nodes
+from services.peers import Peers
 from services.server import Handler, Server
 
 log = logging.getLogger("sluice")
@@ -60,8 +58,8 @@ class Coordinator:
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
-        self._fleet = Fleet(config, lambda: self._report(self._progress))
-        self._nodes = Nodes(config, trains, self._fleet)
+        self._peers = Peers(config, lambda: self._report(self._progress))
+        self._nodes = Nodes(config, trains, self._peers)
         self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
         self._run: Run | None = None
@@ -94,7 +92,7 @@ class Coordinator:
             end = "finished"
         finally:
             (self._folder / layout.ADDRESS).unlink(missing_ok=True)
-            await self._fleet.stop_all()
+            await self._peers.stop_all()
             self._report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
             await server.stop(grace=0.2)
@@ -110,15 +108,15 @@ class Coordinator:
         task.result()
 
     async def _train(self) -> None:
-        self._fleet.expect(await self._nodes.placed(self._started))
+        self._peers.expect(await self._nodes.placed(self._started))
         placed = time.monotonic()
         material = await self._material()
         try:
             before = time.monotonic()
-            await self._fleet.connect(placed, self._arrive)
+            await self._peers.connect(placed, self._arrive)
             material.startup.phases["services"] = time.monotonic() - before
-            material.startup.processes |= {one.name: in_order(one.seconds) for one in self._fleet.processes}
-            self._run = Run(material, self._fleet.roles())
+            material.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
+            self._run = Run(material, self._peers.roles())
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -133,7 +131,7 @@ class Coordinator:
 
     async def _evaluate(self) -> None:
         config = self._config
-        self._fleet.expect(await self._nodes.placed(self._started))
+        self._peers.expect(await self._nodes.placed(self._started))
         placed = time.monotonic()
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
@@ -145,11 +143,11 @@ class Coordinator:
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             report=self._report,
-            lost=self._fleet.lose,
+            lost=self._peers.lose,
         )
         try:
-            await self._fleet.connect(placed, self._arrive)
-            self._evaluation = EvaluationRun(material, self._fleet.evaluation_roles())
+            await self._peers.connect(placed, self._arrive)
+            self._evaluation = EvaluationRun(material, self._peers.evaluation_roles())
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
@@ -180,8 +178,8 @@ class Coordinator:
             startup=Startup(
                 phases={**phases, "data": time.monotonic() - before}, processes={"coordinator": self._phases.seconds}
             ),
-            lost=self._fleet.lose,
-            regroup=self._fleet.regroup,
+            lost=self._peers.lose,
+            regroup=self._peers.regroup,
         )
 
     def _arrive(self, role: str, replica: Replaceable) -> None:
@@ -208,10 +206,10 @@ class Coordinator:
 
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration, timeout: float | None) -> None:
-            self._fleet.register(registration)
+            self._peers.register(registration)
 
         async def processes(_: None, timeout: float | None) -> Topology:
-            return Topology(processes=self._fleet.processes)
+            return Topology(processes=self._peers.processes)
 
         async def paths(found: NodePaths, timeout: float | None) -> None:
             self._nodes.report_paths(found)
@@ -240,7 +238,7 @@ class Coordinator:
         elif is_group(self._config, role):
             if not self._nodes.start_again(role, death.incarnation):
                 self._failed.set_exception(SluiceError(death.reason))
-        elif not self._fleet.others(role, death.name):
+        elif not self._peers.others(role, death.name):
             self._failed.set_exception(SluiceError(death.reason))
 
     def status(self) -> Status:
@@ -271,7 +269,7 @@ class Coordinator:
         )
 
     def _report(self, progress: Progress) -> None:
-        self._progress = msgspec.structs.replace(progress, lost=list(self._fleet.lost.values()))
+        self._progress = msgspec.structs.replace(progress, lost=list(self._peers.lost.values()))
         for watcher in self._watchers:
             watcher.set()
 
@@ -310,22 +308,11 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the weights that the rollouts load")
     arguments = parser.parse_args()
-    os_process.die_with_parent()
-    os_process.stacks_on_signal()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    phases = Phases()
-    phases.mark("interpreter", services.BEGAN)
-    phases.mark("imports")
-    try:
-        config = loading.load(arguments.config, ())
-        uvloop.install()
-        asyncio.run(Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd))
-    except UserError as error:
-        os_process.say_errors(str(error).splitlines())
-        sys.exit(2)
-    except SluiceError as error:
-        os_process.say_errors([str(error)])
-        sys.exit(1)
+
+    def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
+        return Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd)
+
+    process.lead(arguments.config, work)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from runtime.cluster.restarts import Allowance
 from runtime.cluster.topology import Member, is_group, named_paths, with_rollouts
 from runtime.config import Config, Rollout, loading
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
-from services.fleet import Fleet
+from services.peers import Peers
 
 POLL = 0.1  # seconds between two looks whether a node's former stream has ended
 
@@ -26,16 +26,16 @@ log = logging.getLogger("sluice")
 class Nodes:
     """`join` is the handler of a node's stream; `placed` waits for those that the run needs.
 
-    The fleet gives up the processes of a node that leaves, and expects those of one that comes.
+    `peers` gives up the processes of a node that leaves, and expects those of one that comes.
     """
 
-    def __init__(self, config: Config, trains: bool, fleet: Fleet):
+    def __init__(self, config: Config, trains: bool, peers: Peers):
         """`trains`: False for an evaluation alone."""
         self._config = config
         self._yaml = loading.to_yaml(config)
         self._id = uuid.uuid4().hex
         self._trains = trains
-        self._fleet = fleet
+        self._peers = peers
         self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
@@ -135,7 +135,7 @@ class Nodes:
         self._config, self._yaml = config, loading.to_yaml(config)
         started = [seat.member for seat in after.seats if seat.member not in before]
         stopped = sorted(before - {seat.member for seat in after.seats}, key=lambda member: member.name)
-        self._fleet.dismiss(stopped, "the run was scaled down")
+        self._peers.dismiss(stopped, "the run was scaled down")
         self._start(started)
         return Scaled(
             started=[member.name for member in started],
@@ -184,10 +184,10 @@ class Nodes:
 
     def _start(self, coming: Sequence[Member]) -> None:
         for member in coming:
-            if (newest := self._fleet.newest(member)) is not None:
+            if (newest := self._peers.newest(member)) is not None:
                 key = member.role if is_group(self._config, member.role) else member.name
                 self._incarnations[key] = max(self._incarnations.get(key, 0), newest + 1)
-        self._fleet.expect(coming)
+        self._peers.expect(coming)
         self._tell()
 
     def _leave(self, name: str) -> None:
@@ -195,7 +195,7 @@ class Nodes:
         self._streams.pop(name, None)
         log.warning("node %s left", name)
         if self._placement is not None:
-            self._fleet.give_up([seat.member for seat in self._placement.on(name)], f"its node {name} left")
+            self._peers.give_up([seat.member for seat in self._placement.on(name)], f"its node {name} left")
 
     # ------------------------------------------------------------------------------------------ inside
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,19 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--coordinator", required=True, help="host:port")
     arguments = parser.parse_args()
+
+    def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
+        for name, value in transport_variables(config.network.interface).items():
+            os.environ.setdefault(name, value)
+        service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
+        return Process(service, arguments.coordinator, phases).run()
+
+    lead(arguments.config, work)
+
+
+def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]) -> None:
+    """The life of a process: what `work` makes of the configuration in `path` and of the start-up so far. Ends the process
+    with its exit code when that fails."""
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -106,12 +119,9 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
     phases.mark("interpreter", services.BEGAN)
     phases.mark("imports")
     try:
-        config = loading.load(arguments.config, ())
-        for name, value in transport_variables(config.network.interface).items():
-            os.environ.setdefault(name, value)
-        service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
+        config = loading.load(path, ())
         uvloop.install()
-        asyncio.run(Process(service, arguments.coordinator, phases).run())
+        asyncio.run(work(config, phases))
     except UserError as error:
         os_process.say_errors(str(error).splitlines())
         sys.exit(2)

@@ -86,7 +86,7 @@ class Subscription:
         """Meet the others in a thread of its own: generation goes on."""
         self.leave()
         self.epoch = message.address.epoch
-        self._answer(letter, self._meet(message), "join")
+        self._answer(letter, self._meet(message))
 
     async def _meet(self, message: JoinWeights) -> None:
         from runtime.weights import group
@@ -109,7 +109,7 @@ class Subscription:
             raise ServiceFault(self._name, "receive", f"is not a member of the publication group of epoch {message.epoch}")
         if self._reception is not None and not self._reception.done():
             raise ServiceFault(self._name, "receive", "is receiving another version")
-        self._reception = self._answer(letter, self._take_in(self.group, message), "receive")
+        self._reception = self._answer(letter, self._take_in(self.group, message))
 
     async def _take_in(self, group: WeightGroup, message: ReceiveWeights) -> None:
         await self.staging.receive(group, message.version, not self._has(message.version))
@@ -143,7 +143,7 @@ class Subscription:
         self.swaps += 1
         letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - began))
 
-    def _answer(self, letter: Letter, work: Awaitable[None], phase: str) -> asyncio.Task[None]:
+    def _answer(self, letter: Letter, work: Awaitable[None]) -> asyncio.Task[None]:
         """Do `work` beside the actor, then answer the letter."""
 
         async def answer() -> None:

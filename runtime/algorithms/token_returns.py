@@ -32,8 +32,8 @@ def gae(
     values: Tensor,
     mask: Tensor,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (GAE, arXiv:1506.02438, equation 16).
 

@@ -116,11 +116,6 @@ class PromptStream:
         """The problem at a fresh `position`."""
         return self.problems[self.index(position)]
 
-    @property
-    def epoch(self) -> float:
-        """Prompts served so far, in numbers of problems: passes over the data, where there is one source."""
-        return self._position / len(self.problems)
-
     def draw(self) -> Draw:
         """The next group: of a prompt given back when there is one, else of the next fresh prompt."""
         if self._returned:

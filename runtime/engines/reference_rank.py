@@ -40,4 +40,4 @@ def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
     use_megatron(config.services.reference, device)
     from runtime.engines.scorer_megatron import MegatronScorer
 
-    return ReferenceRank(MegatronScorer(config, rank, world_size, device), config, rank, world_size)
+    return ReferenceRank(MegatronScorer(config, world_size, device), config, rank, world_size)

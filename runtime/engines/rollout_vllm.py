@@ -91,21 +91,6 @@ class VLLMRolloutEngine(RolloutEngine):
         Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
         whatever keeps it from starting: a model that it does not support, too little memory.
         """
-        own = {
-            "model": model_path,
-            "skip_tokenizer_init": True,
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
-            "max_num_seqs": slots,
-            "tensor_parallel_size": tensor_parallel,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and filters included
-            "worker_extension_cls": worker,
-            "disable_log_stats": True,
-            "enable_prefix_caching": True,
-            "enable_sleep_mode": sleeps,
-            "enforce_eager": device.type == "cpu",
-            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
-        }
         model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
         self._is_tied = bool(model.get("tie_word_embeddings"))
         self._shapes = WeightFiles(model_path).shapes
@@ -128,11 +113,23 @@ class VLLMRolloutEngine(RolloutEngine):
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version()
+        own = {
+            "model": model_path,
+            "skip_tokenizer_init": True,
+            "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": max_model_len,
+            "max_num_seqs": slots,
+            "tensor_parallel_size": tensor_parallel,
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and filters included
+            "worker_extension_cls": worker,
+            "disable_log_stats": True,
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": sleeps,
+            "enforce_eager": device.type == "cpu",
+            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
+        }
         if device.type == "cpu":
-            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
-            own["enable_chunked_prefill"] = False
-            own["max_num_batched_tokens"] = max(_CPU_STEP, max_model_len, slots)
-            own["kv_cache_memory_bytes"] = _cpu_cache_bytes(model, slots, max_model_len, dtype, tensor_parallel)
+            own |= _on_cpus(model, slots, max_model_len, dtype, tensor_parallel)
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -336,6 +333,16 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def close(self) -> None:
         await self._core.close()
+
+
+def _on_cpus(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> dict[str, Any]:
+    """vLLM's arguments that CPUs need besides."""
+    return {
+        # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_STEP, length, slots),
+        "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
+    }
 
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:

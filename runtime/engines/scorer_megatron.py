@@ -29,7 +29,7 @@ class MegatronScorer(Passes):
     `megatron.facade.prepare` has been called in this process.
     """
 
-    def __init__(self, config: Config, rank: int, world_size: int, device: torch.device):
+    def __init__(self, config: Config, world_size: int, device: torch.device):
         """Load the reference's model. Raises UserError for what the configuration or the folder gets wrong."""
         settings = config.services.reference
         source = config.model.reference or config.model.path

@@ -74,12 +74,8 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     prompt_begin = ragged.starts(prompt_length)
     reply_begin = int(prompt_length.sum()) + ragged.starts(fed)
     own_prompt = prompt_length[prompt_of]
-    tokens = np.concatenate(
-        [
-            rows.prompts[ragged.spans(rows.prompt_start[prompts], prompt_length)],
-            rows.tokens[ragged.spans(rows.start[chosen], fed)],
-        ]
-    )
+    of_prompts = rows.prompts[ragged.spans(rows.prompt_start[prompts], prompt_length)]
+    tokens = np.concatenate([of_prompts, rows.tokens[ragged.spans(rows.start[chosen], fed)]])
     positions = np.concatenate([ragged.ramps(prompt_length), ragged.spans(own_prompt, fed)])
 
     where = ragged.spans(rows.start[chosen], rows.length[chosen])
@@ -100,6 +96,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     begin_of_prompt = prompt_begin[prompt_of]
     packing = attention_rows(begin_of_prompt, own_prompt, reply_begin, fed, len(tokens), device)
     attended = sum(part.numel() for part in packing.rows)
+    prompt_sequences = np.pad(np.stack([prompt_begin, prompt_length], 1), ((0, 0), (0, 2)))  # which have no other before them
     return MicroBatch(
         input_ids=send(tokens.astype(np.int64)[None]),
         position_ids=send(positions[None]),
@@ -111,12 +108,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
         columns={name: column(array) for name, array in columns.items()},
         samples=chosen,
         places=where[kept],
-        sequences=np.concatenate(
-            [
-                np.stack([prompt_begin, prompt_length, 0 * prompt_begin, 0 * prompt_begin], 1),
-                np.stack([reply_begin, fed, begin_of_prompt, own_prompt], 1),
-            ]
-        ),
+        sequences=np.concatenate([prompt_sequences, np.stack([reply_begin, fed, begin_of_prompt, own_prompt], 1)]),
         padding=attended - int((own_prompt + fed).sum()),
         attended=attended,
     )

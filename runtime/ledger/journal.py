@@ -184,7 +184,7 @@ def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
         raise ServiceFault("ledger", phase, f"{folder / DATABASE}: {error}") from error
 
 
-_PART_OF = {Mark.REFERENCED: "reference", Mark.VALUED: "value"}
+_PART_OF = {Mark.REFERENCED: "reference", Mark.VALUED: "values"}
 
 
 class _Writer:

@@ -18,14 +18,14 @@ from runtime.pipeline.states import Mark, Phase
 from runtime.types import PolicyVersion, Scores
 
 DATABASE = "ledger.sqlite"
-PARTS = ("payload", "reference", "value")  # what a group keeps in the segment files
+PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 
 _HANDLES = {part: f"{part}_segment INTEGER, {part}_offset INTEGER, {part}_length INTEGER" for part in PARTS}
 
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS groups (
-    id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, epoch REAL NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
+    id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
     replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
     response_tokens BLOB, truncated INTEGER, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
@@ -45,7 +45,6 @@ class GroupRow(Struct, kw_only=True):
 
     group_id: int
     problem: int
-    epoch: float
     source: str
     label: str
     seed: int
@@ -140,8 +139,6 @@ class LedgerReader:
         steps: tuple[int, int] | None = None,
         states: Sequence[Phase] = (),
         reward: tuple[float, float] | None = None,
-        source: str | None = None,
-        limit: int | None = None,
     ) -> Iterator[GroupRow]:
         """Groups that meet every filter, by id. Ranges include both ends; `reward` is the group's mean."""
         where = _Where()
@@ -149,8 +146,7 @@ class LedgerReader:
         where.between("step", steps)
         where.among("state", [state.value for state in states])
         where.between("reward", reward)
-        where.equal("source", source)
-        return map(group_row, self._select("groups", where, "id", limit))
+        return map(group_row, self._connection.execute(f"SELECT * FROM groups{where} ORDER BY id", where.values))
 
     def checkpoints(self) -> list[CheckpointRow]:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")
@@ -205,10 +201,6 @@ class LedgerReader:
         if found:
             more = f" and {len(found) - 20} more" if len(found) > 20 else ""
             raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
-
-    def _select(self, table: str, where: _Where, order: str, limit: int | None) -> Iterator[sqlite3.Row]:
-        query = f"SELECT * FROM {table}{where} ORDER BY {order} LIMIT ?"
-        return self._connection.execute(query, (*where.values, -1 if limit is None else limit))
 
 
 class _Where:

@@ -19,7 +19,6 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
     group_id: int
     problem: int  # index of its prompt in the data
-    epoch: float
     source: str
     label: str
     seed: int  # in [0, 2^63)
@@ -47,7 +46,7 @@ class Change(Record, kw_only=True):
     generated: GeneratedGroup | None = None
     scores: Scores | None = None
     reference: bytes | None = None
-    value: bytes | None = None
+    values: bytes | None = None
 
 
 class CheckpointSaved(Record, kw_only=True):
@@ -73,7 +72,7 @@ def parts(record: Record) -> dict[str, bytes]:
     if not isinstance(record, Change):
         return {}
     payload = None if record.generated is None else record.generated.payload
-    parts = {"payload": payload, "reference": record.reference, "value": record.value}
+    parts = {"payload": payload, "reference": record.reference, "values": record.values}
     return {part: data for part, data in parts.items() if data is not None}
 
 
@@ -119,8 +118,6 @@ def change_columns(change: Change) -> dict[str, Any]:
     columns = state_columns(change.state)
     if change.stamp == "lost":
         columns |= forgotten(change.state.phase)
-    if change.stamp == "dropped":
-        columns |= {"taken": None, "place": None}
     if change.state.phase == Phase.DROPPED:
         columns |= dict.fromkeys(("taken", "place"))
     if change.state.phase == Phase.READY:

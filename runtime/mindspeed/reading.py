@@ -63,7 +63,7 @@ def read(file: Path, models: Path | None = None) -> Read:
     """
     raw, faults = _underscored(read_mapping(file, "MindSpeed-RL's sections are needed"), "")
     format = _format(file, raw)
-    chosen, found = _models(file, raw, models or file.parent / "model")
+    chosen, found = _models(raw, models or file.parent / "model")
     faults += found
     entries: list[Entry] = []
     for section, content in _sections(raw, format, faults):
@@ -152,7 +152,7 @@ def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Ite
             yield Entry(section, name, value)
 
 
-def _models(file: Path, raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """By name, the models that `defaults` names; and the faults."""
     found: dict[str, dict[str, Any]] = {}
     faults: list[str] = []

@@ -14,7 +14,7 @@ from msgspec import Struct, field, structs
 
 from runtime.errors import InvariantViolated
 from runtime.ledger.payloads import Handle
-from runtime.ledger.reader import GroupRow
+from runtime.ledger.reader import PARTS, GroupRow
 from runtime.ledger.records import Change, Ticket
 from runtime.pipeline import staleness, states
 from runtime.pipeline.states import Event, GroupState, Mark, Phase
@@ -37,7 +37,7 @@ class Group(Struct, eq=False, kw_only=True):
     asked: set[str] = field(default_factory=set)  # who is scoring it now
     scores: Scores | None = None
     reference: Part | None = None
-    value: Part | None = None
+    values: Part | None = None
     taken: int | None = None  # the step whose batch it is in
     place: int | None = None  # in that batch
 
@@ -152,8 +152,8 @@ class Buffer:
 
     def valued(self, group_id: int, values: bytes) -> Group:
         group = self._mark(group_id, Mark.VALUED)
-        group.value = values
-        self._record(group, "valued", value=values)
+        group.values = values
+        self._record(group, "valued", values=values)
         return group
 
     def lose(self, group_id: int) -> Group:
@@ -163,7 +163,7 @@ class Buffer:
         if group.taken is not None:
             self._reopen(group)
         group.replica, group.deadline, group.taken, group.place, group.generated = "", None, None, None, None
-        group.payload = group.scores = group.reference = group.value = None
+        group.payload = group.scores = group.reference = group.values = None
         self._record(group, "lost")
         self.ready_changed.set()
         self.room_changed.set()
@@ -337,7 +337,7 @@ class Buffer:
         )
         group.deadline = staleness.deadline(row.oldest.step, self.staleness)
         group.replica, group.scores = row.replica or "", row.scores
-        group.payload, group.reference, group.value = (row.handles.get(part) for part in ("payload", "reference", "value"))
+        group.payload, group.reference, group.values = (row.handles.get(part) for part in PARTS)
         return group
 
 

@@ -104,7 +104,6 @@ class GroupStage:
         ticket = Ticket(
             group_id=draw.ordinal,
             problem=draw.index,
-            epoch=self._stream.epoch,
             source=problem.source,
             label=problem.label,
             seed=draw.seed,

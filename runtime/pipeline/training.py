@@ -169,7 +169,7 @@ class TrainStage:
             rewards=scores.rewards,
             valid=scores.valid,
             reference=None if group.reference is None else await self._bytes(group.reference),
-            values=None if group.value is None else await self._bytes(group.value),
+            values=None if group.values is None else await self._bytes(group.values),
             mini_batch=group.place // self._groups_per_update,
         )
 

@@ -68,7 +68,7 @@ def member(rank: int, folder: Path) -> None:
         use_megatron(config.services.reference, CPU)
         from runtime.engines.scorer_megatron import MegatronScorer
 
-        scorer = MegatronScorer(config, rank, 2, CPU)
+        scorer = MegatronScorer(config, 2, CPU)
         assert not any(parameter.requires_grad for parameter in scorer._model.parameters())
         leaders = data_leaders(config.services.reference)
         share = requests()[leaders.index(rank) :: len(leaders)] if rank in leaders else []

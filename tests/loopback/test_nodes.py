@@ -18,8 +18,8 @@ from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.status import Registration
 from services import session, wire
-from services.fleet import Fleet
 from services.nodes import Nodes
+from services.peers import Peers
 from services.server import Server
 
 PATIENCE = 20.0
@@ -43,8 +43,8 @@ class Desk:
     """A coordinator's part of it, served."""
 
     def __init__(self, config: Config):
-        self.fleet = Fleet(config, lambda: None)
-        self.nodes = Nodes(config, True, self.fleet)
+        self.peers = Peers(config, lambda: None)
+        self.nodes = Nodes(config, True, self.peers)
         self.address = ""
 
     @asynccontextmanager
@@ -106,9 +106,18 @@ def run(config: Config, test: Callable[[Desk], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
+async def a_and_b(desk: Desk) -> Member:
+    """Both have come, a being the coordinator's own, and the processes that are placed on them are expected. The agent of b."""
+    placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
+    Member(desk, registration("a", own=True))
+    b = Member(desk, registration("b"))
+    desk.peers.expect(await placing)
+    return b
+
+
 def register(desk: Desk, name: str, incarnation: int = 0) -> None:
     role = name.rpartition("-")[0]
-    desk.fleet.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
+    desk.peers.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -171,10 +180,7 @@ def test_what_cannot_be_placed_ends_the_run_before_anything_starts() -> None:
 
 def test_a_node_that_leaves_and_comes_back_gets_what_it_had_as_new_incarnations() -> None:
     async def test(desk: Desk) -> None:
-        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
-        desk.fleet.expect(await placing)
+        b = await a_and_b(desk)
         await b.told()
         register(desk, "rollout-0", incarnation=3)
         await b.leave()
@@ -216,10 +222,7 @@ def test_a_node_that_comes_late_gets_what_had_no_room() -> None:
 
 def test_another_node_takes_over_what_one_that_left_had() -> None:
     async def test(desk: Desk) -> None:
-        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
-        desk.fleet.expect(await placing)
+        b = await a_and_b(desk)
         assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
         register(desk, "rollout-3")
         await b.leave()
@@ -232,10 +235,7 @@ def test_another_node_takes_over_what_one_that_left_had() -> None:
 
 def test_a_node_that_has_no_room_for_what_another_left_is_welcome_all_the_same() -> None:
     async def test(desk: Desk) -> None:
-        placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
-        desk.fleet.expect(await placing)
+        b = await a_and_b(desk)
         await b.told()
         await b.leave()
         await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
@@ -279,7 +279,7 @@ def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
 def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
     async def test(desk: Desk) -> None:
         a = Member(desk, registration("a", own=True))
-        desk.fleet.expect(await desk.nodes.placed(time.monotonic()))
+        desk.peers.expect(await desk.nodes.placed(time.monotonic()))
         assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0"}
         done = desk.nodes.scale(Scale(role="rollout", replicas=4))
         assert (done.started, done.stopped, done.pending) == (["rollout-1", "rollout-2"], [], ["rollout-3"])

@@ -188,7 +188,7 @@ def test_a_resumed_run_keeps_the_values_that_it_has(tmp_path: Path) -> None:
     cast = with_critic(Cast.make(), BrokenCritic("Apply"))
     cast.reference = FakeReference(LongTail(1, 0.005))  # leaves groups that have values but are not ready
     assert folder.fails(cast).service == "critic-0"
-    valued = {group.group_id for group in folder.groups() if group.marks & Mark.VALUED and "value" in group.handles}
+    valued = {group.group_id for group in folder.groups() if group.marks & Mark.VALUED and "values" in group.handles}
     open_ = {group.group_id for group in folder.groups() if group.step is None or group.step >= 2}
     assert valued & open_
     again = with_critic(Cast.make(seed=50))

@@ -41,10 +41,10 @@ class Mortal(FakeRollout):
 SERVICES = config.Services(rollout=config.Rollout(replicas=2, slots=4))
 
 
-def cast_of(*names: str, slow: bool = True) -> tuple[Cast, list[Mortal]]:
+def cast_of(*names: str) -> tuple[Cast, list[Mortal]]:
     """The last of the rollouts dies at its sixth group."""
     cast = Cast.make()
-    seconds = LongTail(7, 0.002) if slow else (lambda: 0.0)
+    seconds = LongTail(7, 0.002)
     rollouts = [Mortal(name, cast.weights, seconds) for name in names]
     rollouts[-1].last = 6
     cast.rollouts = [*rollouts]

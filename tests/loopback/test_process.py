@@ -13,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from runtime import codec
 from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run, loading
 from runtime.engines.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.errors import Unreachable, UserError
 from runtime.status import Registration, Status, Stop
-from runtime.types import GroupPayload, Sample, ScoreRequest, Scores, Segment
+from runtime.types import ScoreRequest, Scores
 from services.server import OPTIONS, Server
 from services.session import Session, open_channel
+from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
 START = 60.0  # seconds from the start of a process until it has registered, on a machine that is busy
@@ -156,22 +155,7 @@ def reflected(address: str) -> set[str]:
 
 def score_request(*texts: str) -> ScoreRequest:
     tokenizer = make_tokenizer()
-    samples = []
-    for text in texts:
-        tokens = np.array(tokenizer.encode(text + END_OF_TURN).ids, np.int32)
-        size = len(tokens)
-        samples.append(
-            Sample(
-                tokens=tokens,
-                loss_mask=np.ones(size, np.uint8),
-                logprobs=np.zeros(size, np.float32),
-                versions=np.zeros(size, np.int64),
-                segments=[Segment("model", size)],
-                finish_reason="stop",
-            )
-        )
-    payload = GroupPayload(group_id=5, prompt=np.zeros(1, np.int32), samples=samples)
-    return ScoreRequest(group_id=5, label="7", payload=codec.encode(payload))
+    return make_request(5, [0], [tokenizer.encode(text + END_OF_TURN).ids for text in texts], label="7")
 
 
 def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -> None:
@@ -264,7 +248,7 @@ def test_a_process_that_is_killed_fails_the_calls_under_way(tmp_path: Path) -> N
     run(test())
 
 
-def refused(tmp_path: Path, config: Path, refusal: Exception | None = None) -> tuple[int, list[str]]:
+def refused(config: Path, refusal: Exception | None = None) -> tuple[int, list[str]]:
     """Exit code and log lines of a process that is not to come up."""
     out: list[Any] = []
 
@@ -281,20 +265,20 @@ def refused(tmp_path: Path, config: Path, refusal: Exception | None = None) -> t
 def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     config.write_text(config.read_text() + "surprise: 1\n")
-    code, lines = refused(tmp_path, config)
+    code, lines = refused(config)
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith("error: surprise")
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    code, lines = refused(tmp_path, write_config(tmp_path, model=Model(path=str(tmp_path / "nowhere"))))
+    code, lines = refused(write_config(tmp_path, model=Model(path=str(tmp_path / "nowhere"))))
     assert code == 2
     assert lines == [f"error: model.path: {tmp_path / 'nowhere'} has no tokenizer.json"]
 
 
 def test_a_process_that_the_coordinator_does_not_know_says_so_and_ends(tmp_path: Path) -> None:
-    code, lines = refused(tmp_path, write_config(tmp_path), UserError("reward-0 (rank 0) is not in this run's topology"))
+    code, lines = refused(write_config(tmp_path), UserError("reward-0 (rank 0) is not in this run's topology"))
     assert code == 2
     assert lines[-1] == "error: reward-0 (rank 0) is not in this run's topology"
 

@@ -26,8 +26,8 @@ from runtime.weights.sender import WeightSender, in_thread, stamp
 from services.rollout import RolloutService
 from tests.loopback.weight_cases import settles
 from tests.unit.actor_desk import running
+from tests.unit.rollout_cases import request
 from tests.unit.test_rollout_in_flight import from_scratch, samples, versions
-from tests.unit.test_rollout_torch import request
 from tests.unit.tiny_models import save_model
 
 DEADLINE = 60.0

@@ -11,7 +11,7 @@ from runtime.commands import Level, Move
 from runtime.errors import Cancelled, InvariantViolated
 from runtime.types import GeneratedGroup
 from tests.loopback.test_rollout_staging import Models, Site, version
-from tests.unit.test_rollout_torch import request
+from tests.unit.rollout_cases import request
 
 
 @pytest.fixture(scope="module")

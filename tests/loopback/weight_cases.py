@@ -63,9 +63,9 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:sluice-weights")
 
 
-def settles(counts: Callable[[], list[int]], most: list[int], seconds: float = PATIENCE) -> bool:
+def settles(counts: Callable[[], list[int]], most: list[int]) -> bool:
     """Whether threads that are just ending are gone in time."""
-    give_up = time.monotonic() + seconds
+    give_up = time.monotonic() + PATIENCE
     while any(count > limit for count, limit in zip(counts(), most, strict=True)):
         if time.monotonic() > give_up:
             return False

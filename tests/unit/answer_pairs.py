@@ -1,4 +1,8 @@
-"""Pairs of answers that are equal, by class, and pairs that are not: one a line, `|` in between."""
+"""Pairs of answers that are equal, by class, and pairs that are not: one a line, `|` in between.
+
+A table, longer than a module of code should be: kept whole, so that the classes can be read beside each other and beside what
+looks like them and differs.
+"""
 
 from __future__ import annotations
 

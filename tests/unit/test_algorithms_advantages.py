@@ -103,7 +103,7 @@ class TestGae:
 
     def test_whitening_changes_advantages_alone(self):
         rewards, values, mask = matrix([0, 1, 0], [0, 0, 2]), matrix([0.1, 0.2, 9], [0.3, 9, 0.5]), matrix([1, 1, 0], [1, 0, 1])
-        plain, returns = gae(rewards, values, mask, lam=0.9)
+        plain, returns = gae(rewards, values, mask, gamma=1.0, lam=0.9)
         inputs = AdvantageInputs(
             rewards=rewards.sum(1),
             groups=torch.zeros(2, dtype=torch.int64),

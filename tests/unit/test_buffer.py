@@ -44,7 +44,7 @@ class Harness:
 
 
 def ticket(group_id: int) -> Ticket:
-    return Ticket(group_id=group_id, problem=group_id + 50, epoch=0.5, source="gsm8k", label="4", seed=group_id * 7)
+    return Ticket(group_id=group_id, problem=group_id + 50, source="gsm8k", label="4", seed=group_id * 7)
 
 
 def generated(group_id: int, step: int) -> GeneratedGroup:

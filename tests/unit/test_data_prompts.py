@@ -26,13 +26,12 @@ def problems(count: int) -> list[Problem]:
     return [Problem(f"x:{i}", [{"role": "user", "content": "w " * i}], str(i), "x") for i in range(count)]
 
 
-def test_every_epoch_is_a_permutation_of_its_own() -> None:
+def test_every_pass_is_a_permutation_of_its_own() -> None:
     stream = PromptStream(problems(100), seed=1)
-    epochs = [[stream.draw().index for _ in range(100)] for _ in range(3)]
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != sorted(epochs[2])
-    assert stream.epoch == 3.0
-    assert [PromptStream(problems(100), seed=2).index(i) for i in range(100)] != epochs[0]
+    passes = [[stream.draw().index for _ in range(100)] for _ in range(3)]
+    assert all(sorted(each) == list(range(100)) for each in passes)
+    assert passes[0] != passes[1] != passes[2] != sorted(passes[2])
+    assert [PromptStream(problems(100), seed=2).index(i) for i in range(100)] != passes[0]
 
 
 def test_shuffles_are_uniform() -> None:

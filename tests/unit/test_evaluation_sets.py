@@ -118,7 +118,7 @@ def test_the_files_and_handlers_of_sets_are_checked(tmp_path: Path) -> None:
     ]
 
 
-def test_an_evaluation_alone_needs_a_set_and_nothing_of_training(tmp_path: Path) -> None:
+def test_an_evaluation_alone_needs_a_set_and_nothing_of_training() -> None:
     config = make(
         training={"mini_batch_size": 3},
         critic={"path": "/no/critic"},

@@ -111,7 +111,7 @@ def test_what_is_made_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert run("validate", EXPECTED / f"{name}.yaml", *(f"{key}={value}" for key, value in overrides.items())) == 0
 
 
-def test_r1_zero_is_the_configuration_that_comes_with_sluice(tmp_path: Path) -> None:
+def test_r1_zero_is_the_configuration_that_comes_with_sluice() -> None:
     ours = load(EXPECTED / "r1_zero_qwen25_7b.yaml")
     shipped = load(Path(__file__).parents[2] / "configs" / "r1_zero_qwen25_7b.yaml")
     assert sorted(ours.rewards.rules, key=lambda rule: rule.name) == sorted(shipped.rewards.rules, key=lambda rule: rule.name)

@@ -175,7 +175,6 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 def test_idle_fraction() -> None:
     assert metrics.idle_fraction(3.0, 4.0) == 0.25
-    assert metrics.idle_fraction(3.0, 4.0, processes=2) == 0.625
     assert metrics.idle_fraction(5.0, 4.0) == 0.0
     assert metrics.idle_fraction(1.0, 0.0) == 0.0
 

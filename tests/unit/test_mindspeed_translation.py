@@ -2,61 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from runtime.errors import ConfigError
-from runtime.mindspeed.reading import Entry, Read
-from runtime.mindspeed.settings import Row
-from runtime.mindspeed.translate import Translation, translate
-
-BASE: dict[str, dict[str, Any]] = {
-    "megatron_training": {"tokenizer_name_or_path": "m", "global_batch_size": 32, "seq_length": 1024, "stage": "ray_grpo"},
-    "actor_config": {"lr": 1e-6, "micro_batch_size": 2},
-    "rl_config": {"max_prompt_length": 512, "n_samples_per_prompt": 4, "actor_resource.num_npus": 8},
-    "generate_config": {"infer_tensor_parallel_size": 1, "sampling_config.temperature": 1.0},
-}
-OLDER: dict[str, dict[str, Any]] = {
-    "training": {"global_batch_size": 8, "seq_length": 1024},
-    "actor_rollout_ref.actor_rollout": {"num_gpus_for_train": 2, "num_gpus_for_infer": 2, "max_prompt_length": 512},
-    "algorithm": {"verifier_function": ["acc"], "verifier_weight": [1.0]},
-    "reward": {"verifier": True},
-}
-
-
-def made(*, model: Mapping[str, Any] | None = None, without: tuple[str, ...] = (), **changes: Mapping[str, Any]) -> Translation:
-    return of("current", BASE, changes, model or {}, without)
-
-
-def of(
-    format: Any, base: dict[str, dict[str, Any]], changes: Mapping[str, Any], model: Mapping[str, Any], without: tuple[str, ...]
-) -> Translation:
-    sections = {name: dict(base.get(name, {})) | dict(changes.get(name, {})) for name in [*base, *changes]}
-    if model:
-        next(iter(sections.values()))["model"] = "m"
-    entries = [Entry(section, name, value) for section, keys in sections.items() for name, value in keys.items()]
-    entries += [Entry("model", name, value, model="m") for name, value in model.items()]
-    return translate(Read(name="a", format=format, entries=tuple(entries)), without)
-
-
-def at(translation: Translation, path: str) -> Any:
-    """The value written at `path`; None where our default stays."""
-    node: Any = translation.raw
-    for part in path.split("."):
-        node = node.get(part, {}) if isinstance(node, dict) else {}
-    return None if node == {} else node
-
-
-def row(translation: Translation, path: str) -> Row:
-    return next(row for row in translation.rows if row.path == path)
-
-
-def refused(**changes: Mapping[str, Any]) -> list[str]:
-    with pytest.raises(ConfigError) as error:
-        made(**changes)
-    return error.value.faults
+from tests.unit.mindspeed_cases import OLDER, at, made, of, refused, row
 
 
 def test_a_role_stands_over_all_roles_and_these_over_the_model() -> None:
@@ -388,44 +338,6 @@ def test_a_fixed_coefficient() -> None:
     fixed = made(rl_config={"kl_ctrl_type": "fixed", "kl_target": 0.2})
     assert at(fixed, "algorithm.kl_target") is None
     assert row(fixed, "rl_config.kl_target").reason == "of an adaptive coefficient"
-
-
-@pytest.mark.parametrize(
-    ("path", "ours"),
-    [
-        ("./a/data", "./a/data.parquet"),
-        ("./a/data.jsonl", "./a/data.jsonl"),
-        ("2,./a,0.5,./b.json", [{"path": "./a.parquet", "weight": 2.0}, {"path": "./b.json", "weight": 0.5}]),
-        (["./a", "./b"], [{"path": "./a.parquet"}, {"path": "./b.parquet"}]),
-    ],
-)
-def test_data(path: Any, ours: Any) -> None:
-    assert at(made(megatron_training={"data_path": path}), "data.train") == ours
-
-
-def test_handlers_and_columns() -> None:
-    columns = {"prompt": "q", "query": "", "response": "a", "system": ""}
-    got = made(megatron_training={"handler_name": "R1AlpacaStyleInstructionHandler", "map_keys": columns})
-    assert got.raw["data"]["handler"] == "r1"
-    assert [got.raw["data"][f"{name}_key"] for name in ("prompt", "query", "label", "system")] == ["q", "", "a", ""]
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [("acc", "r1_zero_acc"), ("format", "r1_zero_format"), ("step", "step")])
-def test_verifiers_of_the_older_format(theirs: str, ours: str) -> None:
-    older = of("r1_zero", OLDER, {"algorithm": {"verifier_function": [theirs]}}, {}, ())
-    assert at(older, "rewards.rules") == [{"name": ours}]
-    assert at(made(rl_config={"verifier_function": [theirs]}), "rewards.rules") == [{"name": theirs}]
-
-
-def test_a_reward_model_of_the_older_format() -> None:
-    changes = {
-        "reward": {"verifier": False, "load": "orm"},
-        "resource_pool": {"actor_rollout": [4], "reward": [2, 1], "ref": [2]},
-    }
-    got = of("r1_zero", OLDER, changes, {}, ())
-    assert got.raw["rewards"] == {"model": {"path": "orm"}}
-    assert at(got, "services.reward_model.replicas") == 3
-    assert at(got, "services.reference.processes") == 2
 
 
 def test_experts_of_rollouts() -> None:

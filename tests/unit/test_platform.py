@@ -65,8 +65,6 @@ def test_dtypes() -> None:
     assert platform.resolve_dtype("auto", CPU) == torch.float32
     assert platform.resolve_dtype("auto", types.SimpleNamespace(type="npu")) == torch.bfloat16  # type: ignore[arg-type]
     assert platform.resolve_dtype("float16", CPU) == torch.float16
-    assert platform.keeps_master_weights(torch.bfloat16)
-    assert not platform.keeps_master_weights(torch.float32)
 
 
 def test_memory_is_plausible() -> None:

@@ -18,7 +18,8 @@ from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.rules import Outcome, RuleContext, attempt
 from runtime.rewards.scorer import RewardScorer
-from runtime.types import GroupPayload, Sample, ScoreRequest, Scores, Segment
+from runtime.types import ScoreRequest, Scores
+from tests.unit.reward_cases import make_request
 
 
 class Bytes:
@@ -30,22 +31,7 @@ class Bytes:
 
 
 def request(group_id: int, label: str, *texts: str) -> ScoreRequest:
-    samples = []
-    for text in texts:
-        tokens = np.array([*text.encode(), 0], np.int32)
-        size = len(tokens)
-        samples.append(
-            Sample(
-                tokens=tokens,
-                loss_mask=np.ones(size, np.uint8),
-                logprobs=np.zeros(size, np.float32),
-                versions=np.zeros(size, np.int64),
-                segments=[Segment("model", size)],
-                finish_reason="stop",
-            )
-        )
-    payload = GroupPayload(group_id=group_id, prompt=np.zeros(1, np.int32), samples=samples)
-    return ScoreRequest(group_id=group_id, label=label, payload=codec.encode(payload))
+    return make_request(group_id, [0], [[*text.encode(), 0] for text in texts], label=label)
 
 
 def score(settings: config.Rewards, *requests: ScoreRequest) -> list[Scores]:

@@ -23,7 +23,7 @@ from runtime.errors import ServiceFault
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 from services.rollout import RolloutService
 from tests.unit.actor_desk import run, running
-from tests.unit.test_rollout_torch import drain, never, request, update
+from tests.unit.rollout_cases import drain, never, request, update
 from tests.unit.tiny_models import save_model
 
 OLD, NEW = PolicyVersion(0, 0), PolicyVersion(0, 1)

@@ -11,7 +11,7 @@ import torch
 from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.errors import InvariantViolated
 from runtime.types import GeneratedGroup, PolicyVersion
-from tests.unit.test_rollout_torch import drain, never, request
+from tests.unit.rollout_cases import drain, never, request
 from tests.unit.tiny_models import save_model
 
 

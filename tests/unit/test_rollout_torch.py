@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from runtime.engines import rollout_slots
 from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.engines.sampling import uniforms
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from tests.unit.rollout_cases import drain, never, request, run, tokens_of, update
 from tests.unit.tiny_models import VOCABULARY, save_model
 
 CPU = torch.device("cpu")
@@ -54,46 +55,7 @@ def make(folder: Path) -> Iterator[Make]:
         asyncio.run(engine.close())
 
 
-async def update(
-    engine: TorchRolloutEngine, tensors: dict[str, torch.Tensor], version: PolicyVersion, recompute: bool = False
-) -> None:
-    await engine.stage(tensors)
-    await engine.swap(version, recompute)
-
-
-def request(group_id: int, n: int = 3, prompt: tuple[int, ...] = (5, 9, 2), limit: int = 12, **sampling: Any) -> GroupRequest:
-    return GroupRequest(
-        group_id=group_id,
-        prompt=np.array(prompt, np.int32),
-        n=n,
-        seed=100 + group_id,
-        sampling=SamplingParams(max_new_tokens=limit, **sampling),
-    )
-
-
-def never() -> bool:
-    return False
-
-
-async def drain(engine: TorchRolloutEngine) -> AsyncIterator[GeneratedGroup]:
-    while engine.has_work:
-        for group in await engine.advance(never):
-            yield group
-
-
-def run(engine: TorchRolloutEngine, *requests: GroupRequest) -> dict[int, list[Sample]]:
-    async def collect() -> dict[int, list[Sample]]:
-        engine.submit(requests)
-        return {group.group_id: codec.decode(GroupPayload, group.payload).samples async for group in drain(engine)}
-
-    return asyncio.run(collect())
-
-
-def tokens_of(samples: list[Sample]) -> list[list[int]]:
-    return [sample.tokens.tolist() for sample in samples]
-
-
-def many_requests(stop: tuple[int, ...] = (3, 4)) -> list[GroupRequest]:
+def many_requests() -> list[GroupRequest]:
     rng = np.random.default_rng(1)
     return [
         request(
@@ -102,7 +64,7 @@ def many_requests(stop: tuple[int, ...] = (3, 4)) -> list[GroupRequest]:
             prompt=tuple(rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()),
             limit=int(rng.integers(1, 40)),
             temperature=float(rng.choice([0.7, 1.0, 1.5])),
-            stop_token_ids=stop,
+            stop_token_ids=(3, 4),
         )
         for group_id in range(14)
     ]
@@ -235,7 +197,7 @@ def test_filters_and_greedy_rows_share_a_batch_with_plain_ones(make: Make) -> No
     assert min(sample.logprobs.min() for sample in together[3]) > np.log(1e-3)
 
 
-def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, folder: Path, tmp_path: Path) -> None:
+def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, tmp_path: Path) -> None:
     other = save_model(tmp_path, seed=1)
     tensors = load_file(tmp_path / "model.safetensors")
     engine = make(slots=2)

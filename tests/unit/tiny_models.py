@@ -59,9 +59,9 @@ def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) ->
     return _saved(folder, name, "ForCausalLM", seed, {}, save)
 
 
-def save_classifier(folder: Path, name: str = "qwen2", seed: int = 0, **options: Any) -> Any:
+def save_classifier(folder: Path, name: str = "qwen2", **options: Any) -> Any:
     """The same of a sequence classifier with one label, `options` being keys of its configuration."""
-    return _saved(folder, name, "ForSequenceClassification", seed, {"num_labels": 1, **options}, {})
+    return _saved(folder, name, "ForSequenceClassification", 0, {"num_labels": 1, **options}, {})
 
 
 def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any], save: dict[str, Any]) -> Any:

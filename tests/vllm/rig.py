@@ -108,10 +108,10 @@ class Rig:
         await self.engine.swap(version, recompute)
 
     @torch.no_grad()
-    def logprobs(self, version: int, prompt: np.ndarray, sample: Sample, temperature: float = 0.7) -> np.ndarray:
+    def logprobs(self, version: int, prompt: np.ndarray, sample: Sample) -> np.ndarray:
         """float32 [R]: what the model of `version` gives the sample's tokens."""
         return (
-            self.distribution(version, prompt, sample, temperature)
+            self.distribution(version, prompt, sample, 0.7)
             .gather(1, torch.from_numpy(sample.tokens.astype(np.int64)).unsqueeze(1))[:, 0]
             .numpy()
         )

@@ -19,7 +19,6 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     kind: str
     text: str
     value: Fraction | None = None
-    tight: bool = False  # nothing stands between it and the token before
 
 
 _TOKEN = re.compile(
@@ -48,7 +47,7 @@ def tokens(text: str, thousands: bool = True) -> list[Token]:
     """
     found: list[Token] = []
     depth = 0  # of brackets: within them a comma separates
-    position = space = 0
+    position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None or len(found) > MAX_TOKENS:
@@ -57,10 +56,8 @@ def tokens(text: str, thousands: bool = True) -> list[Token]:
         if kind in ("whole", "fixed", "period"):
             kind = "repeating"
         content = match.group(kind)
-        tight = position != space
         position = match.end()
         if kind == "space":
-            space = position
             continue
         if kind == "thousands" and (depth or not thousands):
             content = content.partition(",")[0]
@@ -70,26 +67,26 @@ def tokens(text: str, thousands: bool = True) -> list[Token]:
             depth += 1
         elif content in (")", "]", "}", "\\}"):
             depth -= 1
-        found.extend(_read(kind, content, match, tight))
+        found.extend(_read(kind, content, match))
     found.append(Token("", ""))
     return found
 
 
-def _read(kind: str, content: str, match: re.Match[str], tight: bool) -> list[Token]:
+def _read(kind: str, content: str, match: re.Match[str]) -> list[Token]:
     if kind in ("number", "decimal", "thousands", "scientific"):
         if len(content) > MAX_DIGITS:
             raise Unreadable("a number of too many digits")
         plain = content.replace(",", "")
-        return [Token("number" if plain.isdigit() else "decimal", plain, Fraction(plain.rstrip(".")), tight)]
+        return [Token("number" if plain.isdigit() else "decimal", plain, Fraction(plain.rstrip(".")))]
     if kind == "repeating":
-        return [Token("number", content, _repeating(match["whole"], match["fixed"], match["period"]), tight)]
+        return [Token("number", content, _repeating(match["whole"], match["fixed"], match["period"]))]
     if kind == "text":
         return _text(content)
     if kind == "letters":
-        return _letters(content, tight)
+        return _letters(content)
     if kind in ("begin", "end"):
         return [Token(kind, content)]
-    return [Token(kind if kind == "command" else content, content, None, tight)]
+    return [Token(kind if kind == "command" else content, content)]
 
 
 def _repeating(whole: str, fixed: str, period: str) -> Fraction:
@@ -100,7 +97,7 @@ def _repeating(whole: str, fixed: str, period: str) -> Fraction:
     return (int((whole + fixed) or "0") + tail) / 10 ** len(fixed)
 
 
-def _letters(run: str, tight: bool) -> list[Token]:
+def _letters(run: str) -> list[Token]:
     """A function's name, a word, or one variable after the other."""
     if len(run) > 1:
         if run in SPELLED_FUNCTIONS:
@@ -111,7 +108,7 @@ def _letters(run: str, tight: bool) -> list[Token]:
             return [Token(";", run)]
         if run in UNITS or (len(run) >= 4 and _VOWEL.search(run) and not run.isupper()):
             return [Token("word", run)]
-    return [Token("letter", letter, None, tight or index > 0) for index, letter in enumerate(run)]
+    return [Token("letter", letter) for letter in run]
 
 
 def _text(content: str) -> list[Token]:

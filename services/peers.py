@@ -25,7 +25,7 @@ log = logging.getLogger("sluice")
 UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other process can get, but from a checkpoint
 
 
-class Fleet:
+class Peers:
     """A process that stands alone is one unit; so are the ranks of a group, which live and die together and have the name of
     their first. Whoever starts the processes, a unit is there once all of it has registered with one incarnation.
 

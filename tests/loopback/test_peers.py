@@ -18,7 +18,7 @@ from runtime.status import Loss, Registration
 from runtime.types import PolicyVersion
 from services import group
 from services.client import ReferenceGroupClient, TrainerClient
-from services.fleet import Fleet
+from services.peers import Peers
 from services.server import Server
 from tests.loopback.session_peers import PATIENCE, run
 
@@ -59,14 +59,14 @@ class Rank:
 
 
 class Here:
-    """A fleet of one rollout and a trainer of two ranks, or of a reference of as many besides, connected."""
+    """The processes of one rollout and a trainer of two ranks, or of a reference of as many besides, connected."""
 
     def __init__(self, **sections: Any):
         services = {"trainer": {"processes": 2, "restarts": {"backoff": 0.0}}, **sections.pop("services", {})}
         made = {"run": {"name": "a"}, "services": services, **sections}
         self.config = msgspec.convert(made, Config)
-        self.fleet = Fleet(self.config, lambda: None)
-        self.fleet.expect(members(self.config))
+        self.peers = Peers(self.config, lambda: None)
+        self.peers.expect(members(self.config))
         self.arrived: list[tuple[str, Replaceable]] = []
         self._stack = AsyncExitStack()
 
@@ -79,11 +79,11 @@ class Here:
 
     async def register(self, role: str, rank: int, incarnation: int = 0) -> Rank:
         made = await self.rank(role, rank, incarnation)
-        self.fleet.register(made.registration)
+        self.peers.register(made.registration)
         return made
 
     async def close(self) -> None:
-        await self.fleet.stop_all()
+        await self.peers.stop_all()
         await self._stack.aclose()
 
 
@@ -94,9 +94,9 @@ async def connected(**sections: Any) -> AsyncIterator[tuple[Here, list[Rank], Tr
     await here.register("rollout", 0)
     if here.config.algorithm.kl_coefficient:
         ranks += [await here.register("reference", rank) for rank in range(2)]
-    await here.fleet.connect(asyncio.get_running_loop().time(), lambda role, one: here.arrived.append((role, one)))
+    await here.peers.connect(asyncio.get_running_loop().time(), lambda role, one: here.arrived.append((role, one)))
     try:
-        trainer = here.fleet.roles().trainer
+        trainer = here.peers.roles().trainer
         assert isinstance(trainer, TrainerClient)
         yield here, ranks, trainer
     finally:
@@ -195,21 +195,21 @@ def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> 
     async def test() -> None:
         async with connected() as (here, ranks, trainer):
             await ranks[1].dies()
-            here.fleet.lose(Loss(name="trainer-0", reason=await told(trainer)))
-            back = asyncio.ensure_future(here.fleet.regroup())
+            here.peers.lose(Loss(name="trainer-0", reason=await told(trainer)))
+            back = asyncio.ensure_future(here.peers.regroup())
             await here.register("trainer", 0, incarnation=1)  # whose other rank dies while it loads
             await here.register("trainer", 1, incarnation=2)
             await asyncio.sleep(0.05)
             assert not back.done()
-            assert "trainer-0" in here.fleet.lost
+            assert "trainer-0" in here.peers.lost
             await here.register("trainer", 0, incarnation=2)
             updated = await asyncio.wait_for(back, PATIENCE)
             assert updated.trainer.incarnation == 2
             assert updated.critic is None
-            await until(lambda: not here.fleet.lost)
+            await until(lambda: not here.peers.lost)
             late = await here.rank("trainer", 1, incarnation=1)
             with pytest.raises(UserError, match="its incarnation 2 has registered already"):
-                here.fleet.register(late.registration)
+                here.peers.register(late.registration)
 
     run(test())
 
@@ -222,7 +222,7 @@ def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_
             assert await told(trainer) == "incarnation 1 has come in its place"
             with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
                 await trainer.apply(0)
-            updated = await asyncio.wait_for(here.fleet.regroup(), PATIENCE)
+            updated = await asyncio.wait_for(here.peers.regroup(), PATIENCE)
             assert updated.trainer.incarnation == 1
 
     run(test())
@@ -233,7 +233,7 @@ def test_a_group_that_does_not_come_back_is_named_at_its_deadline() -> None:
         async with connected(deadlines={"start": 0.3}) as (here, _, _):
             await here.register("trainer", 1, incarnation=1)
             with pytest.raises(DeadlineExceeded, match=r"trainer-0: restart: did not register again \(deadline 0.3 s\)"):
-                await here.fleet.regroup()
+                await here.peers.regroup()
 
     run(test())
 
