@@ -13,7 +13,7 @@ import numpy as np
 
 from runtime import batching, codec
 from runtime.config import Config
-from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
+from runtime.types import GroupPayload, PolicyVersion, Sample, Segment, TrainGroup
 
 if TYPE_CHECKING:
     from runtime.engines.train_torch import TorchTrainEngine
@@ -108,6 +108,7 @@ class PackingTrial:
                 loss_mask=np.ones(length, np.uint8),
                 logprobs=random.normal(-math.log(vocabulary), 0.3, length).astype(np.float32),
                 versions=np.full(length, PolicyVersion(0, 0).pack(), np.int64),
+                segments=[Segment("model", length)],
                 finish_reason="stop",
             )
 

@@ -1,6 +1,6 @@
 """What travels between the roles: versions, prompts, samples, scores.
 
-Arrays are numpy, little-endian, one-dimensional. R is the length of a reply, P of a prompt,
+Arrays are numpy, little-endian, one-dimensional. R is the length of a reply (all its segments), P of a prompt,
 n the number of samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "abort"]
+Purpose = Literal["train", "eval"]
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -48,21 +49,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class GroupRequest(msgspec.Struct, kw_only=True):
     """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there."""
 
-    group_id: int  # negative: of an evaluation
+    group_id: int
     prompt: np.ndarray  # int32 [P]
     n: int
     seed: int
     first: int = 0  # where a prompt's replies are asked for in parts, what came before this one
     sampling: SamplingParams
+    purpose: Purpose = "train"
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A run of `length` tokens that the model sampled or that an environment inserted."""
+
+    source: Literal["model", "environment"]
+    length: int
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One reply. Where the model did not sample a token, mask and log-probability are 0."""
+    """One reply. Where a segment came from the environment, mask and log-probability are 0."""
 
     tokens: np.ndarray  # int32 [R]; ends with the stop token when finish_reason is "stop"
     loss_mask: np.ndarray  # uint8 [R]
     logprobs: np.ndarray  # float32 [R], of the distribution sampled from
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
+    segments: list[Segment]
     finish_reason: FinishReason
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, Segment
 
 
 def check_request(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
@@ -35,12 +35,13 @@ def check_request(request: GroupRequest, known: Container[int], context: int, vo
 
 
 def make_sample(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason) -> Sample:
-    """A reply that the model sampled, all of it."""
+    """A reply of one segment, all of it the model's."""
     return Sample(
         tokens=tokens,
         loss_mask=np.ones(len(tokens), np.uint8),
         logprobs=logprobs,
         versions=versions,
+        segments=[Segment("model", len(tokens))],
         finish_reason=reason,
     )
 

@@ -174,6 +174,7 @@ class Evaluator:
                 seed=group_seed(self._config.run.seed, index),
                 first=first,
                 sampling=self._sampling[place],
+                purpose="eval",
             )
             generated = await self._pool.generate_anywhere(request)
             scoring = ScoreRequest(

@@ -44,6 +44,7 @@ from runtime.types import (
     Sample,
     ScoreRequest,
     Scores,
+    Segment,
 )
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.losable import Losable
@@ -102,7 +103,7 @@ class FakeRollout(FakeReplica):
             truncated=0,
             oldest=oldest,
             newest=self.version,
-            payload=b"payload %d" % request.group_id if request.group_id >= 0 else replies(request, oldest, self.version),
+            payload=b"payload %d" % request.group_id if request.purpose == "train" else replies(request, oldest, self.version),
         )
 
     async def cancel(self, group_ids: list[int]) -> None:
@@ -145,6 +146,7 @@ def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion)
                 loss_mask=np.ones(size, np.uint8),
                 logprobs=np.full(size, -0.5, np.float32),
                 versions=versions,
+                segments=[Segment("model", size)],
                 finish_reason="stop",
             )
         )

@@ -52,7 +52,7 @@ class SlowToEvaluate(FakeRollout):
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         result = await super().generate(request)
-        if request.group_id < 0:  # of an evaluation
+        if request.purpose == "eval":
             await self.gate.wait()
             result.newest = self.version
         return result
@@ -153,7 +153,7 @@ class Hanging(FakeRollout):
     under_way = most = largest = 0
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        if request.group_id < 0:  # of an evaluation
+        if request.purpose == "eval":
             Hanging.under_way += request.n
             Hanging.most = max(Hanging.most, Hanging.under_way)
             Hanging.largest = max(Hanging.largest, request.n)

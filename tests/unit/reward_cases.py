@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from runtime import codec
-from runtime.types import GroupPayload, Sample, ScoreRequest
+from runtime.types import GroupPayload, Sample, ScoreRequest, Segment
 
 
 def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
@@ -17,6 +17,7 @@ def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
         loss_mask=np.ones(count, np.uint8),
         logprobs=np.zeros(count, np.float32),
         versions=np.zeros(count, np.int64),
+        segments=[Segment("model", count)],
         finish_reason="stop",
     )
 

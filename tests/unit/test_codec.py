@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, Sample, Scores
+from runtime.types import GroupPayload, Sample, Scores, Segment
 
 DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")
 
@@ -61,6 +61,7 @@ def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
             loss_mask=np.ones(size, np.uint8),
             logprobs=np.linspace(-1, 0, size, dtype=np.float32),
             versions=np.full(size, 1 << 33, np.int64),
+            segments=[Segment("model", size), Segment("environment", 2)],
             finish_reason="length",
         )
         for size in (0, 1, 7)
@@ -70,6 +71,7 @@ def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
     decoded = codec.decode(GroupPayload, data)
     assert codec.encode(decoded) == data
     assert [len(sample.tokens) for sample in decoded.samples] == [0, 1, 7]
+    assert decoded.samples[2].segments == [Segment("model", 7), Segment("environment", 2)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from runtime.data.handlers import Problem
 from runtime.errors import ServiceFault, UserError
 from runtime.evaluation import generations
 from runtime.evaluation.generations import Generation, Transcript
-from runtime.types import GroupPayload, PolicyVersion, Sample, Scores
+from runtime.types import GroupPayload, PolicyVersion, Sample, Scores, Segment
 
 PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")
 
@@ -38,6 +38,7 @@ def sample(text: str, versions: tuple[int, int] = (2, 3)) -> Sample:
         loss_mask=np.array([1] * (size - 1) + [0], np.uint8),
         logprobs=np.array([-0.5] * (size - 1) + [0.0], np.float32),
         versions=steps,
+        segments=[Segment("model", size)],
         finish_reason="length",
     )
 

@@ -25,7 +25,7 @@ from runtime.ledger.journal import Ledger
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import NO_SIGNAL
 from runtime.pipeline.states import Mark
-from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
+from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores, Segment
 from tests.unit.test_buffer import ticket
 
 
@@ -36,6 +36,7 @@ def generated(group_id: int, *replies: str) -> GeneratedGroup:
             loss_mask=np.ones(len(reply), np.uint8),
             logprobs=np.full(len(reply), -0.5, np.float32),
             versions=np.zeros(len(reply), np.int64),
+            segments=[Segment("model", len(reply))],
             finish_reason="stop",
         )
         for reply in replies

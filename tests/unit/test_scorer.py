@@ -15,7 +15,7 @@ from runtime.engines import scorer_torch
 from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.engines.scorer_torch import TorchScorer
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams
+from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams, Segment
 from tests.unit.tiny_models import VOCABULARY, save_model
 
 CPU = torch.device("cpu")
@@ -28,6 +28,7 @@ def make_sample(tokens: np.ndarray) -> Sample:
         loss_mask=np.ones(count, np.uint8),
         logprobs=np.zeros(count, np.float32),
         versions=np.zeros(count, np.int64),
+        segments=[Segment("model", count)],
         finish_reason="stop",
     )
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from runtime import codec
 from runtime.config import Algorithm
 from runtime.engines.train_torch import TorchTrainEngine
-from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup
+from runtime.types import GroupPayload, Logprobs, Sample, Segment, TrainGroup
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, comparable, run_step, weights
 
@@ -235,6 +235,7 @@ def test_padding_waste_is_what_attention_rows_hold_beyond_their_tokens(policy: s
             loss_mask=np.ones(length, np.uint8),
             logprobs=np.full(length, -4.0, np.float32),
             versions=np.zeros(length, np.int64),
+            segments=[Segment("model", length)],
             finish_reason="stop",
         )
         for length in lengths

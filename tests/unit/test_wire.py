@@ -163,6 +163,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
             n=8,
             seed=(1 << 63) - 1,
             sampling=SamplingParams(max_new_tokens=5, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(7, 8)),
+            purpose="eval",
         ),
         GeneratedGroup(
             group_id=5,

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
-from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, Values
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, Segment, TrainGroup, Values
 
 VOCAB = 61
 
@@ -79,6 +79,7 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
                 loss_mask=mask,
                 logprobs=(rng.normal(-4.0, 0.5, length) * mask).astype(np.float32),
                 versions=versions,
+                segments=[Segment("model", length)],
                 finish_reason="stop",
             )
         )
