@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError, is_full
 from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
-from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, group_row
+from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, check_format, group_row
 from runtime.ledger.records import (
     Change,
     CheckpointSaved,
@@ -200,6 +200,7 @@ class _Writer:
                 raise UserError(f"run.dir: {folder} is in use by another coordinator") from None
             self._database = undo.enter_context(closing(sqlite3.connect(folder / DATABASE, BUSY_TIMEOUT, isolation_level=None)))
             self._database.row_factory = sqlite3.Row
+            check_format(self._database, folder)
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
             self._database.executescript(SCHEMA)

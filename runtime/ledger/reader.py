@@ -18,6 +18,7 @@ from runtime.pipeline.states import Mark, Phase
 from runtime.types import PolicyVersion, Scores
 
 DATABASE = "ledger.sqlite"
+FORMAT = 1  # of the database, kept as its user_version; another one whenever columns change
 PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 
@@ -37,6 +38,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     step INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, path TEXT NOT NULL, at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
+PRAGMA user_version = {FORMAT};
 """
 
 
@@ -72,6 +74,13 @@ class CheckpointRow(Struct, kw_only=True):
     incarnation: int
     path: str
     at: float
+
+
+def check_format(database: sqlite3.Connection, folder: Path) -> None:
+    """Raises UserError when the database holds a ledger of another format than ours. An empty one will do."""
+    (found,) = database.execute("PRAGMA user_version").fetchone()
+    if found != FORMAT and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+        raise UserError(f"{folder}: the ledger is of format {found}, and this version of Sluice reads format {FORMAT} only")
 
 
 def _version(packed: int | None) -> PolicyVersion | None:
@@ -122,6 +131,11 @@ class LedgerReader:
         uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"
         self._connection = sqlite3.connect(uri, uri=True)
         self._connection.row_factory = sqlite3.Row
+        try:
+            check_format(self._connection, self.folder)
+        except UserError:
+            self._connection.close()
+            raise
 
     def close(self) -> None:
         self._connection.close()

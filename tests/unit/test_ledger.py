@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,20 @@ def test_a_full_database_rolls_the_whole_tick_back(tmp_path: Path) -> None:
     with_ledger(tmp_path, run)
     with LedgerReader(tmp_path) as reader:
         assert reader.counts()["ready"] == 300
+
+
+def test_a_ledger_of_another_format_is_neither_read_nor_written(tmp_path: Path) -> None:
+    async def run(ledger: Ledger) -> None:
+        make_ready(buffer_on(ledger), 0)
+
+    with_ledger(tmp_path, run)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database:
+        database.execute("PRAGMA user_version = 0")
+        before = database.execute("SELECT * FROM groups").fetchall()
+        for use in (lambda: LedgerReader(tmp_path), lambda: with_ledger(tmp_path, run)):
+            with pytest.raises(UserError, match=f"^{tmp_path}: the ledger is of format 0, and .* reads format 1 only$"):
+                use()
+        assert database.execute("SELECT * FROM groups").fetchall() == before
 
 
 def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_path: Path) -> None:
