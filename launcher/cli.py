@@ -105,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
     )
+    bench.add_argument(
+        "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
+    )
     bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
     bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
