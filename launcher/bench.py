@@ -103,6 +103,13 @@ def _engines(options: Options, show: Show) -> Measured:
     return report, bench.render(report)
 
 
+def _learning(options: Options, show: Show) -> Measured:
+    from launcher import bench_learning as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "learning", bench.Settings(), show))
+    return report, bench.render(report)
+
+
 def _messages(options: Options, show: Show) -> Measured:
     from launcher import bench_messages as bench
 
@@ -168,6 +175,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "coordinator": _coordinator,
     "engine": _engine,
     "engines": _engines,
+    "learning": _learning,
     "messages": _messages,
     "packing": _packing,
     "publication": _publication,

@@ -93,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         choices=(
-            *("coordinator", "engine", "engines", "messages", "packing", "publication"),
-            *("rewards", "rollout", "staleness", "startup", "train"),
+            *("coordinator", "engine", "engines", "learning", "messages", "packing"),
+            *("publication", "rewards", "rollout", "staleness", "startup", "train"),
         ),
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
