@@ -61,7 +61,7 @@ class Trial(Struct, frozen=True):
     @classmethod
     def of(cls, seed: int, points: list[Point], goal: float) -> Trial:
         reached = next((point for point in points if point.accuracy >= goal), None)
-        return cls(seed, points, reached and reached.step, reached and reached.seconds)
+        return cls(seed, points, reached.step if reached else None, reached.seconds if reached else None)
 
 
 class Report(Struct):
