@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
     for command in (train, evaluate, validate):
         command.add_argument("config", type=Path, help="a YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key.path=value")
+        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     for command in (train, evaluate):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
-    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
 
     score = commands.add_parser("score", help="what a verifier says of each reply in a file")
     score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
@@ -126,7 +126,7 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
     }.items():
         target = targets.add_parser(name, help=what, description=f"Write {what}.")
         target.add_argument("config", type=Path, help="a YAML file")
-        target.add_argument("overrides", nargs="*", metavar="key.path=value")
+        target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
         target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
         target.add_argument(
             "--device",
