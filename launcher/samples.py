@@ -51,8 +51,10 @@ class Row(Struct, kw_only=True):
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a table for each group, or JSON lines; that there is none goes to standard error. Raises UserError for a folder that
-    is no run's, a run without samples, or a filter it cannot read."""
+    """Print a table for each group, or JSON lines; that there is none goes to standard error.
+
+    Raises UserError for a folder that is no run's, a run without samples, or a filter it cannot read.
+    """
     if options.limit < 0:
         raise UserError(f"--limit: {options.limit} is negative; must be a number of groups, or 0 for all")
     if options.eval:
