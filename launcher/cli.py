@@ -242,7 +242,7 @@ def _validate(options: argparse.Namespace) -> int:
 
     from launcher import environment
     from launcher.here import Here, placement_faults, placement_table
-    from launcher.known import known_names
+    from launcher.known import faults_of_own_files, known_names
     from launcher.machine import on_this_machine
     from runtime.cluster import topology
     from runtime.config import loading
@@ -255,7 +255,7 @@ def _validate(options: argparse.Namespace) -> int:
     config = loading.resolve(loading.load(options.config, options.overrides))
     here = Here.of(config)
     faults = [*semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
-    if faults := faults or placement_faults(config, here.offer, trains=True):
+    if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
         raise ConfigError(faults)
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
         on_this_machine(config)
