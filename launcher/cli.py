@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
     for command in (train, evaluate, validate):
         command.add_argument("config", type=Path, help="a YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key.path=value")
+        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     for command in (train, evaluate):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
@@ -82,7 +82,7 @@ def _add_files(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
-    prepare.add_argument("overrides", nargs="*", metavar="key=value")
+    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
 
     score = commands.add_parser("score", help="what a verifier says of each reply in a file")
     score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
@@ -142,7 +142,7 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
     }.items():
         target = targets.add_parser(name, help=what, description=f"Write {what}.")
         target.add_argument("config", type=Path, help="a YAML file")
-        target.add_argument("overrides", nargs="*", metavar="key.path=value")
+        target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
         target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
         target.add_argument(
             "--device",
@@ -258,7 +258,7 @@ def _validate(options: argparse.Namespace) -> int:
 
     from launcher import environment
     from launcher.here import Here, placement_faults, placement_table
-    from launcher.known import known_names
+    from launcher.known import faults_of_own_files, known_names
     from launcher.machine import on_this_machine
     from runtime.cluster import topology
     from runtime.config import loading
@@ -271,7 +271,7 @@ def _validate(options: argparse.Namespace) -> int:
     config = loading.resolve(loading.load(options.config, options.overrides))
     here = Here.of(config)
     faults = [*semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
-    if faults := faults or placement_faults(config, here.offer, trains=True):
+    if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
         raise ConfigError(faults)
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
         on_this_machine(config)

@@ -1,6 +1,13 @@
-"""The registered names that a configuration may use, without importing torch."""
+"""The registered names that a configuration may use, and those of the user's own files, without importing torch."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from runtime.config import Config
 
 
 def known_names() -> dict[str, list[str]]:
@@ -20,3 +27,33 @@ def known_names() -> dict[str, list[str]]:
         "data.handler": list(handlers.HANDLERS),
         "rewards.rules": list(rules.RULES),
     }
+
+
+def faults_of_own_files(config: Config) -> Iterator[str]:
+    """What keeps the functions that are named FILE.py:NAME from being found.
+
+    Imports their files, as the processes would that call them; those for another interpreter than this one are left to it.
+    """
+    from runtime.algorithms import interfaces
+    from runtime.data.handlers import HANDLERS
+    from runtime.errors import UserError
+    from runtime.registry import OWN, Registry
+    from runtime.rewards.rules import RULES
+
+    algorithm, services = config.algorithm, config.services
+    named: list[tuple[Registry[Any], str, str, str | None]] = [
+        (interfaces.ADVANTAGES, "algorithm.advantage", algorithm.advantage, services.coordinator.python),
+        (interfaces.POLICY_LOSSES, "algorithm.loss", algorithm.loss, services.coordinator.python),
+        (interfaces.CORRECTIONS, "algorithm.correction", algorithm.correction, services.coordinator.python),
+        (interfaces.AGGREGATIONS, "algorithm.aggregation", algorithm.aggregation, services.coordinator.python),
+        (interfaces.KL_ESTIMATORS, "algorithm.kl", algorithm.kl, services.coordinator.python),
+        (HANDLERS, "data.handler", config.data.handler, services.coordinator.python),
+    ]
+    for index, rule in enumerate(config.rewards.rules):
+        named.append((RULES, f"rewards.rules.{index}.name", rule.name, services.reward.python))
+    for registry, key, name, python in named:
+        if OWN in name and not python:
+            try:
+                registry.find(name, key)
+            except UserError as error:
+                yield str(error)

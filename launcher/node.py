@@ -99,7 +99,7 @@ class Follower:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launcher.node", description="Run one node of a cluster.")
     parser.add_argument("config", type=Path, help="a YAML file, the same on every node")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="the same on every node")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="the same on every node")
     parser.add_argument("--name", default="", help="what cluster.nodes calls this node (default: its host name)")
     parser.add_argument("--address", default="", metavar="IP", help="this node's, instead of what network.interface gives")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of its accelerators are for the run (default: all)")

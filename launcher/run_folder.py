@@ -6,6 +6,7 @@ import fcntl
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -95,13 +96,15 @@ def _inputs(config: Config) -> dict[str, str]:
     return named
 
 
-def begin(folder: Path, config: Config) -> str:
+def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: None) -> str:
     """The checkpoint to resume from, or "" for a new run: then what an earlier run left in the folder is removed.
+
+    `say` is told of each checkpoint that is left out as it is not whole.
 
     Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a new run would
     remove what it is to read, or a trained model that nobody said is to be replaced.
     """
-    resume = checkpoint.resolve(config.run.resume, folder)
+    resume = checkpoint.resolve(config.run.resume, folder, say)
     if not resume:
         _require_unneeded(folder, config)
     if resume and config.critic is not None:

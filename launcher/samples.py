@@ -51,10 +51,17 @@ class Row(Struct, kw_only=True):
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a table for each group, or JSON lines. Raises UserError for a run without samples, or a filter it cannot read."""
+    """Print a table for each group, or JSON lines; that there is none goes to standard error.
+
+    Raises UserError for a folder that is no run's, a run without samples, or a filter it cannot read.
+    """
+    if options.limit < 0:
+        raise UserError(f"--limit: {options.limit} is negative; must be a number of groups, or 0 for all")
     if options.eval:
         _print(_evaluated(options), options.jsonl)
         return
+    if not (options.run / layout.CONFIG).is_file():
+        raise UserError(f"{options.run}: not a run's folder: {layout.CONFIG} is not in it")
     config = loading.load(options.run / layout.CONFIG, ())
     tokenizer = Tokenizer(config.model.path, config.model.chat_template)
     with LedgerReader(options.run / layout.LEDGER) as reader:
@@ -62,13 +69,16 @@ def show(options: argparse.Namespace) -> None:
 
 
 def _print(rows: Iterator[Row], jsonl: bool) -> None:
-    if jsonl:
-        for row in rows:
-            sys.stdout.write(json.dumps(structs.asdict(row)) + "\n")
-    else:
-        console = Console()
-        for _, group in groupby(rows, lambda row: (row.step, row.group)):
+    console = Console()
+    found = False
+    for _, group in groupby(rows, lambda row: (row.step, row.group)):
+        found = True
+        if jsonl:
+            sys.stdout.writelines(json.dumps(structs.asdict(row)) + "\n" for row in group)
+        else:
             console.print(_table(list(group)))
+    if not found:
+        print("no samples here, or none that the options select", file=sys.stderr)
 
 
 def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow]:
@@ -141,9 +151,12 @@ def _range(option: str, text: str | None, kind: Callable[[str], N], most: N) -> 
     try:
         if not colon:
             return kind(low), kind(low)
-        return (kind(low) if low else -most), (kind(high) if high else most)
+        bounds = (kind(low) if low else -most), (kind(high) if high else most)
     except ValueError:
         raise UserError(f"{option}: {text!r} is neither a number nor a range a:b") from None
+    if bounds[0] > bounds[1]:
+        raise UserError(f"{option}: {text!r} ends before it begins; a range is a:b, with a at most b")
+    return bounds
 
 
 def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[Row]:

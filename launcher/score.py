@@ -105,10 +105,7 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
 def _rules(verifier: str | None) -> dict[str, RewardRule]:
     """The verifiers that may be needed, by the names that tasks use."""
     names = list(RULES) if verifier is None else [*FORMATS, verifier] if verifier == "format" else [verifier]
-    try:
-        return {name: find_rule(name) for name in names}
-    except UserError as error:
-        raise UserError(str(error).replace(RULES.label, "--verifier", 1)) from None
+    return {name: find_rule(name, "--verifier") for name in names}
 
 
 def _opened(path: Path, mode: str) -> IO[Any]:

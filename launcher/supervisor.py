@@ -73,6 +73,12 @@ class Child:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
+    def _log_of(self, told: str) -> Path:
+        """The newest log of the process that the line names first, where it has one here: it may say more than this one's."""
+        name = told.partition(":")[0]
+        theirs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
+        return max(theirs, key=lambda path: path.stat().st_mtime, default=self.log)
+
     def fault(self) -> SluiceError:
         """Why it ended, in its own last word where it had one."""
         code = self.process.returncode or 0
@@ -85,7 +91,7 @@ class Child:
         if own and self.mistaken:
             return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
         if own:
-            return SluiceError(f"{own[-1]} (log: {self.log}){self.last}")
+            return SluiceError(f"{own[-1]} (log: {self._log_of(own[-1])}){self.last}")
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
 
 

@@ -47,7 +47,7 @@ class _Training(Job[Summary]):
         self.check(config)
         if config.warmup is not None:
             config = await self.warmed_up(config)
-        return replace(config, run=replace(config.run, resume=run_folder.begin(self.folder, config)))
+        return replace(config, run=replace(config.run, resume=run_folder.begin(self.folder, config, self.view.say)))
 
     async def outcome(self) -> Summary:
         summary = Summary.read(self.folder)

@@ -35,7 +35,7 @@ class View:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
-        self._phase = ""
+        self._phase = self._detail = ""
         self._last_line = 0.0
 
     def __enter__(self) -> View:
@@ -56,7 +56,9 @@ class View:
         count = f"{done}/{total}" if total else ""
         self._bars.update(self._task, completed=done, total=total or None, count=count, detail=detail)
         now = time.monotonic()
-        if not self._console.is_terminal and (fresh or now - self._last_line >= self._line_interval):
+        waits_for_another = not total and detail not in ("", self._detail)
+        self._detail = detail
+        if not self._console.is_terminal and (fresh or waits_for_another or now - self._last_line >= self._line_interval):
             self._last_line = now
             self._console.print("  ".join(filter(None, (name, count, detail))), highlight=False)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,9 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from runtime.errors import Cancelled, DeadlineExceeded, Overloaded, ServiceFault
+from runtime.errors import Cancelled, DeadlineExceeded, Overloaded, ServiceFault, SluiceError
+
+log = logging.getLogger("sluice")
 
 SMOOTHING = 0.1  # weight of the newest letter in the moving means
 MINIMUM_RETRY = 0.01  # seconds
@@ -103,6 +106,7 @@ class Actor:
         self._draining = False
         self._settled = asyncio.Event()
         self._stats = MailboxStats(capacity=capacity)
+        self._logged: Exception | None = None  # the newest, which several letters may get
         self._end: Exception | None = None  # why nothing is taken in any more
 
     def send(self, message: Any, *, priority: Priority = Priority.DATA, timeout: float | None = None) -> asyncio.Future[Any]:
@@ -212,6 +216,9 @@ class Actor:
             letter.future.set_result(value)
         else:
             self._stats.failed += 1
+            if not isinstance(error, SluiceError) and error is not self._logged:  # who asked hears its last line alone
+                self._logged = error
+                log.error("%s: %s failed", self.name, type(letter.message).__name__, exc_info=error)
             letter.future.set_exception(error)
 
     def _forget(self, letter: Letter) -> None:

@@ -10,15 +10,19 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import msgspec
+from msgspec import Struct
 
 from runtime import codec, layout
 from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.position import Position
 
 POSITION = "position.msgpack"
+TRAINER = "trainer.json"  # what the trainer says of its part
 CRITIC = "critic"  # folder of the critic's state within a checkpoint
 _PARTIAL, _DISCARDED = ".partial", ".discarded"
 _NAME = re.compile(r"step-(\d{8})")
@@ -126,16 +130,55 @@ def sweep(run_dir: Path) -> None:
             discard(path)
 
 
-def resolve(resume: str, run_dir: Path) -> str:
-    """The folder that `run.resume` means, "" for none. Raises UserError when it is not a checkpoint."""
+def resolve(resume: str, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> str:
+    """The folder that `run.resume` means, "" for none; `say` is told of each that is left out as it is not whole.
+
+    Raises UserError when it is not a checkpoint, and when there are checkpoints and none is whole.
+    """
     if resume == "never":
         return ""
     if resume == "auto":
-        found = steps(run_dir)
-        return str(folder_for(run_dir, found[-1])) if found else ""
+        found = [folder_for(run_dir, step) for step in reversed(steps(run_dir))]
+        faults = []
+        for folder in found:
+            if not (fault := _fault(folder)):
+                return str(folder)
+            faults.append(fault)
+            say(f"run.resume: {folder} is left out: {fault}")
+        if found:
+            raise UserError(f"run.resume: no checkpoint of {run_dir} is whole; {found[0].name}: {faults[0]}")
+        return ""
     if resume and not (Path(resume) / POSITION).exists():
         raise UserError(f"run.resume: {resume!r} is not a checkpoint; must be never, auto or a checkpoint's folder")
     return resume
+
+
+def _fault(folder: Path) -> str:
+    """What shows, without loading it, that a checkpoint is not whole; "" where nothing does."""
+    try:
+        codec.decode(Position, (folder / POSITION).read_bytes())
+        msgspec.json.decode((folder / TRAINER).read_bytes())
+        cut = next((path for path in sorted(folder.rglob("*.safetensors")) if _cut_short(path)), None)
+    except (OSError, InvalidMessage, msgspec.DecodeError) as error:
+        return str(error)
+    return "" if cut is None else f"{cut.relative_to(folder)} is not as long as its header says"
+
+
+class _Tensor(Struct):
+    """An entry of a safetensors file's header; the one of metadata has no offsets."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _cut_short(path: Path) -> bool:
+    """Raises DecodeError for a header that is none."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if 8 + length > size:
+            return True
+        header = msgspec.json.decode(file.read(length), type=dict[str, _Tensor])
+    return 8 + length + max((tensor.data_offsets[1] for tensor in header.values()), default=0) != size
 
 
 def critic_state(folder: Path) -> Path:

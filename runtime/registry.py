@@ -39,33 +39,33 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str) -> T:
-        """The entry called `name`. Raises UserError, naming the nearest name and all that are known."""
+    def get(self, name: str, key: str = "") -> T:
+        """The entry called `name`. Raises UserError, naming `key` (the label), the nearest name and all that are known."""
         try:
             return self._entries[name]
         except KeyError:
             near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{self.label}: unknown name {name!r}; {hint}allowed: {', '.join(self)}") from None
+            raise UserError(f"{key or self.label}: unknown name {name!r}; {hint}allowed: {', '.join(self)}") from None
 
-    def find(self, name: str) -> T:
+    def find(self, name: str, key: str = "") -> T:
         """The entry called `name`, or the one that `FILE.py:NAME` registers.
 
-        Raises UserError for an unknown name, and for a file that is missing or cannot be imported.
+        Raises UserError, naming `key` (the label), for an unknown name, and for a file that is missing or cannot be imported.
         """
         file, own, entry = name.rpartition(OWN)
         if not own:
-            return self.get(name)
+            return self.get(name, key)
         path = Path(f"{file}.py").resolve()
         if not path.is_file():
-            raise UserError(f"{self.label}: {path} is not a file")
+            raise UserError(f"{key or self.label}: {path} is not a file")
         try:
             _execute(path)
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-        return self.get(entry)
+            raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        return self.get(entry, key)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -19,6 +19,7 @@ from runtime.startup import Startup
 
 LAUNCHER = "launcher"
 CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
+SCORE_ERRORS = "grpo/errors/"
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +40,8 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     staleness_histogram: dict[int, int]  # samples by staleness
     idle_trainer: float
     idle_rollout: float
+    masked: int = 0  # samples of the steps that could not be scored, and were left out of the loss
+    score_errors: dict[str, int] = {}  # why, by reason: one for each scorer that failed
     groups: dict[str, int]  # by final state
     dropped: dict[str, int] = {}  # of these, the dropped ones by reason
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
@@ -73,6 +76,8 @@ class Totals:
         self.tokens = 0.0
         self.timing: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
+        self.masked = 0.0
+        self.score_errors: Counter[str] = Counter()
         self._idle_seconds: Counter[str] = Counter()
 
     def copy(self) -> Totals:
@@ -83,10 +88,13 @@ class Totals:
         self.steps += 1
         self.samples += metrics.get("samples", 0)
         self.tokens += metrics.get("tokens", 0)
+        self.masked += metrics.get("grpo/masked", 0)
         for name, value in metrics.items():
             group, _, rest = name.partition("/")
             if group == "timing":
                 self.timing[rest] += value
+            elif name.startswith(SCORE_ERRORS):
+                self.score_errors[name.removeprefix(SCORE_ERRORS)] += value
             elif group == "idle":
                 self._idle_seconds[rest] += value * metrics["timing/all"]
         self.staleness.update({int(value): count for value, count in metrics.get("staleness/histogram", {}).items()})
@@ -106,6 +114,8 @@ class Totals:
             idle_trainer=self._idle_seconds["trainer"] / wall if wall else 0.0,
             idle_rollout=self._idle_seconds["rollout"] / wall if wall else 0.0,
             timing=dict(self.timing),
+            masked=round(self.masked),
+            score_errors={reason: round(count) for reason, count in self.score_errors.most_common()},
             **rest,
         )
 
@@ -125,6 +135,10 @@ def render(summary: Summary) -> Table:
     )
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
     table.add_row("groups", _groups(summary) or "–")
+    if summary.masked:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in summary.score_errors.items())
+        of = f" of {sum(summary.staleness_histogram.values()):,} samples, left out of the loss"
+        table.add_row("not scored", f"{summary.masked:,}{of}" + f" ({why})" * bool(why))
     table.add_row("time by phase", _phases(summary.timing))
     if startup.TOTAL in summary.startup:
         table.add_row("start-up", startup.line(Startup(phases=summary.startup)))

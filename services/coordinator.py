@@ -78,7 +78,10 @@ class Coordinator:
         try:
             self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:
-            raise UserError(f"services.coordinator.port: {error}" if settings.port else str(error)) from None
+            if network.port_range is not None and not settings.port:
+                raise  # it names the range
+            key = "services.coordinator.port" if settings.port else "services.coordinator.host" if settings.host else ""
+            raise UserError(f"{key or 'network.interface'}: {error}") from None
         await server.start()
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,7 +111,7 @@ class Coordinator:
         task.result()
 
     async def _train(self) -> None:
-        self._peers.expect(await self._nodes.placed(self._started))
+        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
         placed = time.monotonic()
         material = await self._material()
         try:
@@ -131,7 +134,7 @@ class Coordinator:
 
     async def _evaluate(self) -> None:
         config = self._config
-        self._peers.expect(await self._nodes.placed(self._started))
+        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
         placed = time.monotonic()
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
@@ -246,6 +249,8 @@ class Coordinator:
         gauges: dict[str, float] = {"step": progress.step}
         done, total = (progress.step, progress.steps) if self._trains else (progress.done, progress.total)
         detail = f"{self._config.run.name}: {progress.phase} {done}/{total}"
+        if progress.phase in ("starting", "recovering") and progress.detail:
+            detail += f": {progress.detail}"
         if self._run is not None:
             gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
             if (wait := self._run.buffer.oldest_wait()) is not None:
@@ -267,6 +272,9 @@ class Coordinator:
             address=self._address,
             uptime_seconds=time.monotonic() - self._started,
         )
+
+    def _wait_for_nodes(self, missing: str) -> None:
+        self._report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
 
     def _report(self, progress: Progress) -> None:
         self._progress = msgspec.structs.replace(progress, lost=list(self._peers.lost.values()))

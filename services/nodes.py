@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from runtime import os_process
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
@@ -15,6 +15,7 @@ from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
 from runtime.cluster.topology import Member, is_group, named_paths, with_rollouts
 from runtime.config import Config, Rollout, loading
+from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from services.peers import Peers
 
@@ -96,14 +97,18 @@ class Nodes:
             self._take_in(found.node)
         self._came.set()
 
-    async def placed(self, began: float) -> list[Member]:
+    async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> list[Member]:
         """Wait for the nodes, place the processes, and have the nodes start them; returns who will register.
+
+        Where a run has several nodes, `waits_for` is told who has yet to come, whenever that changes.
 
         Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
         """
-        timeout = self._config.deadlines.start
+        timeout, several = self._config.deadlines.start, has_several_nodes(self._config.cluster)
         while missing := self.roster.missing:
             self._came.clear()
+            if several:
+                waits_for(", ".join(missing))
             try:
                 await asyncio.wait_for(self._came.wait(), max(0.0, began + timeout - time.monotonic()))
             except asyncio.TimeoutError:

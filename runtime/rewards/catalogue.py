@@ -12,6 +12,9 @@ from runtime.rewards import (  # noqa: F401 - importing them registers the built
 from runtime.rewards.rules import RULES, RewardRule
 
 
-def find_rule(name: str) -> RewardRule:
-    """The rule `name`. Raises UserError for an unknown name, and for a file that is missing or cannot be imported."""
-    return RULES.find(name)
+def find_rule(name: str, key: str = "") -> RewardRule:
+    """The rule `name`, which `key` of the configuration holds.
+
+    Raises UserError for an unknown name, and for a file that is missing or cannot be imported.
+    """
+    return RULES.find(name, key)

@@ -47,7 +47,9 @@ class RewardScorer:
         """Raises UserError when no rule is configured, one is unknown or one is named twice."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
-        self._rules = [_Weighted(entry, find_rule(entry.name)) for entry in settings.rules]
+        self._rules = [
+            _Weighted(entry, find_rule(entry.name, f"rewards.rules.{index}.name")) for index, entry in enumerate(settings.rules)
+        ]
         for name, count in Counter(weighted.rule.name for weighted in self._rules).items():
             if count > 1:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")

@@ -141,6 +141,30 @@ def test_each_node_is_told_its_own_once_all_have_come() -> None:
     run(make(cluster=NAMED, services=ON_B), test)
 
 
+def test_who_has_yet_to_come_is_told_each_time_that_it_changes() -> None:
+    async def test(desk: Desk) -> None:
+        told: list[str] = []
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic(), told.append))
+        Member(desk, registration("b"))
+        Member(desk, registration("a", own=True))
+        await placing
+        assert told[0] == "a, b"
+        assert told[-1] in ("a", "b")
+
+    run(make(cluster=NAMED, services=ON_B), test)
+
+
+def test_a_run_on_one_node_does_not_tell_that_it_waits_for_it() -> None:
+    async def test(desk: Desk) -> None:
+        told: list[str] = []
+        placing = asyncio.create_task(desk.nodes.placed(time.monotonic(), told.append))
+        Member(desk, registration("a", own=True))
+        await placing
+        assert told == []
+
+    run(make(), test)
+
+
 def test_a_node_that_never_comes_is_named_and_so_is_why_it_was_refused() -> None:
     async def test(desk: Desk) -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))

@@ -100,6 +100,25 @@ def test_before_anything_may_be_replaced_a_death_is_a_failure(tmp_path: Path) ->
     supervised(tmp_path, test)
 
 
+def test_the_log_that_is_named_is_that_of_the_process_whose_fault_is_told(tmp_path: Path) -> None:
+    for name in ("trainer-0.log", "trainer-0.1.log"):
+        (tmp_path / name).write_text("a traceback")
+    os.utime(tmp_path / "trainer-0.log", (0, 0))
+
+    async def test(supervisor: Supervisor) -> None:
+        told = ("trainer-0: Accumulate: it cannot be", "critic-0: Apply: it has no log here")
+        codes = [f"from runtime import os_process; os_process.say_errors([{line!r}]); raise SystemExit(1)" for line in told]
+        children = [await supervisor.start(spec(f"coordinator-{index}", code)) for index, code in enumerate(codes)]
+        for child in children:
+            await child.process.wait()
+        logs = (tmp_path / "trainer-0.1.log", children[1].log)
+        assert [str(child.fault()) for child in children] == [
+            f"{line} (log: {log})" for line, log in zip(told, logs, strict=True)
+        ]
+
+    supervised(tmp_path, test)
+
+
 def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         told: list[Child] = []

@@ -144,3 +144,23 @@ def test_stop_fails_what_is_unanswered_and_nothing_is_taken_in_afterwards() -> N
         assert await actor.drain(0.0)
 
     run(test())
+
+
+def test_what_is_no_error_of_ours_is_logged_once_with_the_place_where_it_was_raised(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async def serve(letters: Sequence[Letter]) -> None:
+            if letters[0].message == "ours":
+                raise ServiceFault("desk", "serve", "closed")
+            raise AttributeError("no attribute 'nosuch'")
+
+        actor = Actor("desk", Desk(serve), capacity=8, batch=2)
+        answers = [actor.send("ours"), actor.send("ours"), actor.send("theirs"), actor.send("theirs")]
+        async with running(actor):
+            await asyncio.wait(answers)
+            for answer in answers:
+                answer.exception()
+
+    run(test())
+    (record,) = caplog.records
+    assert record.getMessage() == "desk: str failed"
+    assert "no attribute 'nosuch'" in caplog.text and "in serve" in caplog.text

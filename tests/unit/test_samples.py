@@ -152,3 +152,31 @@ def test_replies_of_evaluations_are_chosen_by_step_reward_and_number(
     assert len(shown(evaluated, capsys, limit=3)) == 6
     with pytest.raises(UserError, match="no evaluation"):
         shown(evaluated / "none", capsys)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({"limit": -1}, "^--limit: -1 is negative"),
+        ({"step": "5:2"}, "^--step: '5:2' ends before it begins"),
+    ],
+)
+def test_an_option_that_can_choose_nothing_is_refused(run: Path, chosen: dict[str, Any], told: str) -> None:
+    wrong = options(run, jsonl=True)
+    wrong.__dict__.update(chosen)
+    with pytest.raises(UserError, match=told):
+        samples.show(wrong)
+
+
+def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not a run's folder: config\.yaml is not in it$"):
+        samples.show(options(tmp_path, jsonl=True))
+
+
+@pytest.mark.parametrize("jsonl", [True, False])
+def test_that_nothing_was_selected_is_said(run: Path, capsys: pytest.CaptureFixture[str], jsonl: bool) -> None:
+    nobody = options(run, jsonl=jsonl)
+    nobody.group = 999
+    samples.show(nobody)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "no samples here, or none that the options select\n")

@@ -38,10 +38,11 @@ STEPS: list[dict[str, Any]] = [
 ]
 
 
-def summary(**changes: Any) -> Summary:
+def summary(more: dict[str, Any] | None = None, **changes: Any) -> Summary:
+    """`more`: metrics of each step besides."""
     totals = Totals()
     for step in STEPS:
-        totals.add(step)
+        totals.add(step | (more or {}))
     rest: dict[str, Any] = {
         "stop_reason": "steps",
         "accuracy_before": 0.45,
@@ -88,7 +89,7 @@ def test_the_file(tmp_path: Path) -> None:
     expected = {"accuracy_before", "accuracy_after", "steps", "rl_seconds", "total_seconds", "peak_pss_bytes"}
     expected |= {"samples_per_second", "tokens_per_second", "staleness_mean", "staleness_max", "staleness_histogram"}
     expected |= {"idle_trainer", "idle_rollout", "groups", "dropped", "timing", "startup", "startup_processes", "memory"}
-    expected |= {"stop_reason"}
+    expected |= {"stop_reason", "masked", "score_errors"}
     assert data.keys() == expected
     assert data["staleness_histogram"] == {"0": 32, "1": 48, "2": 48}
     assert Summary.read(tmp_path) == found
@@ -138,3 +139,10 @@ def test_the_table_tells_the_memory_of_those_that_only_direct_others() -> None:
 def test_the_table_says_why_groups_were_dropped() -> None:
     shown = text_of(summary(groups={"retired": 16, "dropped": 1204}, dropped={"no signal": 1200, "run ended": 4}))
     assert "16 retired, 1,204 dropped (1,200 no signal, 4 run ended)" in shown
+
+
+def test_samples_that_no_scorer_could_judge_are_told_with_the_reasons() -> None:
+    found = summary({"grpo/masked": 4.0, "grpo/errors/timeout": 1.0, "grpo/errors/exception:ZeroDivisionError": 3.0})
+    assert (found.masked, found.score_errors) == (8, {"exception:ZeroDivisionError": 6, "timeout": 2})
+    assert "8 of 128 samples, left out of the loss (6 exception:ZeroDivisionError, 2 timeout)" in text_of(found)
+    assert "not scored" not in text_of(summary())
