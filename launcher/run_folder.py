@@ -93,27 +93,34 @@ def _inputs(config: Config) -> dict[str, str]:
     named = {key: path for key, path in named_paths(config).items() if key != "run.dir"}
     named |= {key: source.path for key, source in sources(config.data)}
     named |= {f"the evaluation set {found.name}": found.path for found in evaluation_sets(config)}
+    if config.run.resume not in ("never", "auto", ""):
+        named["run.resume"] = config.run.resume
     return named
 
 
 def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: None) -> str:
-    """The checkpoint to resume from, or "" for a new run: then what an earlier run left in the folder is removed.
+    """The checkpoint to resume from, or "" for a new run. Unless the run in the folder goes on, what it left is removed.
 
     `say` is told of each checkpoint that is left out as it is not whole.
 
-    Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a new run would
-    remove what it is to read, or a trained model that nobody said is to be replaced.
+    Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a run would
+    remove what it is to read, or a run or trained model that nobody said is to be replaced.
     """
     resume = checkpoint.resolve(config.run.resume, folder, say)
-    if not resume:
-        _require_unneeded(folder, config)
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
-    if not resume:
-        for name in layout.OF_ONE_RUN:
-            path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    if resume and Path(resume).resolve().parent == (folder / layout.CHECKPOINTS).resolve():
+        return resume
+    if resume and not config.run.overwrite and (folder / layout.LEDGER).exists():  # which knows nothing of that checkpoint
+        raise UserError(
+            f"run.resume: {resume} is not of the run that {folder} holds; choose another run.name or run.dir, or set "
+            "run.resume=auto to go on with that run, or run.overwrite=true to replace it"
+        )
+    _require_unneeded(folder, config)
+    for name in layout.OF_ONE_RUN:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     return resume

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from launcher import run_folder
-from runtime import config, layout
+from runtime import checkpoint, config, layout
 from runtime.config import Run
 from runtime.errors import UserError
 
@@ -78,3 +78,34 @@ def test_a_trained_model_without_its_checkpoints_is_not_trained_over(tmp_path: P
         run_folder.begin(tmp_path, chosen)
     assert run_folder.begin(tmp_path, structs.replace(chosen, run=structs.replace(chosen.run, overwrite=True))) == ""
     assert not (tmp_path / layout.MODEL).exists()
+
+
+def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs" / layout.CHECKPOINTS / "step-00000010"
+    own = tmp_path / "own" / layout.CHECKPOINTS / "step-00000020"
+    for folder in (theirs, own):
+        folder.mkdir(parents=True)
+        (folder / checkpoint.POSITION).write_text("{}")
+    ours = tmp_path / "own"
+    (ours / layout.LEDGER).mkdir()
+
+    def begin(resume: Path, folder: Path, overwrite: bool = False) -> str:
+        run = Run(name="a", dir=str(folder), resume=str(resume), overwrite=overwrite)
+        return run_folder.begin(folder, config.Config(run=run))
+
+    assert begin(own, ours) == str(own)
+    with pytest.raises(UserError, match=rf"^run.resume: {theirs} is not of the run that {ours} holds; .*run.resume=auto"):
+        begin(theirs, ours)
+    assert own.is_dir() and (ours / layout.LEDGER).is_dir()
+    assert begin(theirs, tmp_path / "new") == str(theirs)
+    assert begin(theirs, ours, overwrite=True) == str(theirs)  # in the place of the run
+    assert not own.exists() and not (ours / layout.LEDGER).exists() and theirs.is_dir()
+
+
+def test_a_checkpoint_is_not_removed_by_the_run_that_begins_with_it(tmp_path: Path) -> None:
+    kept = tmp_path / layout.CHECKPOINTS / "kept" / "step-00000010"
+    kept.mkdir(parents=True)
+    (kept / checkpoint.POSITION).write_text("{}")
+    with pytest.raises(UserError, match=r"^run.resume: .* lies in what a new run in .* removes"):
+        run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume=str(kept), overwrite=True)))
+    assert kept.is_dir()
