@@ -19,6 +19,8 @@ MEGABYTE = 1_000_000
 
 def run(options: argparse.Namespace) -> None:
     """Convert and check one folder. Raises UserError, which names the option, the file or the dimension."""
+    if not options.source.is_dir():  # said before torch is imported, which takes seconds
+        raise UserError(f"--in: {options.source} is not a folder")
     from runtime.engines import conversion
 
     console = Console()

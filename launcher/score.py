@@ -222,7 +222,8 @@ def _equal(outcome: Outcome) -> bool | None:
 def _summary(tally: Tally, seconds: float) -> Iterator[str]:
     total = sum(tally.cases.values())
     reasons = "; ".join(f"{reason} {count}" for reason, count in sorted(tally.errors.items())) or "none"
-    yield f"{total} cases in {seconds:.2f} s, {total / seconds:.0f} cases/s; errors: {reasons}"
+    unread = f"; lines that cannot be judged: {tally.bad_lines}" if tally.bad_lines else ""
+    yield f"{total} cases in {seconds:.2f} s, {total / seconds:.0f} cases/s; errors: {reasons}{unread}"
     labelled, agreed = sum(tally.labelled.values()), sum(tally.agreed.values())
     if labelled:
         kinds = ", ".join(f"{kind or 'no kind'} {tally.agreed[kind]}/{count}" for kind, count in sorted(tally.labelled.items()))

@@ -183,6 +183,10 @@ class TestRefusedToCore:
         assert to_core(tmp_path / "hf", tmp_path / "core", *options.split()) == 2
         refused(capsys, tmp_path, told)
 
+    def test_a_source_that_is_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
+        refused(capsys, tmp_path, f"--in: {tmp_path / 'hf'} is not a folder")
+
     @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
     def test_architectures(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_folder(tmp_path / "hf", "qwen2")
