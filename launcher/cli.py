@@ -253,36 +253,9 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    import msgspec
-    from rich.console import Console
+    from launcher.validate import validate
 
-    from launcher import environment
-    from launcher.here import Here, placement_faults, placement_table
-    from launcher.known import faults_of_own_files, known_names
-    from launcher.machine import on_this_machine
-    from runtime.cluster import topology
-    from runtime.config import loading
-    from runtime.config.checks.megatron import memory_of_ranks
-    from runtime.config.checks.network import has_several_nodes
-    from runtime.config.checks.semantic import semantic_faults, spread_models
-    from runtime.engines import tiny_family
-    from runtime.errors import ConfigError
-
-    config = loading.resolve(loading.load(options.config, options.overrides))
-    here = Here.of(config)
-    faults = [*semantic_faults(config, known_names()), *environment.faults(config, here.machine)]
-    if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
-        raise ConfigError(faults)
-    if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
-        on_this_machine(config)
-    print(f"{options.config}: valid")
-    for key, path in topology.named_paths(config).items():
-        if path.startswith(tiny_family.PREFIX):
-            print(f"{key}: {path}, small and random, is made when a run starts")
-    Console().print(placement_table(config, here.offer))
-    for role, held in memory_of_ranks(config, spread_models(config)).items():
-        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
-        print(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
+    validate(options.config, options.overrides)
     return 0
 
 
