@@ -80,8 +80,8 @@ class Coordinator:
         except UserError as error:
             if network.port_range is not None and not settings.port:
                 raise  # it names the range
-            key = "services.coordinator.port" if settings.port else "services.coordinator.host" if settings.host else ""
-            raise UserError(f"{key or 'network.interface'}: {error}") from None
+            host = "services.coordinator.host" if settings.host else "network.interface"
+            raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
         await server.start()
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
