@@ -221,7 +221,7 @@ def trainer(device: str, folder: Path) -> Figures:
     """Two steps of the embedded trainer: loss and gradient norm are those of the CPU."""
     import torch
 
-    from launcher.packing_trial import PackingTrial
+    from launcher.random_groups import draw_groups
     from runtime import platform as own
     from runtime.config import Config
     from runtime.engines.train_torch import TorchTrainEngine
@@ -234,7 +234,7 @@ def trainer(device: str, folder: Path) -> Figures:
         "training": {"groups_per_step": 4},
     }
     config = msgspec.convert(sections, Config)
-    groups = PackingTrial(config).groups
+    groups = draw_groups(config)
     found: dict[str, list[float]] = {}
     began = 0.0
     for where in (torch.device("cpu"), own.device(device)):

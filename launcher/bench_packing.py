@@ -12,7 +12,8 @@ from rich.table import Table
 
 from launcher.bench_material import bench_config
 from launcher.bench_worker import Measured, Worker, total
-from launcher.packing_trial import PACKED, SORTED, UNSORTED, WAYS, Lengths, cut, draw_lengths
+from launcher.packing_trial import PACKED, SORTED, UNSORTED, WAYS, cut
+from launcher.random_groups import Lengths, draw_lengths
 from runtime import batching
 from runtime.config import Config, Warmup
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from launcher.engines_trial import EngineTrial
-from launcher.packing_trial import BATCHES as TRIAL_BATCHES
 from launcher.packing_trial import WAYS, PackingTrial
+from launcher.random_groups import BATCHES as TRIAL_BATCHES
 from runtime import os_process
 from runtime.cluster.topology import replicas
 from runtime.config import Config, loading

@@ -9,11 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.packing_trial import PackingTrial
+from launcher.random_groups import draw_groups, draw_lengths
 from runtime.config import Config
 
 if TYPE_CHECKING:
     from runtime.engines.train_base import TrainEngine
+    from runtime.types import TrainGroup
 
 STEP = 1  # which the engine stands at: the optimizer has its moments from the one before
 
@@ -23,16 +24,15 @@ class EngineTrial:
 
     def __init__(self, config: Config):
         self._config = config
-        self._material = PackingTrial(config)
 
-    @property
+    @cached_property
     def real_tokens(self) -> int:
         """Of the batch, prompts included."""
-        return sum(sum(group.samples) for group in self._material.lengths[0])
+        return sum(sum(group.samples) for group in draw_lengths(self._config)[0])
 
     def passes(self) -> float:
         """Seconds of the forward and backward passes of a batch; the weights stay as they are."""
-        engine, groups = self._engine, self._material.groups[0]
+        engine, groups = self._engine, self._batch
         begun = time.perf_counter()
         engine.begin_step(STEP)
         engine.accumulate(groups)
@@ -54,6 +54,10 @@ class EngineTrial:
         return time.perf_counter() - begun
 
     @cached_property
+    def _batch(self) -> list[TrainGroup]:
+        return draw_groups(self._config)[0]
+
+    @cached_property
     def _engine(self) -> TrainEngine:
         import torch
 
@@ -63,7 +67,7 @@ class EngineTrial:
         engine = train_rank.engine_type(self._config, device)(self._config, device=device)
         for step in range(STEP):
             engine.begin_step(step)
-            engine.accumulate(self._material.groups[0])
+            engine.accumulate(self._batch)
             engine.apply()
         return engine
 

@@ -14,7 +14,8 @@ import torch
 from launcher import bench_packing
 from launcher.bench_packing import Settings, Shape, packing_config, waste
 from launcher.bench_worker import Bench, Measured, Worker
-from launcher.packing_trial import PACKED, SORTED, UNSORTED, WAYS, Lengths, PackingTrial, cut_as_they_come, draw_lengths
+from launcher.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
+from launcher.random_groups import Lengths, draw_lengths
 from runtime.config import Config
 
 TINY = Settings(
