@@ -334,10 +334,10 @@ def _import_mindspeed(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from launcher import bench
+    from launcher.benches import command
 
-    given = {field: getattr(options, field) for field in bench.Options.__struct_fields__}
-    bench.run(options.name, bench.Options(**given))
+    given = {field: getattr(options, field) for field in command.Options.__struct_fields__}
+    command.run(options.name, command.Options(**given))
     return 0
 
 

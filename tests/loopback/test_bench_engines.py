@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import bench_engines
-from launcher.bench_engines import Settings
-from launcher.bench_packing import Settings as Samples
-from launcher.bench_packing import Shape
+from launcher.benches import engines
+from launcher.benches.engines import Settings
+from launcher.benches.packing import Settings as Samples
+from launcher.benches.packing import Shape
 
 TINY = Settings(
     Shape(32, 1, 2, 1, 64), rounds=2, seconds=0.1, checkpoints=1, samples=Samples(prompt_tokens=20, reply_tokens=24)
@@ -19,7 +19,7 @@ TINY = Settings(
 
 def test_both_engines_run_and_save(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
-    report = asyncio.run(bench_engines.measure(tmp_path, TINY))
+    report = asyncio.run(engines.measure(tmp_path, TINY))
     assert report.engines.keys() == {"torch", "megatron"}
     for engine in report.engines.values():
         assert min(engine.tokens_per_second, engine.save_seconds, engine.load_seconds) > 0

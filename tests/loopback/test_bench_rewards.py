@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import bench
-from launcher.bench_rewards import CASES, GSM8K, MODEL, Settings, measure, render
-from launcher.rewards_trial import OURS, PLAIN
+from launcher.benches import command
+from launcher.benches.rewards import CASES, GSM8K, MODEL, Settings, measure, render
+from launcher.benches.rewards_trial import OURS, PLAIN
 from runtime.errors import UserError
 
 
@@ -61,8 +61,8 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--data: neither .*verifier_open.jsonl nor .*solutions.jsonl is there"):
-        bench.run("rewards", bench.Options(data=tmp_path))
+        command.run("rewards", command.Options(data=tmp_path))
     with pytest.raises(UserError, match="--data: bench rewards needs a folder"):
-        bench.run("rewards", bench.Options())
+        command.run("rewards", command.Options())
     with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
-        bench.run("train", bench.Options(data=tmp_path))
+        command.run("train", command.Options(data=tmp_path))

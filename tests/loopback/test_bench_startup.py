@@ -10,8 +10,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launcher import bench_startup
-from launcher.bench_startup import Report, RunStart, Settings, Start
+from launcher.benches import startup
+from launcher.benches.startup import Report, RunStart, Settings, Start
 from runtime.errors import ServiceFault, UserError
 from runtime.memory import Memory
 
@@ -24,22 +24,22 @@ RUN = RunStart(
 def text_of(report: Report) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        for table in bench_startup.render(report):
+        for table in startup.render(report):
             console.print(table)
     return capture.get()
 
 
 def test_idle_processes_are_started_counted_and_ended() -> None:
-    found = asyncio.run(bench_startup._idle("sluice", 2))
+    found = asyncio.run(startup._idle("sluice", 2))
     assert found.processes == 3
-    assert 0 < found.seconds < bench_startup.DEADLINE
+    assert 0 < found.seconds < startup.DEADLINE
     assert 0 < found.memory.pss_bytes <= found.memory.rss_bytes
     assert not [child for child in psutil.Process().children() if child.is_running() and child.status() != "zombie"]
 
 
 def test_one_that_cannot_start_is_a_fault_that_says_why() -> None:
     with pytest.raises(ServiceFault, match="neither: start: ended before 2 processes were there: KeyError: 'neither'"):
-        asyncio.run(bench_startup._idle("neither", 2))
+        asyncio.run(startup._idle("neither", 2))
 
 
 def test_it_says_what_it_measured_and_that_ray_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,14 +53,14 @@ def test_it_says_what_it_measured_and_that_ray_is_not_there(monkeypatch: pytest.
         asked.append(f"{system} {count}")
         return Start(seconds=1.5, processes=1 + count, memory=Memory(400 << 20, 200 << 20))
 
-    monkeypatch.setattr(bench_startup, "_run", run)
-    monkeypatch.setattr(bench_startup, "_idle", idle)
+    monkeypatch.setattr(startup, "_run", run)
+    monkeypatch.setattr(startup, "_idle", idle)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    report = asyncio.run(bench_startup.measure(tmp_path, Settings(rounds=2, idle=3, steps=7)))
+    report = asyncio.run(startup.measure(tmp_path, Settings(rounds=2, idle=3, steps=7)))
     assert asked == ["run 1", "run 7", "sluice 3", "run 7", "sluice 3"]
     shown = text_of(report)
     assert "Ray" not in shown
-    assert bench_startup.WITHOUT_RAY in " ".join(shown.split())
+    assert startup.WITHOUT_RAY in " ".join(shown.split())
     assert "coordinator 80 MiB resident, 45 MiB proportional; launcher 66 MiB resident" in " ".join(shown.split())
     assert "evaluation, not counted" in shown
 
@@ -68,4 +68,4 @@ def test_it_says_what_it_measured_and_that_ray_is_not_there(monkeypatch: pytest.
 def test_it_wants_the_quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"there is no configs/quickstart\.yaml"):
-        asyncio.run(bench_startup.measure(tmp_path, Settings()))
+        asyncio.run(startup.measure(tmp_path, Settings()))

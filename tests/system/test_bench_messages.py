@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from launcher import bench_coordinator, bench_messages
-from launcher.bench_messages import PLAIN, STREAM, UNARY
+from launcher.benches import coordinator, messages
+from launcher.benches.messages import PLAIN, STREAM, UNARY
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_messages_are_answered_by_every_way() -> None:
-    report = bench_messages.run(bench_messages.Settings(rounds=2, pings=5, calls=40, in_flight=(4, 16)))
+    report = messages.run(messages.Settings(rounds=2, pings=5, calls=40, in_flight=(4, 16)))
     assert report.pings.keys() == {PLAIN, STREAM, UNARY}
     assert all(0 < each.p50 <= each.p90 for each in report.pings.values())
     assert {in_flight: rates.keys() for in_flight, rates in report.rates.items()} == {4: {PLAIN, STREAM}, 16: {PLAIN, STREAM}}
-    assert len(bench_messages.render(report)) == 2
+    assert len(messages.render(report)) == 2
 
 
 def test_a_run_over_engines_that_compute_nothing_costs_the_coordinator_something(tmp_path: Path) -> None:
-    settings = bench_coordinator.Settings(replicas=(1, 3), groups=2, samples=64, warm=1, rounds=1)
-    report = asyncio.run(bench_coordinator.measure(tmp_path / "material", settings))
+    settings = coordinator.Settings(replicas=(1, 3), groups=2, samples=64, warm=1, rounds=1)
+    report = asyncio.run(coordinator.measure(tmp_path / "material", settings))
     assert [(cost.replicas, cost.samples >= 64) for cost in report.costs] == [(1, True), (3, True)]
     assert all(cost.cpu_seconds > 0 and cost.seconds > 0 for cost in report.costs)
-    assert len(bench_coordinator.render(report)) == 1
+    assert len(coordinator.render(report)) == 1

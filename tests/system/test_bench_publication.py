@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import bench_publication_pauses as pauses
-from launcher import publication_ways as plain
-from launcher.bench_packing import Shape
-from launcher.bench_publication import Settings, measure, render
-from launcher.bench_publication_peers import TRANSPORTS
+from launcher.benches.packing import Shape
+from launcher.benches.publication import pauses
+from launcher.benches.publication import ways as plain
+from launcher.benches.publication.bench import Settings, measure, render
+from launcher.benches.publication.peers import TRANSPORTS
 
 
 @pytest.mark.timeout(300)

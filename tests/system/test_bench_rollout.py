@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher import bench, bench_rollout
-from launcher.bench_packing import Shape
-from launcher.bench_rollout import Settings, measure, rank, render
+from launcher.benches import command, rollout
+from launcher.benches.packing import Shape
+from launcher.benches.rollout import Settings, measure, rank, render
 from runtime.errors import UserError
 from tests.system.runs import VLLM_PYTHON, needs_vllm
 
@@ -46,9 +46,9 @@ def test_ranks() -> None:
 def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"'\.venv-vllm/bin/python' is not an executable; run make install-vllm$"):
-        bench.run("rollout", bench.Options())
+        command.run("rollout", command.Options())
     with pytest.raises(UserError, match=r"'/no/python' is not an executable$"):
-        bench.run("rollout", bench.Options(vllm_python=Path("/no/python")))
+        command.run("rollout", command.Options(vllm_python=Path("/no/python")))
     with pytest.raises(UserError, match="bench engine runs no vLLM"):
-        bench.run("engine", bench.Options(vllm_python=Path("/no/python")))
-    assert bench_rollout.interpreter(Path("python3")) == "python3"
+        command.run("engine", command.Options(vllm_python=Path("/no/python")))
+    assert rollout.interpreter(Path("python3")) == "python3"

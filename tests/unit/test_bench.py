@@ -12,10 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from launcher import bench, bench_engine, bench_train, bench_trl
-from launcher.bench_material import bench_config
-from launcher.bench_worker import Bench, Measured, Worker, total
-from launcher.plain_loop import PlainLoop, logprobs, padded
+from launcher.benches import command, engine, train, train_trl
+from launcher.benches.material import bench_config
+from launcher.benches.plain_loop import PlainLoop, logprobs, padded
+from launcher.benches.worker import Bench, Measured, Worker, total
 from runtime.config import Config
 from runtime.errors import ServiceFault, UserError
 from runtime.status import Progress
@@ -132,9 +132,9 @@ def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
 
 
 def test_the_engine_report_has_ratios() -> None:
-    report = bench_engine.Report(bench_engine.Decoding(30.0, 40.0), bench_engine.Decoding(10.0, 16.0))
-    assert report.ratio == bench_engine.Decoding(3.0, 2.5)
-    assert bench_engine.render(report).row_count == 2
+    report = engine.Report(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0))
+    assert report.ratio == engine.Decoding(3.0, 2.5)
+    assert engine.render(report).row_count == 2
 
 
 def test_rounds_add_up() -> None:
@@ -144,11 +144,11 @@ def test_rounds_add_up() -> None:
 @pytest.mark.parametrize("trl", [{}, {1: [Measured(640, 8.0)], 2: [Measured(640, 10.0), Measured(640, 6.0)]}])
 def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, list[Measured]]) -> None:
     windows = [
-        bench_train.Window(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
-        bench_train.Window(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
+        train.Window(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
+        train.Window(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
     ]
     alone = {"train": [Measured(640, 1.0)], "generate": [Measured(640, 0.8)], "reference": [Measured(640, 0.4)]}
-    report = bench_train._report(config, windows, threaded=100.0, processes=160.0, alone=alone, trl=trl)
+    report = train._report(config, windows, threaded=100.0, processes=160.0, alone=alone, trl=trl)
     assert report.samples_per_step == 64
     assert report.pipeline == pytest.approx(64 * 20 / 4.0)
     assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
@@ -156,7 +156,7 @@ def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, li
     assert report.pipeline_over_bound == pytest.approx(320 / (64 / 0.12))
     assert report.pipeline_over_plain == pytest.approx(2.0)
     assert report.cpu_seconds == {"trainer-0": pytest.approx(0.15)}
-    rates, _ = shown = bench_train.render(report)
+    rates, _ = shown = train.render(report)
     assert len(shown) == 2
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(rates)
@@ -174,9 +174,9 @@ def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, li
 
 def test_the_probe_keeps_the_steady_part(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(bench_train.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(bench_train, "cpu_seconds", lambda: {"trainer-0": 2 * now[0]})
-    probe = bench_train.Probe(first=3, last=8)
+    monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(train, "cpu_seconds", lambda: {"trainer-0": 2 * now[0]})
+    probe = train.Probe(first=3, last=8)
     for step in (1, 2, 4, 6, 9, 10):
         now[0] = step / 10
         probe.progress(Progress(phase="training", step=step, steps=10))
@@ -186,7 +186,7 @@ def test_the_probe_keeps_the_steady_part(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_run_that_ended_early_has_no_window() -> None:
-    probe = bench_train.Probe(first=3, last=8)
+    probe = train.Probe(first=3, last=8)
     probe.progress(Progress(phase="training", step=5, steps=10))
     with pytest.raises(ServiceFault, match="did not reach step 8"):
         probe.window()
@@ -197,16 +197,16 @@ def test_a_run_that_ended_early_has_no_window() -> None:
 
 def test_trl_is_taken_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bench_trl.interpreter(None) is None
-    assert bench_trl.interpreter(Path("python3")) == "python3"
+    assert train_trl.interpreter(None) is None
+    assert train_trl.interpreter(Path("python3")) == "python3"
     with pytest.raises(UserError, match=r"^--trl-python: '/no/python' is not an executable$"):
-        bench.run("train", bench.Options(trl_python=Path("/no/python")))
+        command.run("train", command.Options(trl_python=Path("/no/python")))
     with pytest.raises(UserError, match="bench engine runs no TRL; train is the only one that does"):
-        bench.run("engine", bench.Options(trl_python=Path("python3")))
-    made = tmp_path / bench_trl.DEFAULT_PYTHON
+        command.run("engine", command.Options(trl_python=Path("python3")))
+    made = tmp_path / train_trl.DEFAULT_PYTHON
     made.parent.mkdir(parents=True)
     made.symlink_to(sys.executable)
-    assert bench_trl.interpreter(None) == str(bench_trl.DEFAULT_PYTHON)
+    assert train_trl.interpreter(None) == str(train_trl.DEFAULT_PYTHON)
 
 
 def _fake_trl(folder: Path, lines: str) -> str:
@@ -226,7 +226,7 @@ def test_trl_is_asked_for_the_same_steps(config: Config, tmp_path: Path) -> None
         "print('a line of its own')\n"
         "print(json.dumps({'count': 1280, 'seconds': 20.0, 'tokens': len(asked['tokens'])}))"
     )
-    measured = asyncio.run(bench_trl.trial(config, _fake_trl(tmp_path, lines), threads=2, warm=5, steps=20))
+    measured = asyncio.run(train_trl.trial(config, _fake_trl(tmp_path, lines), threads=2, warm=5, steps=20))
     assert measured == Measured(1280, 20.0)
     assert json.loads((tmp_path / "asked").read_text()) == {
         "samples": 64,
@@ -245,4 +245,4 @@ def test_trl_is_asked_for_the_same_steps(config: Config, tmp_path: Path) -> None
 def test_a_trial_of_trl_that_fails_says_why(config: Config, tmp_path: Path) -> None:
     python = _fake_trl(tmp_path, "raise SystemExit('ModuleNotFoundError: no trl')")
     with pytest.raises(ServiceFault, match="ModuleNotFoundError: no trl"):
-        asyncio.run(bench_trl.trial(config, python, threads=1, warm=1, steps=1))
+        asyncio.run(train_trl.trial(config, python, threads=1, warm=1, steps=1))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import bench_engines
-from launcher.bench_engines import LOAD, PASSES, SAVE, Settings
-from launcher.bench_worker import Measured, Worker
+from launcher.benches import engines
+from launcher.benches.engines import LOAD, PASSES, SAVE, Settings
+from launcher.benches.worker import Measured, Worker
 from runtime.config import Config, Run
 from runtime.config.checks import megatron
 from runtime.errors import UserError
@@ -35,20 +35,20 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
         yield Told(config.services.trainer.engine)
 
     monkeypatch.setattr(Worker, "started", started)
-    monkeypatch.setattr(bench_engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
+    monkeypatch.setattr(engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
     monkeypatch.setattr(megatron, "_installed", lambda: True)
-    report = asyncio.run(bench_engines.measure(tmp_path, Settings(rounds=2, checkpoints=1)))
+    report = asyncio.run(engines.measure(tmp_path, Settings(rounds=2, checkpoints=1)))
     passes = [engine for engine, what in asked if what == PASSES]
     assert passes[2:] == ["megatron", "torch", "torch", "megatron"]  # after those that build the engines
     assert report.megatron_over_torch.pairs == [0.5, 0.5]
     assert report.megatron_over_torch.median == 0.5
     core = report.engines["megatron"]
     assert (core.tokens_per_second, core.save_seconds, core.load_seconds) == (50.0, 6.0, 10.0)
-    assert bench_engines.render(report)[0].row_count == 2
+    assert engines.render(report)[0].row_count == 2
 
 
 def test_without_megatron_core_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
+    monkeypatch.setattr(engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
     monkeypatch.setattr(megatron, "_installed", lambda: False)
     with pytest.raises(UserError, match=r"bench engines: .*megatron needs a package: pip install"):
-        asyncio.run(bench_engines.measure(tmp_path, Settings()))
+        asyncio.run(engines.measure(tmp_path, Settings()))

@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 from rich.console import Console
 
-from launcher import bench_learning, learning_trial
-from launcher.bench_learning import PLAIN, SLUICE, Point, Settings, Trial, overrides, points, render, report
-from launcher.bench_material import bench_config
-from launcher.bench_staleness_runs import CONFIG
-from launcher.plain_loop import PlainLoop
+from launcher.benches import learning, learning_trial
+from launcher.benches.learning import PLAIN, SLUICE, Point, Settings, Trial, overrides, points, render, report
+from launcher.benches.material import bench_config
+from launcher.benches.plain_loop import PlainLoop
+from launcher.benches.staleness.runs import CONFIG
 from runtime.config import Config, loading
 
 
@@ -78,7 +78,7 @@ def test_a_seed_that_never_got_there_leaves_no_median() -> None:
     assert "faster plain loop: – (aim" in _shown(made)
 
 
-def _shown(made: bench_learning.Report) -> str:
+def _shown(made: learning.Report) -> str:
     console = Console(record=True, width=200, file=io.StringIO())
     for table in render(made):
         console.print(table)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher import bench_packing
-from launcher.bench_packing import Settings, Shape, packing_config, waste
-from launcher.bench_worker import Bench, Measured, Worker
-from launcher.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
+from launcher.benches import packing
+from launcher.benches.packing import Settings, Shape, packing_config, waste
+from launcher.benches.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
+from launcher.benches.worker import Bench, Measured, Worker
 from launcher.random_groups import Lengths, draw_lengths
 from runtime.config import Config
 
@@ -70,11 +70,11 @@ def test_lengths_have_a_long_tail_within_their_limits(folder: Path):
 def test_waste_by_hand():
     batches = [[Lengths(4, [6, 2]), Lengths(2, [10])]]  # samples of 10, 6 and 12 tokens
     # As they come: [10, 6] and [12]; sorted: [6, 10] and [12], in 20 tokens each.
-    padded = bench_packing.Waste(linear=4 / 32, attention=4 / 32, computed=32 / 28)
+    padded = packing.Waste(linear=4 / 32, attention=4 / 32, computed=32 / 28)
     assert waste(UNSORTED, batches, 20) == waste(SORTED, batches, 20) == padded
     # Packed, in two micro-batches: a prompt of 4 with replies of 1 and 5, and 2 with 9. Rows of 5 and 9 are too unlike for one
     # attention call.
-    assert waste(PACKED, batches, 20) == bench_packing.Waste(linear=0.0, attention=0.0, computed=(4 + 1 + 5 + 2 + 9) / 28)
+    assert waste(PACKED, batches, 20) == packing.Waste(linear=0.0, attention=0.0, computed=(4 + 1 + 5 + 2 + 9) / 28)
     # With all in one micro-batch the rows of 9 and 11 share a call.
     together = waste(PACKED, batches, 100)
     assert together.attention == pytest.approx(2 / (5 + 2 * 11))
@@ -115,7 +115,7 @@ def test_the_report_sums_over_rounds(folder: Path, config: Config, monkeypatch: 
         yield Told()
 
     monkeypatch.setattr(Worker, "started", started)
-    report = asyncio.run(bench_packing.measure(folder, TINY))
+    report = asyncio.run(packing.measure(folder, TINY))
     assert asked == [*WAYS, *WAYS]  # in turn
     (case,) = report.cases
     assert {name: way.tokens_per_second for name, way in case.ways.items()} == {PACKED: 500.0, SORTED: 250.0, UNSORTED: 125.0}
@@ -124,5 +124,5 @@ def test_the_report_sums_over_rounds(folder: Path, config: Config, monkeypatch: 
     assert 0 < case.ways[SORTED].waste.linear < case.ways[UNSORTED].waste.linear
     assert report.samples_per_step == 64
     assert report.real_tokens_per_step == PackingTrial(config).real_tokens / 2
-    (table,) = bench_packing.render(report)
+    (table,) = packing.render(report)
     assert table.row_count == 3

@@ -9,12 +9,13 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from launcher import bench, bench_publication, bench_publication_changes, bench_publication_pauses, bench_publication_report
-from launcher.bench_publication_changes import Changes
-from launcher.bench_publication_pauses import Held, Window
-from launcher.bench_publication_report import Passes, Published, Sized, Transfers, rates, spread
-from launcher.bench_rollout import Pauses
-from launcher.publication_material import read_sizes, uneven
+from launcher.benches import command
+from launcher.benches.publication import bench, changes, pauses, transfers
+from launcher.benches.publication.changes import Changes
+from launcher.benches.publication.material import read_sizes, uneven
+from launcher.benches.publication.pauses import Held, Window
+from launcher.benches.publication.transfers import Passes, Published, Sized, Transfers, rates, spread
+from launcher.benches.rollout import Pauses
 from runtime.errors import UserError
 
 
@@ -41,30 +42,30 @@ def test_what_is_no_size_is_refused(text: str, line: str) -> None:
 
 def test_options_are_those_of_this_bench_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--sizes: bench engine publishes nothing; publication is the only one that does"):
-        bench.run("engine", bench.Options(sizes="64"))
+        command.run("engine", command.Options(sizes="64"))
     with pytest.raises(UserError, match="--receivers: bench train publishes nothing"):
-        bench.run("train", bench.Options(receivers=1))
+        command.run("train", command.Options(receivers=1))
     with pytest.raises(UserError, match="--receivers: 0 is not at least 1"):
-        bench.run("publication", bench.Options(receivers=0))
+        command.run("publication", command.Options(receivers=0))
     with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
-        bench.run("publication", bench.Options(data=tmp_path))
+        command.run("publication", command.Options(data=tmp_path))
     with pytest.raises(UserError, match="--json: there is no folder"):
-        bench.run("publication", bench.Options(json=tmp_path / "none" / "figures.json"))
+        command.run("publication", command.Options(json=tmp_path / "none" / "figures.json"))
 
 
 def test_settings_are_the_defaults_unless_told() -> None:
-    default = bench_publication.Settings()
-    assert bench_publication.settings(None, None) == default
-    chosen = bench_publication.settings("8", 3)
+    default = bench.Settings()
+    assert bench.settings(None, None) == default
+    chosen = bench.settings("8", 3)
     assert (chosen.sizes, chosen.receivers, chosen.rounds) == ((8,), 3, default.rounds)
 
 
 def test_ray_is_left_out_where_it_is_not_installed_or_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert bench_publication.without_ray(1) == "ray is not installed: pip install 'sluice-rl[bench]'"
+    assert bench.without_ray(1) == "ray is not installed: pip install 'sluice-rl[bench]'"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert bench_publication.without_ray(1) == ""
-    assert bench_publication.without_ray(1 << 60).startswith("needs 9223372036.9 GB of memory, ")
+    assert bench.without_ray(1) == ""
+    assert bench.without_ray(1 << 60).startswith("needs 9223372036.9 GB of memory, ")
 
 
 @pytest.mark.parametrize("megabytes", [1, 64, 2048])
@@ -90,7 +91,7 @@ def test_the_tables_say_what_was_found_and_what_was_left_out() -> None:
     ways = {"raw": [0.1, 0.2], "slow": [0.4, 0.4]}
     published = {"collective": Published("raw", [0.1, 0.1], [0.125, 0.125], 1_000_000_160)}
     sized = Sized(1000, ways, {"far": "is not installed"}, published, Passes(25e9, 19e9, 8e9))
-    lines, text = printed(bench_publication_report.render(Transfers(1, [sized]), "raw"))
+    lines, text = printed(transfers.render(Transfers(1, [sized]), "raw"))
     assert "raw 7.50 5.00 – 10.00" in lines
     assert "slow 2.50 2.50 – 2.50 0.38 (0.25 – 0.50)" in lines
     assert "far – is not installed" in lines
@@ -107,7 +108,7 @@ def test_tokens_are_lost_by_the_rate_without_transfers() -> None:
     assert held.lost == pytest.approx(100.0)
     assert held.receiving == pytest.approx(0.74)
     assert held.worth == pytest.approx(92.5)
-    lines, _ = printed(bench_publication_pauses.render([held]))
+    lines, _ = printed(pauses.render([held]))
     assert "tiny 3.0 10.0 20.0 5 500 4.0%" in lines
     assert "tiny 100 75 20.0 18.5 1.08" in lines
 
@@ -124,7 +125,7 @@ def test_windows_add_up() -> None:
 def test_deltas_are_told_as_shares_of_a_whole_version() -> None:
     found = Changes(1e-6, 1000, [0.01, 0.02, 0.03], [30, 60, 1000])
     assert found.shares == [0.03, 0.06, 1.0]
-    lines, _ = printed([bench_publication_changes.render(found)])
+    lines, _ = printed([changes.render(found)])
     assert "1e-06 3 2.00% 6.00% 100.00% 36.33%" in lines
 
 

@@ -17,11 +17,12 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from launcher import bench, bench_staleness, bench_staleness_runs
-from launcher.bench_staleness import QUICK, Report, Settings, measure, render
-from launcher.bench_staleness_report import report
-from launcher.bench_staleness_runs import CONFIG, Outcome, Point, Trial, outcome, overrides, plan, train
-from launcher.bench_statistics import wilson
+from launcher.benches import command
+from launcher.benches.intervals import wilson
+from launcher.benches.staleness import bench, runs
+from launcher.benches.staleness.bench import QUICK, Report, Settings, measure, render
+from launcher.benches.staleness.report import report
+from launcher.benches.staleness.runs import CONFIG, Outcome, Point, Trial, outcome, overrides, plan, train
 from launcher.cli import main
 from launcher.supervisor import Child, Supervisor
 from runtime import layout
@@ -37,7 +38,7 @@ NAMES = [trial.name for trial in plan(SMALL)]
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second a figure: one test draws."""
-    monkeypatch.setattr("launcher.bench_staleness_figure.draw", lambda made, png: None)
+    monkeypatch.setattr("launcher.benches.staleness.figure.draw", lambda made, png: None)
 
 
 class Runs:
@@ -166,7 +167,7 @@ def test_changed_settings_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     changed = tmp_path / "quickstart.yaml"
     changed.write_text(CONFIG.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 2.0e-4"))
     assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is not None
-    monkeypatch.setattr(bench_staleness_runs, "CONFIG", changed)
+    monkeypatch.setattr(runs, "CONFIG", changed)
     assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is None
 
 
@@ -199,9 +200,9 @@ def failing(trial: Trial) -> None:
 
 
 def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
-    runs = Runs(eta0_naive_seed1=failing)
+    first = Runs(eta0_naive_seed1=failing)
     with pytest.raises(SluiceError, match="1 of 8 runs failed, 7 are finished and kept") as caught:
-        run(tmp_path, runs)
+        run(tmp_path, first)
     assert str(caught.value).splitlines()[1:] == ["eta0-naive-seed1: coordinator: died (log: logs/eta0-naive-seed1.log)"]
     assert not isinstance(caught.value, UserError), "the exit code is 1"
     again = Runs()
@@ -210,10 +211,10 @@ def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
 
 
 def test_three_failures_end_the_bench(tmp_path: Path) -> None:
-    runs = Runs(eta0_naive_seed1=failing, eta2_naive_seed1=failing, eta2_decoupled_seed1=failing)
+    first = Runs(eta0_naive_seed1=failing, eta2_naive_seed1=failing, eta2_decoupled_seed1=failing)
     with pytest.raises(SluiceError, match="3 of 8 runs failed, 1 are finished"):
-        run(tmp_path, runs)
-    assert runs.made == NAMES[:4]
+        run(tmp_path, first)
+    assert first.made == NAMES[:4]
 
 
 def test_a_run_that_ends_well_but_early_has_failed(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_a_run_that_ends_well_but_early_has_failed(tmp_path: Path) -> None:
 def test_a_refused_configuration_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "quickstart.yaml"
     config.write_text("run: {name: x}\ntrainig: {}\n")
-    monkeypatch.setattr(bench_staleness_runs, "CONFIG", config)
+    monkeypatch.setattr(runs, "CONFIG", config)
     with pytest.raises(SluiceError, match="unknown key") as caught:
         asyncio.run(train(Trial(0, "naive", 1), SMALL, tmp_path))
     log = tmp_path / "logs" / "eta0-naive-seed1.log"
@@ -242,7 +243,7 @@ def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkfifo(fifo)
     script.write_text(f"#!/bin/sh\ntrap 'echo stopped; exit 0' TERM\necho $$ >{fifo}\nsleep 100 &\nwait\n")
     script.chmod(0o755)
-    monkeypatch.setattr(bench_staleness_runs.sys, "executable", str(script))
+    monkeypatch.setattr(runs.sys, "executable", str(script))
     return fifo
 
 
@@ -347,7 +348,7 @@ def test_the_figure_and_the_report_are_written(tmp_path: Path, settings: Setting
 
 
 def test_a_curve_stands_on_what_all_runs_evaluated() -> None:
-    from launcher.bench_staleness_figure import curve
+    from launcher.benches.staleness.figure import curve
 
     whole = Outcome(1, 1, 2, [Point(0, 0, 0, 0.5), Point(25, 25, 35, 0.6), Point(50, 50, 60, 0.7)], 0, 0, 0)
     gap = Outcome(2, 1, 2, [Point(0, 0, 0, 0.4), Point(50, 50, 54, 0.9)], 0, 0, 0)
@@ -380,7 +381,7 @@ def test_the_command_prints_and_writes(
         asked.append((folder, settings))
         return await measure(tmp_path, SMALL, start=Runs())
 
-    monkeypatch.setattr(bench_staleness, "measure", measured)
+    monkeypatch.setattr(bench, "measure", measured)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "staleness", "--json", str(tmp_path / "out.json"), *options])
     assert ended.value.code == 0
@@ -391,4 +392,4 @@ def test_the_command_prints_and_writes(
 
 
 def test_no_bench_lies_in_what_another_makes_as_a_whole() -> None:
-    assert not (bench.FOLDER / "staleness").is_relative_to(bench.MATERIAL)
+    assert not (command.FOLDER / "staleness").is_relative_to(command.MATERIAL)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from launcher.bench_statistics import t_interval, t_quantile, wilson
+from launcher.benches.intervals import t_interval, t_quantile, wilson
 
 
 @pytest.mark.parametrize(

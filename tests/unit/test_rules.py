@@ -108,6 +108,11 @@ def test_nothing_outside_the_tests_imports_them() -> None:
     assert offenders(FILES, {"tests", "pytest", "hypothesis"}) == []
 
 
+def test_nothing_but_the_command_imports_the_benches() -> None:
+    files = [file for file in FILES if file != "launcher/cli.py" and not file.startswith("launcher/benches/")]
+    assert offenders(files, {"launcher.benches"}) == []
+
+
 def test_runtime_does_not_know_grpc_or_protobuf() -> None:
     files = [file for file in FILES if file.startswith("runtime/")]
     assert offenders(files, {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_tools"}) == []
@@ -221,7 +226,8 @@ def loaded(code: str) -> list[str]:
         ),
         pytest.param(
             "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.score, launcher.known\n"
-            "import launcher.prepare, launcher.accept, launcher.environment, launcher.report, runtime.report.page",
+            "import launcher.prepare, launcher.accept, launcher.environment, launcher.report, runtime.report.page\n"
+            "import launcher.benches.command",
             id="launcher",
         ),
     ],

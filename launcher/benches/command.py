@@ -1,0 +1,187 @@
+"""`sluice bench NAME`: what this machine does with Sluice, beside plain ways of doing it in the same minutes.
+
+Everything that is compared is measured in turn, several rounds of each, so that a machine that slows down does so for both
+sides; figures are sums over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from runtime.errors import UserError
+
+FOLDER = Path("runs") / ".cache" / "bench"
+MATERIAL = FOLDER / "material"  # made at once by a rename, so that nothing else may lie in it
+
+Measured = tuple[Any, list[Table]]  # the figures, and how they are shown
+Show = Callable[[str], None]
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """Of the command line. All but `json` are for one bench each."""
+
+    json: Path | None = None
+    quick: bool = False
+    data: Path | None = None
+    vllm_python: Path | None = None
+    trl_python: Path | None = None
+    sizes: str | None = None
+    receivers: int | None = None
+
+
+class Machine(Struct):
+    """Where it was measured."""
+
+    cores: int
+    processor: str
+    python: str
+
+
+def run(name: str, options: Options) -> None:
+    """Measure, print a table, and write the figures to `options.json`. Raises UserError, ServiceFault."""
+    _check(name, options)
+    console = Console()
+    with console.status("starting") as status:
+        report, tables = BENCHES[name](options, status.update)
+    for table in tables:
+        console.print(table)
+    if options.json is not None:
+        figures = {"bench": name, "machine": msgspec.to_builtins(machine()), **msgspec.to_builtins(report)}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
+
+
+def _check(name: str, options: Options) -> None:
+    for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
+        if given is not None and name != "publication":
+            raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
+    if options.quick and name != "staleness":
+        raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
+    if (options.data is not None) != (name == "rewards"):
+        raise UserError(
+            f"--data: {'bench rewards needs' if name == 'rewards' else 'only bench rewards takes'} a folder of cases"
+        )
+    if options.vllm_python is not None and name != "rollout":
+        raise UserError(f"--vllm-python: bench {name} runs no vLLM; rollout is the only one that does")
+    if options.trl_python is not None and name != "train":
+        raise UserError(f"--trl-python: bench {name} runs no TRL; train is the only one that does")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UserError(f"--json: there is no folder {options.json.parent}")
+
+
+def machine() -> Machine:
+    return Machine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
+
+
+def _coordinator(options: Options, show: Show) -> Measured:
+    from launcher.benches import coordinator as bench
+
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _engine(options: Options, show: Show) -> Measured:
+    from launcher.benches import engine as bench
+
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    return report, [bench.render(report)]
+
+
+def _engines(options: Options, show: Show) -> Measured:
+    from launcher.benches import engines as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "engines", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _learning(options: Options, show: Show) -> Measured:
+    from launcher.benches import learning as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "learning", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _messages(options: Options, show: Show) -> Measured:
+    from launcher.benches import messages as bench
+
+    report = bench.run(bench.Settings(), show)
+    return report, bench.render(report)
+
+
+def _packing(options: Options, show: Show) -> Measured:
+    from launcher.benches import packing as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "packing", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _publication(options: Options, show: Show) -> Measured:
+    from launcher.benches.publication import bench
+
+    report = asyncio.run(bench.measure(FOLDER, bench.settings(options.sizes, options.receivers), show))
+    return report, bench.render(report)
+
+
+def _rewards(options: Options, show: Show) -> Measured:
+    from launcher.benches import rewards as bench
+
+    assert options.data is not None
+    report = asyncio.run(bench.measure(options.data, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _rollout(options: Options, show: Show) -> Measured:
+    from launcher.benches import rollout as bench
+
+    python = bench.interpreter(options.vllm_python or bench.DEFAULT_PYTHON)
+    report = asyncio.run(bench.measure(FOLDER / "rollout", python, bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _staleness(options: Options, show: Show) -> Measured:
+    from launcher.benches.staleness import bench
+
+    settings = bench.QUICK if options.quick else bench.Settings()
+    report = asyncio.run(bench.measure(FOLDER / "staleness", settings, show, print))
+    return report, bench.render(report)
+
+
+def _startup(options: Options, show: Show) -> Measured:
+    from launcher.benches import startup as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "startup", bench.Settings(), show))
+    return report, bench.render(report)
+
+
+def _train(options: Options, show: Show) -> Measured:
+    from launcher.benches import train as bench
+    from launcher.benches import train_trl
+
+    python = train_trl.interpreter(options.trl_python)
+    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), python, show))
+    return report, bench.render(report)
+
+
+BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
+    "coordinator": _coordinator,
+    "engine": _engine,
+    "engines": _engines,
+    "learning": _learning,
+    "messages": _messages,
+    "packing": _packing,
+    "publication": _publication,
+    "rewards": _rewards,
+    "rollout": _rollout,
+    "staleness": _staleness,
+    "startup": _startup,
+    "train": _train,
+}
