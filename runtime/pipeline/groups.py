@@ -114,8 +114,9 @@ class GroupStage:
         return group
 
     def _most(self, rollout: RolloutPort) -> int:
-        """Groups that `rollout` may hold: what its slots take, and one more so that no slot waits."""
-        return self._pool.slots[rollout.name] // self._size + 1
+        """Groups that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that most groups
+        under way are down to a few that still run, and with what its slots take two thirds of the slots would be empty."""
+        return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolloutPort) -> int:
         """Groups that go to `rollout` before the next is chosen."""
