@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.chosen_algorithm import choose
-from runtime.cluster.topology import members, settings_of, uses_reference
+from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.config import Computing, Config, Rollout
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
@@ -55,6 +55,6 @@ def needs(config: Config) -> Mark:
 def accelerators(config: Config) -> int:
     """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes.
     What lies on another role's devices has none of its own."""
-    roles = [settings_of(config, member) for member in members(config)]
+    roles = [settings_of(config, instance) for instance in instances(config)]
     own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
     return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)

@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime import metrics
-from runtime.config import Critic, Layout
+from runtime.config import Critic, RowFormat
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Judged
 from runtime.evaluation.sets import EvaluationData
@@ -126,7 +126,7 @@ def of_the_engines(folder: Path) -> set[str]:
 
 def of_evaluations() -> set[str]:
     data = EvaluationData(
-        name="SET", path="", key="", layout=Layout(), problems=0, samples=2, k=(1, 2), temperature=1.0, max_new_tokens=8
+        name="SET", path="", key="", row_format=RowFormat(), problems=0, samples=2, k=(1, 2), temperature=1.0, max_new_tokens=8
     )
     judged = Judged(
         correct=[True, False],
