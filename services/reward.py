@@ -68,8 +68,7 @@ class RewardService(process.Service):
     async def _score(self, letter: Letter) -> None:
         before = time.monotonic()
         try:
-            columns = await asyncio.gather(*(scorer.score([letter.message]) for scorer in self._scorers))
-            scores = combine([column[0] for column in columns])
+            scores = combine(await asyncio.gather(*(scorer.score(letter.message) for scorer in self._scorers)))
         except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
             letter.fail(error)
             return

@@ -59,13 +59,8 @@ def test_a_set_takes_over_what_it_leaves_out() -> None:
     assert (plain.problems, plain.samples, plain.k, plain.temperature, plain.max_new_tokens) == (7, 4, (1,), 1.0, 64)
     assert plain.row_format == held_out.row_format == row_format_of(Source(path=""), config.data)
     assert (own.problems, own.samples, own.k, own.temperature, own.max_new_tokens) == (0, 2, (1, 2), 0.5, 16)
-    row_format = own.row_format
-    assert (row_format.handler, row_format.prompt_key, row_format.label_key, row_format.system_prompt) == (
-        "gsm8k",
-        "q",
-        "l",
-        "",
-    )
+    rows = own.row_format
+    assert (rows.handler, rows.prompt_key, rows.label_key, rows.system_prompt) == ("gsm8k", "q", "l", "")
 
 
 def test_a_temperature_of_zero_is_a_value() -> None:
