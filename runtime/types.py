@@ -182,6 +182,5 @@ class TrainGroup(msgspec.Struct, kw_only=True):
 class StepResult(msgspec.Struct, kw_only=True):
     """What one optimizer step reports. `metrics` are already reduced over the trainer's ranks."""
 
-    step: int
     metrics: dict[str, float]
     seconds: float  # engine time of the step, waiting excluded

@@ -153,7 +153,7 @@ class UpdateLoop(UpdateEngine):
                 self._train_held()
             metrics = self._close_step()
         self._step += 1
-        return StepResult(step=self._step - 1, metrics=metrics, seconds=self._seconds)
+        return StepResult(metrics=metrics, seconds=self._seconds)
 
     def _train_held(self) -> None:
         """All updates of the step, of which each is of one mini-batch."""

@@ -101,7 +101,7 @@ def of_the_coordinator() -> set[str]:
     step: Any = SimpleNamespace(
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],
-        result=StepResult(step=0, metrics={}, seconds=1.0),
+        result=StepResult(metrics={}, seconds=1.0),
         publication=PublicationFigures(seconds=1.0, pause_seconds=0.0, bytes=1),
     )
     asyncio.run(books.step(step))
