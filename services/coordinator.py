@@ -27,9 +27,9 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import Ledger
-from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
+from runtime.pipeline.evaluation_run import EvaluationRun
 from runtime.pipeline.lineage import INTERRUPTED
-from runtime.pipeline.material import Material
+from runtime.pipeline.material import EvaluationMaterial, Material
 from runtime.pipeline.run import Run
 from runtime.ports import Replaceable
 from runtime.startup import Phases, Startup, in_order
@@ -169,7 +169,6 @@ class Coordinator:
         held_out = load_held_out(config, tokenizer, train.problems)
         return Material(
             config=config,
-            folder=self._folder,
             ledger=await Ledger.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
             trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
             train=train,

@@ -24,12 +24,12 @@ from pathlib import Path
 from runtime import codec
 from runtime.aio import TaskGroup
 from runtime.cluster.topology import slots
-from runtime.config import Config
 from runtime.data.prompts import group_seed
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
+from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult, Judged
+from runtime.pipeline.material import EvaluationMaterial
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
@@ -87,22 +87,15 @@ class _Course:
 class Evaluator:
     """Evaluates on the same problems, with the same seeds, each time."""
 
-    def __init__(
-        self,
-        config: Config,
-        sets: Sequence[HeldOut],
-        roles: EvaluationRoles,
-        pool: RolloutPool,
-        text: TextDecoder,
-        stop_token_ids: tuple[int, ...],
-    ):
-        self._config = config
-        self._sets = sets
+    def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles, pool: RolloutPool):
+        self._config = material.config
+        self._folder = material.folder
+        self._sets = material.held_out
         self._pool = pool
         self._scoring = Scoring(roles)
-        self._text = text
-        self._judge = config.rewards.rules[0]
-        self._sampling = [_sampling(config, held_out, stop_token_ids) for held_out in sets]
+        self._text = material.text
+        self._judge = material.config.rewards.rules[0]
+        self._sampling = [_sampling(material, held_out) for held_out in self._sets]
         self._ids = count(-1, -1)  # negative: never a training group's
 
     async def run(self, step: int, alone: bool, progress: Progress = lambda done, total: None) -> EvaluationResult:
@@ -112,7 +105,7 @@ class Evaluator:
         leaves the replies so far. Raises StorageFull, ServiceFault.
         """
         before = time.monotonic()
-        folder = evaluation.folder_for(Path(self._config.run.dir), step)
+        folder = evaluation.folder_for(self._folder, step)
         with faults_told(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -204,13 +197,13 @@ class Evaluator:
         )
 
 
-def _sampling(config: Config, held_out: HeldOut, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    settings = config.evaluation
+def _sampling(material: EvaluationMaterial, held_out: HeldOut) -> SamplingParams:
+    settings = material.config.evaluation
     return SamplingParams(
         max_new_tokens=held_out.settings.max_new_tokens,
         temperature=held_out.settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=material.stop_token_ids,
     )

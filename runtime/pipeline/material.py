@@ -21,21 +21,31 @@ from runtime.status import Loss, Progress
 from runtime.trackers import Trackers
 
 
-@dataclass
-class Material:
-    """What a run is made of, besides its roles."""
+@dataclass(kw_only=True)
+class EvaluationMaterial:
+    """What an evaluation is made of, besides its roles."""
 
     config: Config
-    folder: Path
-    ledger: Ledger
     trackers: Trackers
-    train: Prompts
     held_out: list[HeldOut]
     text: TextDecoder
     stop_token_ids: tuple[int, ...]
     report: Callable[[Progress], None]
+    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that is done without
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return Path(self.config.run.dir)
+
+
+@dataclass(kw_only=True)
+class Material(EvaluationMaterial):
+    """What a run that trains is made of, besides its roles."""
+
+    ledger: Ledger
+    train: Prompts
     launched: float  # when the run was asked for, on the clock of time.monotonic
-    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that the run does without
     regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 

@@ -83,13 +83,14 @@ def of_the_coordinator() -> set[str]:
     )
     pool: Any = SimpleNamespace(membership=SimpleNamespace(serving=[]), _lost=0, _repeated=0)
     sampling: Any = SimpleNamespace(_kept=1, _dropped=1, _buffer=SimpleNamespace(groups_per_step=1))
+    config = replace(make_config("", algorithm={**PPO, "dynamic_sampling": True}), critic=Critic())
     told: list[dict[str, Any]] = []
 
     async def log(step: int, found: dict[str, Any]) -> None:
         told.append(found)
 
     fakes: dict[str, Any] = {
-        "trackers": SimpleNamespace(log=log),
+        "material": SimpleNamespace(trackers=SimpleNamespace(log=log), config=config),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
         "buffer": SimpleNamespace(counts=Counter),
         "meter": SimpleNamespace(close_step=lambda: 0.5),
@@ -97,7 +98,7 @@ def of_the_coordinator() -> set[str]:
         "totals": SimpleNamespace(add=lambda _: None),
         "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
     }
-    books = Books(**fakes, world_size=2, scores_as=["grpo/score", "critic/score", "dapo/score"])
+    books = Books(**fakes)
     step: Any = SimpleNamespace(
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],
