@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from runtime import os_process
+from runtime.aio import still_missing
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
@@ -105,15 +106,16 @@ class Nodes:
         Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
         """
         timeout, several = self._config.deadlines.start, has_several_nodes(self._config.cluster)
-        while missing := self.roster.missing:
-            self._came.clear()
-            if several:
-                waits_for(", ".join(missing))
-            try:
-                await asyncio.wait_for(self._came.wait(), max(0.0, began + timeout - time.monotonic()))
-            except asyncio.TimeoutError:
-                why = f"; refused: {self._refused}" if self._refused else ""
-                raise DeadlineExceeded(f"node {', '.join(missing)}", "start", f"did not come{why}", timeout) from None
+
+        def missing() -> list[str]:
+            found = self.roster.missing
+            if found and several:
+                waits_for(", ".join(found))
+            return found
+
+        if absent := await still_missing(missing, self._came, began + timeout):
+            why = f"; refused: {self._refused}" if self._refused else ""
+            raise DeadlineExceeded(f"node {', '.join(absent)}", "start", f"did not come{why}", timeout)
         waits = bool(self._config.cluster.min_nodes)
         self._placement = place(self._config, self.roster.offers, trains=self._trains, waits=waits)
         if self._placement.pending:

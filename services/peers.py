@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from runtime.aio import still_missing
 from runtime.cluster.topology import Instance, group_of
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.ports import Replaceable
 from runtime.startup import in_order
-from runtime.status import Loss, Registration
+from runtime.status import Loss, Registration, Stop
 from services.client import client, service_of
-from services.peer import Peer
 from services.session import Session
 
 log = logging.getLogger("sluice")
@@ -117,15 +117,13 @@ class Peers:
         """
         self._arrive = arrive
         timeout = self._config.deadlines.start
-        deadline = began + timeout
         first = list(self._instances)  # who comes besides is not waited for
-        while missing := [one for one in first if one in self._instances and one not in self._registered]:
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                names = ", ".join(instance.name for instance in missing)
-                raise DeadlineExceeded(names, "start", "did not register", timeout) from None
+
+        def missing() -> list[str]:
+            return [one.name for one in first if one in self._instances and one not in self._registered]
+
+        if late := await still_missing(missing, self._arrived, began + timeout):
+            raise DeadlineExceeded(", ".join(late), "start", "did not register", timeout)
         self._sessions = {instance: self._session(instance) for instance in self._instances if instance in self._registered}
         await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
 
@@ -136,14 +134,12 @@ class Peers:
         """
         policies = [getattr(self._config.services, role).restarts for role in self._groups]
         timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
-        deadline = time.monotonic() + timeout
-        while missing := [role for role, one in self._groups.items() if one.incarnation <= self._handed[role]]:
-            self._back.clear()
-            try:
-                await asyncio.wait_for(self._back.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                names = ", ".join(self._groups[role].name for role in missing)
-                raise DeadlineExceeded(names, "restart", "did not register again", timeout) from None
+
+        def missing() -> list[str]:
+            return [group.name for role, group in self._groups.items() if group.incarnation <= self._handed[role]]
+
+        if late := await still_missing(missing, self._back, time.monotonic() + timeout):
+            raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
         return self._updated()
 
     async def stop_all(self) -> None:
@@ -152,7 +148,8 @@ class Peers:
             task.cancel()
         config, lost = self._config, self.lost
         sessions = [session for instance, session in self._sessions.items() if group_of(config, instance)[0].name not in lost]
-        stops = (asyncio.wait_for(Peer(session, config.deadlines, config.publication).stop(0.0), 1.0) for session in sessions)
+        order = Stop(drain_seconds=0.0)
+        stops = (asyncio.wait_for(session.unary("Process", "Stop", order), 1.0) for session in sessions)
         for session in sessions:
             session.ends()
         for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):

@@ -112,9 +112,9 @@ class Evaluator:
         course = self._course(folder, alone, progress)
         try:
             async with TaskGroup() as tasks:
-                for place, held_out in enumerate(self._sets):
+                for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
-                        tasks.create_task(self._problem(course, place, index))
+                        tasks.create_task(self._problem(course, which, index))
         finally:
             await course.close()
         return await asyncio.to_thread(self._result, course.judged, folder, step, time.monotonic() - before)
@@ -142,22 +142,22 @@ class Evaluator:
         places, largest = sum(each) // SHARE, min(each) // SHARE
         return _Course(folder, self._sets, Places(max(1, places)), max(1, largest), progress)
 
-    async def _problem(self, course: _Course, place: int, index: int) -> None:
-        samples, largest = self._sets[place].settings.samples, course.largest
+    async def _problem(self, course: _Course, which: int, index: int) -> None:
+        samples, largest = self._sets[which].settings.samples, course.largest
         async with TaskGroup() as tasks:
             parts = [
-                tasks.create_task(self._part(course, place, index, first, min(largest, samples - first)))
+                tasks.create_task(self._part(course, which, index, first, min(largest, samples - first)))
                 for first in range(0, samples, largest)
             ]
         done = [part.result() for part in parts]
         loop = asyncio.get_running_loop()
-        judged = await loop.run_in_executor(course.thread, self._keep, course.transcripts[place], place, index, done)
-        course.judged[place].append(judged)
+        judged = await loop.run_in_executor(course.thread, self._keep, course.transcripts[which], which, index, done)
+        course.judged[which].append(judged)
         course.tell()
 
-    async def _part(self, course: _Course, place: int, index: int, first: int, samples: int) -> Part:
+    async def _part(self, course: _Course, which: int, index: int, first: int, samples: int) -> Part:
         """Samples `first` and on of one problem, generated and scored."""
-        prompts = self._sets[place].prompts
+        prompts = self._sets[which].prompts
         problem = prompts.problems[index]
         async with course.places.taken(samples):
             request = GroupRequest(
@@ -166,7 +166,7 @@ class Evaluator:
                 n=samples,
                 seed=group_seed(self._config.run.seed, index),
                 first=first,
-                sampling=self._sampling[place],
+                sampling=self._sampling[which],
                 purpose="eval",
             )
             generated = await self._pool.generate_anywhere(request)
@@ -180,9 +180,9 @@ class Evaluator:
             )
             return generated, await self._scoring.score(scoring, index)
 
-    def _keep(self, transcript: Transcript, place: int, index: int, parts: Sequence[Part]) -> Judged:
+    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> Judged:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
-        held_out = self._sets[place]
+        held_out = self._sets[which]
         decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         found = replies_to(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
         transcript.add(index, found)

@@ -12,7 +12,7 @@ from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.membership import Member
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles
-from runtime.pipeline.rollouts import RolloutPool
+from runtime.pipeline.rollouts import RolloutPool, member_of
 from runtime.pipeline.turns import (
     Action,
     Arrived,
@@ -104,7 +104,7 @@ class TurnTaking:
 
     def arrive(self, rollout: RolloutPort) -> None:
         """A process has come, asleep."""
-        member = Member(rollout.name, rollout.incarnation)
+        member = member_of(rollout)
         formers = [one for one in (*self._turns.members, *self._pool.membership.living) if one.name == member.name]
         if any(one.incarnation >= member.incarnation for one in formers):
             return
