@@ -15,7 +15,7 @@ from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.ports import Replaceable
 from runtime.startup import in_order
-from runtime.status import Loss, Registration, Stop
+from runtime.status import Loss, Registration, Stop, replaced
 from services.client import client, service_of
 from services.session import Session
 
@@ -184,7 +184,7 @@ class Peers:
 
     def _settle(self, role: str, arrived: Replaceable) -> None:
         if role in UPDATED:
-            self._groups[role].lose(f"incarnation {arrived.incarnation} has come in its place")
+            self._groups[role].lose(replaced(arrived.incarnation))
             self._groups[role] = arrived
             self._back.set()
         else:

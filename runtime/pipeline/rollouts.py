@@ -10,7 +10,7 @@ from functools import partial
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.pipeline.membership import Epoch, Member, Membership
 from runtime.ports import RolloutPort
-from runtime.status import Loss
+from runtime.status import Loss, replaced
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 
 log = logging.getLogger("sluice")
@@ -64,7 +64,7 @@ class RolloutPool:
         if not self.membership.arrive(member):
             return
         for port in former:
-            self._forget(port, f"incarnation {member.incarnation} has come in its place")
+            self._forget(port, replaced(member.incarnation))
         self.losses.pop(member.name, None)
         self._ports[member], self._load[member] = rollout, 0
         rollout.when_lost(partial(self.lose, rollout))

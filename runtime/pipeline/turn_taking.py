@@ -32,6 +32,7 @@ from runtime.pipeline.turns import (
     Turns,
 )
 from runtime.ports import RolloutPort
+from runtime.status import replaced
 from runtime.types import PolicyVersion
 
 TO_TRAIN, TO_INFER = "resharding_to_train", "resharding_to_infer"
@@ -109,7 +110,7 @@ class TurnTaking:
         if any(one.incarnation >= member.incarnation for one in formers):
             return
         for former in set(formers) & set(self._pool.membership.living):
-            self._pool.lose(self._pool.port(former), f"incarnation {member.incarnation} has come in its place")
+            self._pool.lose(self._pool.port(former), replaced(member.incarnation))
         self._arriving = {one: port for one, port in self._arriving.items() if one not in formers} | {member: rollout}
         self._handle(Arrived(member))
         if not self._turns.told(member):
