@@ -18,7 +18,7 @@ from runtime import codec, config
 from runtime.rewards.combination import column
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult
 from runtime.rewards.rules import Outcome
-from runtime.rewards.scorer import Decoder
+from runtime.rewards.scorer import ReplyDecoder
 from runtime.types import GroupPayload, ScoreRequest, Scores
 
 log = logging.getLogger("sluice")
@@ -46,7 +46,7 @@ class RemotePort(Protocol):
 class RemoteScorer:
     """Scores groups by one entry of `rewards.remote`."""
 
-    def __init__(self, settings: config.RemoteReward, tokenizer: Decoder, port: RemotePort, fail: bool):
+    def __init__(self, settings: config.RemoteReward, tokenizer: ReplyDecoder, port: RemotePort, fail: bool):
         """`fail`: a reply without a value raises instead of being masked."""
         self._settings = settings
         self._tokenizer = tokenizer

@@ -19,7 +19,7 @@ from runtime.rewards.worker_process import Limits
 from runtime.types import GroupPayload, ScoreRequest, Scores
 
 
-class Decoder(Protocol):
+class ReplyDecoder(Protocol):
     """What the scorer needs of a tokenizer."""
 
     def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
@@ -44,7 +44,7 @@ class _Reply(msgspec.Struct):
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
-    def __init__(self, settings: config.Rewards, tokenizer: Decoder):
+    def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder):
         """Raises UserError when no rule is configured, one is unknown or one is named twice."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
