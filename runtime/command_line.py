@@ -6,7 +6,7 @@ import argparse
 from typing import NoReturn
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Its subcommands' parsers are of the same kind."""
 
     def error(self, message: str) -> NoReturn:
