@@ -111,8 +111,7 @@ class Coordinator:
         task.result()
 
     async def _train(self) -> None:
-        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
-        placed = time.monotonic()
+        placed = await self._place()
         material = await self._material()
         try:
             before = time.monotonic()
@@ -134,11 +133,10 @@ class Coordinator:
 
     async def _evaluate(self) -> None:
         config = self._config
-        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
-        placed = time.monotonic()
+        placed = await self._place()
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
-        trackers = Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
+        trackers = self._trackers()
         material = EvaluationMaterial(
             config=config,
             trackers=trackers,
@@ -159,6 +157,15 @@ class Coordinator:
             raise first_error(error) from None
         await trackers.close()
 
+    async def _place(self) -> float:
+        """Have the nodes start the processes; returns when that was, on the clock of time.monotonic."""
+        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
+        return time.monotonic()
+
+    def _trackers(self) -> Trackers:
+        config = self._config
+        return Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
+
     async def _material(self) -> Material:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
@@ -170,7 +177,7 @@ class Coordinator:
         return Material(
             config=config,
             ledger=await Ledger.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
-            trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
+            trackers=self._trackers(),
             train=train,
             held_out=held_out,
             text=tokenizer,
