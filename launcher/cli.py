@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher import convert_options
+from runtime.command_line import CommandParser
 from runtime.errors import SluiceError, UserError
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ EXIT_CODES = """exit codes:
   130  stopped at once, by a second Ctrl-C or because stopping in order took too long"""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="sluice",
         description="Post-train language models by asynchronous RL, without Ray.",
         epilog=EXIT_CODES,
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_looking(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands that look at a run, also while it is under way."""
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port")
@@ -77,7 +78,7 @@ def _add_looking(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
 
 
-def _add_files(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands on files: of problems, replies, models and other systems' configurations."""
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
@@ -98,7 +99,7 @@ def _add_files(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
 
 
-def _add_measuring(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands that measure or check this machine."""
     bench = commands.add_parser(
         "bench",
@@ -133,7 +134,7 @@ def _add_measuring(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
 
 
-def _add_render(parser: argparse.ArgumentParser) -> None:
+def _add_render(parser: CommandParser) -> None:
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     for name, what in {
         "slurm": "a batch script, and the configuration beside it",
@@ -160,7 +161,7 @@ def _add_render(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def _add_import(parser: argparse.ArgumentParser) -> None:
+def _add_import(parser: CommandParser) -> None:
     parser.description = (
         "Translate a configuration of MindSpeed-RL's, of the current format or of R1-Zero's, and say what became of each key."
     )

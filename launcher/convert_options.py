@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from runtime.command_line import CommandParser
 
-def add(convert: argparse.ArgumentParser) -> None:
+
+def add(convert: CommandParser) -> None:
     """Add the four directions to the parser of `sluice convert`."""
     directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     hf2mcore = directions.add_parser("hf2mcore", help="a Hugging Face folder into a layout of megatron-core's ranks")

@@ -73,8 +73,8 @@ def placement_table(config: Config, here: NodeOffer) -> Table:
     rows = Table("node", "device", "processes", title="coordinator: " + (config.services.coordinator.host or here.name))
     for row in table(placed, nodes):
         rows.add_row(*row)
-    for member in placed.pending:
-        rows.add_row("(a node that comes later)", "", member.name)
+    for instance in placed.pending:
+        rows.add_row("(a node that comes later)", "", instance.name)
     return rows
 
 

@@ -28,6 +28,7 @@ from launcher.supervisor import Supervisor
 from launcher.view import View
 from runtime import layout, network
 from runtime.cluster.nodes import name_fault
+from runtime.command_line import CommandParser
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, ServiceFault, UserError
 from services import session
@@ -97,7 +98,7 @@ class Follower:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m launcher.node", description="Run one node of a cluster.")
+    parser = CommandParser(prog="python -m launcher.node", description="Run one node of a cluster.")
     parser.add_argument("config", type=Path, help="a YAML file, the same on every node")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="the same on every node")
     parser.add_argument("--name", default="", help="what cluster.nodes calls this node (default: its host name)")

@@ -175,9 +175,6 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def pids(self) -> list[int]:
-        return [child.pid for child in self.children if child.running]
-
     def culprit(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
         failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]

@@ -10,7 +10,7 @@ from msgspec import Struct
 from launcher.environment import affinity, environment, hccl_ports
 from launcher.machine import Machine
 from runtime.cluster.nodes import Launch
-from runtime.cluster.topology import Member, settings_of
+from runtime.cluster.topology import Instance, settings_of
 from runtime.config import Config, Restarts
 
 
@@ -63,7 +63,7 @@ def service_specs(
     ports = hccl_ports(config.network, npus)
     specs = {}
     for launch in launches:
-        role = settings_of(config, Member(launch.role, launch.name))
+        role = settings_of(config, Instance(launch.role, launch.name))
         env = environment(role, 1 if launch.role == "reward" else threads, machine, launch.devices)
         specs[launch.name] = ProcessSpec(
             name=launch.name,
@@ -80,8 +80,8 @@ def service_specs(
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
     """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
-    own = [Member(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
-    return {member.name: settings_of(config, member).restarts for member in own}  # type: ignore[attr-defined]  # such roles' own
+    own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
+    return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
 
 
 def _torchrun(launch: Launch) -> tuple[str, ...]:

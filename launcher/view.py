@@ -35,7 +35,7 @@ class View:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
-        self._phase = self._detail = ""
+        self._phase = self._detail = self._line = ""
         self._last_line = 0.0
 
     def __enter__(self) -> View:
@@ -55,12 +55,14 @@ class View:
         assert self._task is not None
         count = f"{done}/{total}" if total else ""
         self._bars.update(self._task, completed=done, total=total or None, count=count, detail=detail)
-        now = time.monotonic()
+        now, text = time.monotonic(), "  ".join(filter(None, (name, count, detail)))
         waits_for_another = not total and detail not in ("", self._detail)
         self._detail = detail
-        if not self._console.is_terminal and (fresh or waits_for_another or now - self._last_line >= self._line_interval):
-            self._last_line = now
-            self._console.print("  ".join(filter(None, (name, count, detail))), highlight=False)
+        if self._console.is_terminal or text == self._line:  # a phase is told again when it goes on unchanged
+            return
+        if fresh or waits_for_another or now - self._last_line >= self._line_interval:
+            self._line, self._last_line = text, now
+            self._console.print(text, highlight=False)
 
     def say(self, line: str) -> None:
         """A line of its own, which stays."""

@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -51,6 +51,13 @@ class Letter:
 
     def fail(self, error: Exception) -> None:
         self._actor._settle(self, None, error)
+
+    async def answer(self, work: Awaitable[Any]) -> None:
+        """Reply with what `work` returns, or fail with what it raises: for what is done beside the actor."""
+        try:
+            self.reply(await work)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+            self.fail(error)
 
     @property
     def abandoned(self) -> bool:

@@ -14,7 +14,7 @@ class Command(Struct, frozen=True, tag=True):
     """Base of all: tagged by its name, so that a union of commands decodes without ambiguity."""
 
 
-Slot = tuple[str, int, int]
+PartKey = tuple[str, int, int]
 """Names a part of the data: its kind, step and part. The same for all ranks, each of which has its own share of it."""
 
 
@@ -126,7 +126,7 @@ class Accumulate(Command, frozen=True):
     last: bool = False
 
     @property
-    def slot(self) -> Slot:
+    def key(self) -> PartKey:
         return type(self).__name__, self.step, self.part
 
 
@@ -141,7 +141,7 @@ class ComputeValues(Command, frozen=True):
     groups: list[ValueRequest]
 
     @property
-    def slot(self) -> Slot:
+    def key(self) -> PartKey:
         return type(self).__name__, 0, self.part
 
 
@@ -152,7 +152,7 @@ class ComputeLogprobs(Command, frozen=True):
     groups: list[LogprobRequest]
 
     @property
-    def slot(self) -> Slot:
+    def key(self) -> PartKey:
         return type(self).__name__, 0, self.part
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from runtime.errors import InvalidMessage
+
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -82,6 +84,18 @@ class GroupPayload(msgspec.Struct, kw_only=True):
     group_id: int
     prompt: np.ndarray  # int32 [P]
     samples: list[Sample]
+
+    def check(self, vocabulary: int) -> None:
+        """Raises InvalidMessage for a group without a prompt, or with token ids outside of a vocabulary of so many."""
+        if not len(self.prompt):
+            raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
+        if any(outside(tokens, vocabulary) for tokens in (self.prompt, *(sample.tokens for sample in self.samples))):
+            raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
+
+
+def outside(tokens: np.ndarray, vocabulary: int) -> bool:
+    """Whether one of these token ids is not in a vocabulary of so many."""
+    return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)
 
 
 class GeneratedGroup(msgspec.Struct, kw_only=True):
@@ -168,6 +182,5 @@ class TrainGroup(msgspec.Struct, kw_only=True):
 class StepResult(msgspec.Struct, kw_only=True):
     """What one optimizer step reports. `metrics` are already reduced over the trainer's ranks."""
 
-    step: int
     metrics: dict[str, float]
     seconds: float  # engine time of the step, waiting excluded

@@ -27,9 +27,9 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import Ledger
-from runtime.pipeline.evaluation_run import EvaluationMaterial, EvaluationRun
+from runtime.pipeline.evaluation_run import EvaluationRun
 from runtime.pipeline.lineage import INTERRUPTED
-from runtime.pipeline.material import Material
+from runtime.pipeline.material import EvaluationMaterial, Material
 from runtime.pipeline.run import Run
 from runtime.ports import Replaceable
 from runtime.startup import Phases, Startup, in_order
@@ -111,8 +111,7 @@ class Coordinator:
         task.result()
 
     async def _train(self) -> None:
-        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
-        placed = time.monotonic()
+        placed = await self._place()
         material = await self._material()
         try:
             before = time.monotonic()
@@ -134,11 +133,10 @@ class Coordinator:
 
     async def _evaluate(self) -> None:
         config = self._config
-        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
-        placed = time.monotonic()
+        placed = await self._place()
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
-        trackers = Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
+        trackers = self._trackers()
         material = EvaluationMaterial(
             config=config,
             trackers=trackers,
@@ -159,6 +157,15 @@ class Coordinator:
             raise first_error(error) from None
         await trackers.close()
 
+    async def _place(self) -> float:
+        """Have the nodes start the processes; returns when that was, on the clock of time.monotonic."""
+        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
+        return time.monotonic()
+
+    def _trackers(self) -> Trackers:
+        config = self._config
+        return Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
+
     async def _material(self) -> Material:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
@@ -169,9 +176,8 @@ class Coordinator:
         held_out = load_held_out(config, tokenizer, train.problems)
         return Material(
             config=config,
-            folder=self._folder,
             ledger=await Ledger.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
-            trackers=Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config)),
+            trackers=self._trackers(),
             train=train,
             held_out=held_out,
             text=tokenizer,

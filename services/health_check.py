@@ -13,12 +13,14 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from runtime.command_line import CommandParser
+
 _OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
 _STATES = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m services.health_check", description=__doc__.split("\n\n")[0])
+    parser = CommandParser(prog="python -m services.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
     parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="until an answer (default: 5)")

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from runtime import os_process
+from runtime.aio import still_missing
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
-from runtime.cluster.topology import Member, is_group, named_paths, with_rollouts
+from runtime.cluster.topology import Instance, is_group, named_paths, with_rollouts
 from runtime.config import Config, Rollout, loading
 from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
@@ -97,7 +98,7 @@ class Nodes:
             self._take_in(found.node)
         self._came.set()
 
-    async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> list[Member]:
+    async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> list[Instance]:
         """Wait for the nodes, place the processes, and have the nodes start them; returns who will register.
 
         Where a run has several nodes, `waits_for` is told who has yet to come, whenever that changes.
@@ -105,21 +106,22 @@ class Nodes:
         Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
         """
         timeout, several = self._config.deadlines.start, has_several_nodes(self._config.cluster)
-        while missing := self.roster.missing:
-            self._came.clear()
-            if several:
-                waits_for(", ".join(missing))
-            try:
-                await asyncio.wait_for(self._came.wait(), max(0.0, began + timeout - time.monotonic()))
-            except asyncio.TimeoutError:
-                why = f"; refused: {self._refused}" if self._refused else ""
-                raise DeadlineExceeded(f"node {', '.join(missing)}", "start", f"did not come{why}", timeout) from None
+
+        def missing() -> list[str]:
+            found = self.roster.missing
+            if found and several:
+                waits_for(", ".join(found))
+            return found
+
+        if absent := await still_missing(missing, self._came, began + timeout):
+            why = f"; refused: {self._refused}" if self._refused else ""
+            raise DeadlineExceeded(f"node {', '.join(absent)}", "start", f"did not come{why}", timeout)
         waits = bool(self._config.cluster.min_nodes)
         self._placement = place(self._config, self.roster.offers, trains=self._trains, waits=waits)
         if self._placement.pending:
             log.info("no room yet for %s", _names(self._placement.pending))
         self._tell()
-        return [seat.member for seat in self._placement.seats]
+        return [seat.instance for seat in self._placement.seats]
 
     # ------------------------------------------------------------------------------------------ changes
 
@@ -133,19 +135,19 @@ class Nodes:
             raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, where it is one fleet")
         if wanted.replicas < 1:
             raise UserError(f"scale: rollout={wanted.replicas}: must be at least 1")
-        before = {seat.member for seat in self._placement.seats}
+        before = {seat.instance for seat in self._placement.seats}
         config = with_rollouts(self._config, wanted.replicas)
-        stays = [seat for seat in self._placement.seats if not _beyond(seat.member, wanted.replicas)]
+        stays = [seat for seat in self._placement.seats if not _beyond(seat.instance, wanted.replicas)]
         after = self._place_beside(stays, config)
         self._config, self._yaml = config, loading.to_yaml(config)
-        started = [seat.member for seat in after.seats if seat.member not in before]
-        stopped = sorted(before - {seat.member for seat in after.seats}, key=lambda member: member.name)
+        started = [seat.instance for seat in after.seats if seat.instance not in before]
+        stopped = sorted(before - {seat.instance for seat in after.seats}, key=lambda instance: instance.name)
         self._peers.dismiss(stopped, "the run was scaled down")
         self._start(started)
         return Scaled(
-            started=[member.name for member in started],
-            stopped=[member.name for member in stopped],
-            pending=[member.name for member in after.pending],
+            started=[instance.name for instance in started],
+            stopped=[instance.name for instance in stopped],
+            pending=[instance.name for instance in after.pending],
         )
 
     @property
@@ -157,7 +159,7 @@ class Nodes:
         """A part of a group that spans nodes died: the whole of it is ended, and started as the next incarnation, after the
         delay that its `restarts` say. False when they allow no further start, or its only node has tried that already."""
         assert self._placement is not None
-        if len({seat.node for seat in self._placement.seats if seat.member.role == role}) < 2:
+        if len({seat.node for seat in self._placement.seats if seat.instance.role == role}) < 2:
             return False
         if incarnation < self._incarnations.get(role, 0):
             return True  # it told of what is ended already
@@ -173,24 +175,24 @@ class Nodes:
         """A node that has come while the run goes on gets back what it had; a new one what has no room, or whose node left."""
         assert self._placement is not None
         seats, there = self._placement.seats, self.roster.nodes
-        mine = [seat.member for seat in seats if seat.node == name]
+        mine = [seat.instance for seat in seats if seat.node == name]
         if not mine:
-            seats = tuple(seat for seat in seats if seat.node in there or is_group(self._config, seat.member.role))
+            seats = tuple(seat for seat in seats if seat.node in there or is_group(self._config, seat.instance.role))
         before = set(seats)
         try:
             after = self._place_beside(seats, self._config)
         except ConfigError:  # what the others left has no room here, and waits for them
             after = self._place_beside(self._placement.seats, self._config)
-        self._start([*mine, *(seat.member for seat in after.seats if seat not in before)])
+        self._start([*mine, *(seat.instance for seat in after.seats if seat not in before)])
 
     def _place_beside(self, kept: Sequence[Seat], config: Config) -> Placement:
         self._placement = place(config, self.roster.offers, kept, trains=self._trains, waits=True)
         return self._placement
 
-    def _start(self, coming: Sequence[Member]) -> None:
-        for member in coming:
-            if (newest := self._peers.newest(member)) is not None:
-                key = member.role if is_group(self._config, member.role) else member.name
+    def _start(self, coming: Sequence[Instance]) -> None:
+        for instance in coming:
+            if (newest := self._peers.newest(instance)) is not None:
+                key = instance.role if is_group(self._config, instance.role) else instance.name
                 self._incarnations[key] = max(self._incarnations.get(key, 0), newest + 1)
         self._peers.expect(coming)
         self._tell()
@@ -200,7 +202,7 @@ class Nodes:
         self._streams.pop(name, None)
         log.warning("node %s left", name)
         if self._placement is not None:
-            self._peers.give_up([seat.member for seat in self._placement.on(name)], f"its node {name} left")
+            self._peers.give_up([seat.instance for seat in self._placement.on(name)], f"its node {name} left")
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -241,9 +243,9 @@ class Nodes:
                 self._streams[name].set()
 
 
-def _beyond(member: Member, replicas: int) -> bool:
-    return member.role == "rollout" and int(member.name.rpartition("-")[2]) >= replicas
+def _beyond(instance: Instance, replicas: int) -> bool:
+    return instance.role == "rollout" and int(instance.name.rpartition("-")[2]) >= replicas
 
 
-def _names(members: Sequence[Member]) -> str:
-    return ", ".join(member.name for member in members)
+def _names(instances: Sequence[Instance]) -> str:
+    return ", ".join(instance.name for instance in instances)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.config import Deadlines, Publication
-from runtime.status import Status, Stop
+from runtime.status import Status
 from services.session import Session
 
 
@@ -19,6 +19,3 @@ class Peer:
 
     async def status(self) -> Status:
         return await self.session.unary("Process", "Status")
-
-    async def stop(self, drain_seconds: float) -> None:
-        await self.session.unary("Process", "Stop", Stop(drain_seconds=drain_seconds))

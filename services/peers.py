@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runtime.cluster.topology import Member, group_of
+from runtime.aio import still_missing
+from runtime.cluster.topology import Instance, group_of
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.ports import Replaceable
 from runtime.startup import in_order
-from runtime.status import Loss, Registration
+from runtime.status import Loss, Registration, Stop, replaced
 from services.client import client, service_of
-from services.peer import Peer
 from services.session import Session
 
 log = logging.getLogger("sluice")
@@ -35,14 +35,14 @@ class Peers:
     def __init__(self, config: Config, changed: Callable[[], None]):
         """`changed` is called when `lost` has changed."""
         self._config = config
-        self._members: list[Member] = []
+        self._instances: list[Instance] = []
         self._changed = changed
         self.lost: dict[str, Loss] = {}
-        self._registered: dict[Member, Registration] = {}
+        self._registered: dict[Instance, Registration] = {}
         self._arrived = asyncio.Event()
         self._arrive: Callable[[str, Replaceable], None]
         self._joining: set[asyncio.Task[None]] = set()
-        self._sessions: dict[Member, Session] = {}  # none before all are there
+        self._sessions: dict[Instance, Session] = {}  # none before all are there
         self._groups: dict[str, Any] = {}  # of the roles UPDATED, the client of the newest that is connected
         self._handed: dict[str, int] = {}  # their incarnations, as `regroup` or `roles` gave them away last
         self._back = asyncio.Event()
@@ -56,53 +56,53 @@ class Peers:
 
     def register(self, registration: Registration) -> None:
         """A process has loaded, and serves. Raises UserError for one that the run has no place for."""
-        member = Member(registration.role, registration.name, registration.rank)
-        if member not in self._members:
+        instance = Instance(registration.role, registration.name, registration.rank)
+        if instance not in self._instances:
             raise UserError(f"{registration.name} (rank {registration.rank}) is not in this run's topology")
-        former = self._registered.get(member)
+        former = self._registered.get(instance)
         if former is not None and registration.incarnation <= former.incarnation:
             if registration != former:
                 raise UserError(f"{registration.name}: its incarnation {former.incarnation} has registered already")
             return
-        self._registered[member] = registration
+        self._registered[instance] = registration
         log.info("%s registered: pid %d at %s, %s", *_told(registration))
-        unit = group_of(self._config, member)
+        unit = group_of(self._config, instance)
         if self._sessions and self._complete(unit):
             task = asyncio.create_task(self._take_in(unit, registration.incarnation))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
         self._arrived.set()
 
-    def _complete(self, unit: Sequence[Member]) -> bool:
-        return len({self._registered[member].incarnation for member in unit}) == 1
+    def _complete(self, unit: Sequence[Instance]) -> bool:
+        return len({self._registered[instance].incarnation for instance in unit}) == 1
 
-    def newest(self, member: Member) -> int | None:
-        """The incarnation of the newest process that registered as `member`."""
-        registration = self._registered.get(member)
+    def newest(self, instance: Instance) -> int | None:
+        """The incarnation of the newest process that registered as `instance`."""
+        registration = self._registered.get(instance)
         return None if registration is None else registration.incarnation
 
-    def expect(self, members: Sequence[Member]) -> None:
+    def expect(self, instances: Sequence[Instance]) -> None:
         """These have been given a place: they will register."""
-        self._members += [member for member in members if member not in self._members]
+        self._instances += [instance for instance in instances if instance not in self._instances]
 
-    def give_up(self, members: Sequence[Member], reason: str) -> None:
+    def give_up(self, instances: Sequence[Instance], reason: str) -> None:
         """These are gone, which may take long to be seen on their connections."""
-        for member in members:
-            if member in self._sessions:
-                self._sessions[member].lose(reason)
+        for instance in instances:
+            if instance in self._sessions:
+                self._sessions[instance].lose(reason)
 
-    def dismiss(self, members: Sequence[Member], reason: str) -> None:
+    def dismiss(self, instances: Sequence[Instance], reason: str) -> None:
         """These are not wanted any more, nor missed."""
-        self._members = [member for member in self._members if member not in members]
-        self.give_up(members, reason)
-        for member in members:
-            self.lost.pop(member.name, None)
+        self._instances = [instance for instance in self._instances if instance not in instances]
+        self.give_up(instances, reason)
+        for instance in instances:
+            self.lost.pop(instance.name, None)
         self._changed()
         self._arrived.set()
 
     def others(self, role: str, name: str) -> bool:
         """Whether another unit of `role` is there, or comes."""
-        return any(one.role == role and one.name != name and one.name not in self.lost for one in self._members)
+        return any(one.role == role and one.name != name and one.name not in self.lost for one in self._instances)
 
     def lose(self, loss: Loss) -> None:
         """The run does without this process from now on."""
@@ -117,16 +117,14 @@ class Peers:
         """
         self._arrive = arrive
         timeout = self._config.deadlines.start
-        deadline = began + timeout
-        first = list(self._members)  # who comes besides is not waited for
-        while missing := [one for one in first if one in self._members and one not in self._registered]:
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                names = ", ".join(member.name for member in missing)
-                raise DeadlineExceeded(names, "start", "did not register", timeout) from None
-        self._sessions = {member: self._session(member) for member in self._members if member in self._registered}
+        first = list(self._instances)  # who comes besides is not waited for
+
+        def missing() -> list[str]:
+            return [one.name for one in first if one in self._instances and one not in self._registered]
+
+        if late := await still_missing(missing, self._arrived, began + timeout):
+            raise DeadlineExceeded(", ".join(late), "start", "did not register", timeout)
+        self._sessions = {instance: self._session(instance) for instance in self._instances if instance in self._registered}
         await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
 
     async def regroup(self) -> Updated:
@@ -136,23 +134,22 @@ class Peers:
         """
         policies = [getattr(self._config.services, role).restarts for role in self._groups]
         timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
-        deadline = time.monotonic() + timeout
-        while missing := [role for role, one in self._groups.items() if one.incarnation <= self._handed[role]]:
-            self._back.clear()
-            try:
-                await asyncio.wait_for(self._back.wait(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                names = ", ".join(self._groups[role].name for role in missing)
-                raise DeadlineExceeded(names, "restart", "did not register again", timeout) from None
+
+        def missing() -> list[str]:
+            return [group.name for role, group in self._groups.items() if group.incarnation <= self._handed[role]]
+
+        if late := await still_missing(missing, self._back, time.monotonic() + timeout):
+            raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
         return self._updated()
 
     async def stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""
         for task in self._joining:
             task.cancel()
-        config = self._config
-        sessions = [session for member, session in self._sessions.items() if group_of(config, member)[0].name not in self.lost]
-        stops = (asyncio.wait_for(Peer(session, config.deadlines, config.publication).stop(0.0), 1.0) for session in sessions)
+        config, lost = self._config, self.lost
+        sessions = [session for instance, session in self._sessions.items() if group_of(config, instance)[0].name not in lost]
+        order = Stop(drain_seconds=0.0)
+        stops = (asyncio.wait_for(session.unary("Process", "Stop", order), 1.0) for session in sessions)
         for session in sessions:
             session.ends()
         for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):
@@ -161,24 +158,24 @@ class Peers:
         for session in self._sessions.values():
             await session.close()
 
-    def _session(self, member: Member) -> Session:
-        registration = self._registered[member]
+    def _session(self, instance: Instance) -> Session:
+        registration = self._registered[instance]
         service = service_of(registration.role, self._config)
         return Session(registration.address, registration.name, service, registration.machine)
 
-    async def _take_in(self, unit: Sequence[Member], incarnation: int) -> None:
+    async def _take_in(self, unit: Sequence[Instance], incarnation: int) -> None:
         """Talk to the unit that has come in the place of another from now on."""
-        first, sessions = unit[0], [self._session(member) for member in unit]
+        first, sessions = unit[0], [self._session(instance) for instance in unit]
         try:
             await asyncio.gather(*(session.open(self._config.deadlines.start) for session in sessions))
         except DeadlineExceeded as error:
             await asyncio.gather(*(session.close() for session in sessions))
             self.lose(Loss(name=first.name, incarnation=incarnation, reason=str(error)))
             return
-        if any(member not in self._members for member in unit):  # dismissed meanwhile
+        if any(instance not in self._instances for instance in unit):  # dismissed meanwhile
             await asyncio.gather(*(session.close() for session in sessions))
             return
-        former = [self._sessions[member] for member in unit if member in self._sessions]
+        former = [self._sessions[instance] for instance in unit if instance in self._sessions]
         self._sessions.update(zip(unit, sessions, strict=True))
         self._settle(first.role, client(first.role, sessions, self._config, incarnation))
         self.lost.pop(first.name, None)
@@ -187,7 +184,7 @@ class Peers:
 
     def _settle(self, role: str, arrived: Replaceable) -> None:
         if role in UPDATED:
-            self._groups[role].lose(f"incarnation {arrived.incarnation} has come in its place")
+            self._groups[role].lose(replaced(arrived.incarnation))
             self._groups[role] = arrived
             self._back.set()
         else:
@@ -226,9 +223,9 @@ class Peers:
 
     def _clients(self, role: str) -> list[Any]:
         """Of every unit of a role, in the order of their names."""
-        units = {tuple(group_of(self._config, member)): None for member in self._sessions if member.role == role}
+        units = {tuple(group_of(self._config, instance)): None for instance in self._sessions if instance.role == role}
         return [
-            client(role, [self._sessions[member] for member in unit], self._config, self._registered[unit[0]].incarnation)
+            client(role, [self._sessions[instance] for instance in unit], self._config, self._registered[unit[0]].incarnation)
             for unit in units
         ]
 

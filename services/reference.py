@@ -5,43 +5,33 @@ On torch each process is a replica of its own; on megatron-core the ranks are on
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from runtime import codec
 from runtime.actor import Letter
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import Offload, Onload
 from runtime.config import Config
+from runtime.types import LogprobRequest
 from services import process
+from services.frozen_model import FrozenModelService
 from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
     from runtime.engines.lent_scorer import LentScorer
     from runtime.engines.reference_rank import ReferenceRank
 
-A = TypeVar("A")
-T = TypeVar("T")
 
-
-class ReferenceService(process.Service):
-    """A replica: everything that lies in the mailbox is scored in one go. It always loads its own model, never a checkpoint."""
+class ReferenceService(FrozenModelService):
+    """A replica. It always loads its own model, never a checkpoint."""
 
     role = "reference"
     service = "Reference"
-    batch = 256
     libraries = process.TORCH
 
-    def __init__(self, config: Config, name: str, rank: int):
-        super().__init__(config, name, rank)
-        self._scorer: LentScorer
-        self._thread = ThreadPoolExecutor(1, "scorer")
-        self._busy_seconds = 0.0
-        self._groups = 0
+    _scorer: LentScorer
 
     def load(self) -> None:
         from runtime import platform
@@ -58,33 +48,19 @@ class ReferenceService(process.Service):
         )
         self._scorer = LentScorer(scorer, away=reference_takes_part(self.config))
 
-    async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     async def receive(self, letters: Sequence[Letter]) -> None:
         """In order: log-probabilities that are asked for one after the other are computed together."""
         for moves, alike in groupby(letters, lambda letter: isinstance(letter.message, (Onload, Offload))):
             together = list(alike)
-            await (self._move(together) if moves else self._score(together))
+            await (self._move(together) if moves else super().receive(together))
 
     async def _move(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
-            await self._in_thread(self._scorer.handle, letter.message)
+            await self.in_thread(self._scorer.handle, letter.message)
             letter.reply()
 
-    async def _score(self, letters: Sequence[Letter]) -> None:
-        before = time.monotonic()
-        requests = [letter.message for letter in letters]
-        for letter, logprobs in zip(letters, await self._in_thread(self._scorer.logprobs, requests), strict=True):
-            letter.reply(codec.encode(logprobs))
-        self._groups += len(letters)
-        self._busy_seconds += time.monotonic() - before
-
-    async def _in_thread(self, work: Callable[[A], T], argument: A) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
-
-    def gauges(self) -> dict[str, float]:
-        return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}
+    def answers(self, requests: Sequence[LogprobRequest]) -> list[bytes]:
+        return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(requests)]
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:

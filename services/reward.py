@@ -12,6 +12,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.rewards.combination import combine
 from runtime.rewards.remote import RemoteScorer
 from runtime.rewards.scorer import RewardScorer
+from runtime.types import ScoreRequest, Scores
 from services import process
 from services.remote_reward import RemoteRewardClient
 
@@ -61,21 +62,16 @@ class RewardService(process.Service):
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
-            task = asyncio.create_task(self._score(letter))
+            task = asyncio.create_task(letter.answer(self._score(letter.message)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _score(self, letter: Letter) -> None:
+    async def _score(self, request: ScoreRequest) -> Scores:
         before = time.monotonic()
-        try:
-            columns = await asyncio.gather(*(scorer.score([letter.message]) for scorer in self._scorers))
-            scores = combine([column[0] for column in columns])
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-            letter.fail(error)
-            return
-        letter.reply(scores)
+        scores = combine(await asyncio.gather(*(scorer.score(request) for scorer in self._scorers)))
         self._groups += 1
         self._busy_seconds += time.monotonic() - before
+        return scores
 
     def gauges(self) -> dict[str, float]:
         return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}

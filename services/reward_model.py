@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from runtime.actor import Letter
-from runtime.config import Config
+from runtime.types import ScoreRequest, Scores
 from services import process
+from services.frozen_model import FrozenModelService
 
 if TYPE_CHECKING:
     from runtime.rewards.model_scorer import ModelScorer
 
 
-class RewardModelService(process.Service):
-    """Everything that lies in the mailbox is scored in one go."""
-
+class RewardModelService(FrozenModelService):
     role = "reward_model"
     service = "Reward"
-    batch = 256
     libraries = process.TRANSFORMERS
 
-    def __init__(self, config: Config, name: str, rank: int):
-        super().__init__(config, name, rank)
-        self._scorer: ModelScorer
-        self._thread = ThreadPoolExecutor(1, "scorer")
-        self._busy_seconds = 0.0
-        self._groups = 0
+    _scorer: ModelScorer
 
     def load(self) -> None:
         from runtime import platform
@@ -47,20 +36,8 @@ class RewardModelService(process.Service):
         )
         self._scorer = ModelScorer(rewards.model, self.config.model.path, model, fail=rewards.on_error == "fail")
 
-    async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        before = time.monotonic()
-        requests = [letter.message for letter in letters]
-        loop = asyncio.get_running_loop()
-        for letter, scores in zip(letters, await loop.run_in_executor(self._thread, self._scorer.score, requests), strict=True):
-            letter.reply(scores)
-        self._groups += len(letters)
-        self._busy_seconds += time.monotonic() - before
-
-    def gauges(self) -> dict[str, float]:
-        return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}
+    def answers(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        return self._scorer.score(requests)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ class RolloutService(process.Service):
             "slots": stats.slots,
             "tokens_total": stats.decode_tokens,
             "prefill_tokens_total": stats.prefill_tokens,
+            "decode_steps_total": stats.decode_steps,
             "busy_seconds_total": stats.busy_seconds,
             "swaps_total": self.weights.swaps,
             "torn": float(self._engine.torn),

@@ -145,16 +145,7 @@ class Subscription:
 
     def _answer(self, letter: Letter, work: Awaitable[None]) -> asyncio.Task[None]:
         """Do `work` beside the actor, then answer the letter."""
-
-        async def answer() -> None:
-            try:
-                await work
-            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-                letter.fail(error)
-            else:
-                letter.reply()
-
-        task = asyncio.ensure_future(answer())
+        task = asyncio.create_task(letter.answer(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -178,9 +178,9 @@ class Session:
                     raise
                 await asyncio.sleep(error.retry_after)
 
-    async def unary(self, service: str, method_name: str, request: Any = None, timeout: float = CONTROL_TIMEOUT) -> Any:
+    async def unary(self, service: str, method_name: str, request: Any = None) -> Any:
         """A unary call on the same channel, beside the stream. Raises Unreachable when the session is closed meanwhile."""
-        asking = asyncio.ensure_future(call(self._channel, self.name, wire.METHODS[service, method_name], request, timeout))
+        asking = asyncio.ensure_future(call(self._channel, self.name, wire.METHODS[service, method_name], request))
         try:
             await asyncio.wait([asking])
         finally:

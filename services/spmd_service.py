@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from runtime.actor import Letter
-from runtime.commands import Shared, Slot
+from runtime.commands import PartKey, Shared
 from runtime.config import Config, Spread
 from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion
@@ -118,7 +118,7 @@ class Follower(SpmdService):
 
     def __init__(self, role: SpmdRole, config: Config, name: str, rank: int):
         super().__init__(role, config, f"{name.rpartition('-')[0]}-{rank}", rank)
-        self._inbox: dict[Slot, Future[Letter]] = {}
+        self._inbox: dict[PartKey, Future[Letter]] = {}
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -128,14 +128,14 @@ class Follower(SpmdService):
         (letter,) = letters
         if not isinstance(letter.message, Shared):
             raise InvalidMessage(f"rank {self.rank} takes data only, not {type(letter.message).__name__}")
-        self._part(letter.message.slot).set_result(letter)
+        self._part(letter.message.key).set_result(letter)
 
     async def close(self) -> None:
         await super().close()
         await asyncio.to_thread(self._worker.close)
 
-    def _part(self, slot: Slot) -> Future[Letter]:
-        return self._inbox.setdefault(slot, Future())
+    def _part(self, key: PartKey) -> Future[Letter]:
+        return self._inbox.setdefault(key, Future())
 
     def _follow(self) -> None:
         """In the engine's thread: carry out rank 0's commands until it closes the relay."""
@@ -144,16 +144,16 @@ class Follower(SpmdService):
             if not isinstance(command, Shared):
                 self._worker.execute(command)
                 continue
-            letter = self._share(command.slot)
+            letter = self._share(command.key)
             self._loop.call_soon_threadsafe(letter.reply, self._worker.execute(letter.message))
 
-    def _share(self, slot: Slot) -> Letter:
+    def _share(self, key: PartKey) -> Letter:
         """This rank's share of a part. Raises DeadlineExceeded."""
         timeout = self._worker.timeout
         try:
-            letter = self._part(slot).result(timeout)
+            letter = self._part(key).result(timeout)
         except FutureTimeout:
-            kind, step, part = slot
+            kind, step, part = key
             raise DeadlineExceeded(self.name, kind, f"part {part} of step {step} did not come", timeout) from None
-        del self._inbox[slot]
+        del self._inbox[key]
         return letter

@@ -79,7 +79,7 @@ class TrainerService(Leader):
         if isinstance(message, HostWeights):
             left = self._leave()
             self._epoch = message.epoch
-            self._hosting = asyncio.create_task(self._host(letter, left, self._hosting))
+            self._hosting = asyncio.create_task(letter.answer(self._host(letter, left, self._hosting)))
         elif isinstance(message, AbortWeights):
             if message.epoch == self._epoch:
                 left = self._leave()
@@ -168,24 +168,20 @@ class TrainerService(Leader):
         self._leaving = in_thread("leave-weights", leave)
         return self._leaving
 
-    async def _host(self, letter: Letter, left: Future[None], before: asyncio.Task[None] | None) -> None:
+    async def _host(self, letter: Letter, left: Future[None], before: asyncio.Task[None] | None) -> WeightsHosted:
         """Beside the actor, and in a thread: torch looks up names while it opens the store, for seconds where no name server
         answers, and the server of a shared folder may not answer at all. It begins once the epoch before is `left`, and its
         own hosting over."""
         command: HostWeights = letter.message
-        try:
-            if before is not None:
-                await asyncio.wait({before})
-            await asyncio.wrap_future(left)
-            pending = await self._open(command)
-            if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or letter.abandoned:
-                pending.abort()
-                raise Cancelled(f"{self.name}: epoch {command.epoch} was given up")
-            self._meet(pending)
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-            letter.fail(error)
-            return
-        letter.reply(WeightsHosted(pending.address, self._worker.manifest))
+        if before is not None:
+            await asyncio.wait({before})
+        await asyncio.wrap_future(left)
+        pending = await self._open(command)
+        if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or letter.abandoned:
+            pending.abort()
+            raise Cancelled(f"{self.name}: epoch {command.epoch} was given up")
+        self._meet(pending)
+        return WeightsHosted(pending.address, self._worker.manifest)
 
     async def _open(self, command: HostWeights) -> PendingGroup:
         from runtime.weights import group

@@ -199,18 +199,18 @@ def launches(
     `incarnations`: the lowest allowed, by the name of a replica or the role of a group.
     """
     out: dict[str, list[Launch]] = {name: [] for name in roster}
-    absent = {seat.member.role for seat in placement.seats if seat.node not in roster}
+    absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
     groups: dict[str, dict[str, list[Seat]]] = {}
     for seat in placement.seats:
-        member = seat.member
-        if seat.node not in roster or (member.role in absent and is_group(config, member.role)):
+        instance = seat.instance
+        if seat.node not in roster or (instance.role in absent and is_group(config, instance.role)):
             continue
-        if is_group(config, member.role):
-            groups.setdefault(member.role, {}).setdefault(seat.node, []).append(seat)
+        if is_group(config, instance.role):
+            groups.setdefault(instance.role, {}).setdefault(seat.node, []).append(seat)
         else:
-            incarnation = incarnations.get(member.name, 0)
+            incarnation = incarnations.get(instance.name, 0)
             out[seat.node].append(
-                Launch(role=member.role, name=member.name, devices=list(seat.devices), incarnation=incarnation)
+                Launch(role=instance.role, name=instance.name, devices=list(seat.devices), incarnation=incarnation)
             )
     for role, parts in groups.items():
         incarnation = incarnations.get(role, 0)
@@ -233,8 +233,8 @@ def _group(
             node,
             Launch(
                 role=role,
-                name=seats[0].member.name,
-                ranks=[seat.member.rank for seat in seats],
+                name=seats[0].instance.name,
+                ranks=[seat.instance.rank for seat in seats],
                 devices=[device for seat in seats for device in seat.devices],
                 incarnation=incarnation,
                 rendezvous=meeting,

@@ -15,7 +15,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.cluster.topology import Member, is_group, local_ranks, members, path_of, place_in_fleet, settings_of
+from runtime.cluster.topology import Instance, instances, is_group, local_ranks, path_of, place_in_fleet, settings_of
 from runtime.config import Computing, Config, Placed, Rollout
 from runtime.errors import ConfigError
 
@@ -33,7 +33,7 @@ class NodeOffer(Struct, frozen=True):
 class Seat(Struct, frozen=True):
     """Where a process runs. `devices` count from 0 among those of its node."""
 
-    member: Member
+    instance: Instance
     node: str
     devices: tuple[int, ...] = ()
 
@@ -42,7 +42,7 @@ class Placement(Struct, frozen=True):
     """`pending`: replicas for which no node has room."""
 
     seats: tuple[Seat, ...]
-    pending: tuple[Member, ...] = ()
+    pending: tuple[Instance, ...] = ()
 
     def on(self, node: str) -> list[Seat]:
         return [seat for seat in self.seats if seat.node == node]
@@ -71,11 +71,11 @@ def place(
     """
     if not trains:
         config = _without_hosts(config)
-    seated = {seat.member for seat in kept}
-    roles: dict[str, list[Member]] = {}
-    for member in members(config, trains):
-        if member not in seated:
-            roles.setdefault(path_of(config, member), []).append(member)
+    seated = {seat.instance for seat in kept}
+    roles: dict[str, list[Instance]] = {}
+    for instance in instances(config, trains):
+        if instance not in seated:
+            roles.setdefault(path_of(config, instance), []).append(instance)
     table, faults, pending = _Table(config, nodes, kept, waits), [], []
     for path, wanted in sorted(roles.items(), key=lambda item: _turn(config, item[1][0])):
         try:
@@ -92,7 +92,7 @@ def place(
 
 def _without_hosts(config: Config) -> Config:
     """For an evaluation: with nobody on the devices of a role that it does without."""
-    there = {member.role for member in members(config, trains=False)}
+    there = {instance.role for instance in instances(config, trains=False)}
 
     def own(role: Hosted) -> Hosted:
         return role if role.colocate in there else replace(role, colocate="")
@@ -102,17 +102,17 @@ def _without_hosts(config: Config) -> Config:
     return replace(config, services=replace(services, rollout=rollout, reward_model=own(services.reward_model)))
 
 
-def _turn(config: Config, member: Member) -> tuple[bool, bool, bool, int]:
+def _turn(config: Config, instance: Instance) -> tuple[bool, bool, bool, int]:
     """When a role is placed: who names its devices first, then groups, then the largest replicas; a guest after its host."""
-    settings = settings_of(config, member)
+    settings = settings_of(config, instance)
     guest = isinstance(settings, Computing) and bool(settings.colocate)
     named = isinstance(settings, Computing) and bool(settings.devices)
-    return guest, not named, not is_group(config, member.role), -_devices_each(config, member)
+    return guest, not named, not is_group(config, instance.role), -_devices_each(config, instance)
 
 
-def _devices_each(config: Config, member: Member) -> int:
+def _devices_each(config: Config, instance: Instance) -> int:
     """The accelerators of one process."""
-    settings = settings_of(config, member)
+    settings = settings_of(config, instance)
     if isinstance(settings, Rollout):
         return settings.tensor_parallel
     return 1 if isinstance(settings, Computing) else 0
@@ -129,37 +129,37 @@ class _Table:
         self._seats_of: dict[str, list[Seat]] = defaultdict(list)  # by the role's path
         self._owner: dict[tuple[str, int], str] = {}
         for seat in kept:
-            self._seats_of[path_of(config, seat.member)].append(seat)
+            self._seats_of[path_of(config, seat.instance)].append(seat)
             self._take(seat)
 
     # ------------------------------------------------------------------------------------------ whole roles
 
-    def seat_replicas(self, path: str, replicas: Sequence[Member]) -> list[Member]:
+    def seat_replicas(self, path: str, replicas: Sequence[Instance]) -> list[Instance]:
         """Each where `placement` puts it; returns those for which there is no room."""
         wanted = len(self._seats_of[path]) + len(replicas)
-        for index, member in enumerate(replicas):
+        for index, instance in enumerate(replicas):
             try:
-                self._seat(path, member, *self._room_for(path, member, place_in_fleet(self._config, member), wanted))
+                self._seat(path, instance, *self._room_for(path, instance, place_in_fleet(self._config, instance), wanted))
             except _NoRoom:
                 if not self._waits or not self._seats_of[path]:
                     raise
                 return list(replicas[index:])
         return []
 
-    def seat_group(self, path: str, ranks: Sequence[Member]) -> None:
+    def seat_group(self, path: str, ranks: Sequence[Instance]) -> None:
         """Ranks in order over the nodes, so that those that share every layer are on one."""
         settings = settings_of(self._config, ranks[0])
         assert isinstance(settings, Computing)
         if settings.colocate:
-            for member, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
-                self._seat(path, member, node, () if device is None else (device,))
+            for instance, (node, device) in zip(ranks, self._host_devices(settings.colocate, len(ranks)), strict=True):
+                self._seat(path, instance, node, () if device is None else (device,))
             return
         block = local_ranks(settings)  # type: ignore[arg-type]  # a group's settings are Spread
         ahead = list(ranks)
         for node, count in self._shares(path, settings, len(ranks), block):
             devices = list(settings.devices) or self._free(node)
-            for member in ahead[:count]:
-                self._seat(path, member, node, (devices.pop(0),) if self._accelerated else ())
+            for instance in ahead[:count]:
+                self._seat(path, instance, node, (devices.pop(0),) if self._accelerated else ())
             del ahead[:count]
 
     def _shares(self, path: str, settings: Computing, ranks: int, block: int) -> Iterator[tuple[str, int]]:
@@ -193,15 +193,15 @@ class _Table:
             yield [node for node in allowed if self._nodes[node].supernode == supernode]
         yield sorted(allowed, key=lambda node: list(supernodes).index(self._nodes[node].supernode))
 
-    def _room_for(self, path: str, member: Member, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
+    def _room_for(self, path: str, instance: Instance, index: int, wanted: int) -> tuple[str, tuple[int, ...]]:
         """Node and devices of one replica, number `index` of all the `wanted`. Raises _NoRoom."""
-        settings, each = settings_of(self._config, member), _devices_each(self._config, member)
+        settings, each = settings_of(self._config, instance), _devices_each(self._config, instance)
         assert isinstance(settings, Placed)
         allowed = self._allowed(settings)
         if isinstance(settings, Computing) and settings.colocate:
             place = self._host_devices(settings.colocate, (index + 1) * each)[index * each :]
             if len({node for node, _ in place}) > 1:
-                raise _NoRoom(f".colocate: {member.name} would have devices of two nodes of {settings.colocate}'s")
+                raise _NoRoom(f".colocate: {instance.name} would have devices of two nodes of {settings.colocate}'s")
             return place[0][0], tuple(device for _, device in place if device is not None)
         if isinstance(settings, Computing) and settings.devices and self._accelerated:
             node = self._node_of_named(path, settings, allowed)
@@ -210,15 +210,15 @@ class _Table:
         mine, share = Counter(seat.node for seat in self._seats_of[path]), self._share(settings, wanted)
         fitting = [node for node in allowed if len(self._free(node)) >= needed and mine[node] < share]
         if not fitting:
-            raise _NoRoom(f": no node has {each} free devices for {member.name}; {self._told(allowed)}")
+            raise _NoRoom(f": no node has {each} free devices for {instance.name}; {self._told(allowed)}")
         if settings.placement != "pack":
             fitting.sort(key=mine.__getitem__)
         return fitting[0], tuple(self._free(fitting[0])[:needed])
 
     # ------------------------------------------------------------------------------------------ devices
 
-    def _seat(self, path: str, member: Member, node: str, devices: Sequence[int]) -> None:
-        seat = Seat(member, node, tuple(devices))
+    def _seat(self, path: str, instance: Instance, node: str, devices: Sequence[int]) -> None:
+        seat = Seat(instance, node, tuple(devices))
         self._take(seat)
         self.seats.append(seat)
         self._seats_of[path].append(seat)
@@ -226,7 +226,7 @@ class _Table:
     def _take(self, seat: Seat) -> None:
         """Its devices are its own, unless they are its host's."""
         for device in seat.devices:
-            self._owner.setdefault((seat.node, device), seat.member.name)
+            self._owner.setdefault((seat.node, device), seat.instance.name)
 
     def _free(self, node: str) -> list[int]:
         return [device for device in range(self._nodes[node].devices) if (node, device) not in self._owner]
@@ -258,7 +258,7 @@ class _Table:
         having = [node for node in allowed if highest < self._nodes[node].devices]
         if not having:
             raise _NoRoom(f".devices: there is no device {highest}; {self._told(allowed)}")
-        mine = {seat.member.name for seat in self._seats_of[path]}
+        mine = {seat.instance.name for seat in self._seats_of[path]}
         taken = {}
         for node in having:
             owners = {device: self._owner.get((node, device), "") for device in settings.devices}
@@ -273,7 +273,7 @@ class _Table:
 
     def _host_devices(self, host: str, count: int) -> list[tuple[str, int | None]]:
         """The first `count` devices of the role `host`, as (node, device); device None without accelerators."""
-        seats = [seat for seat in self.seats if seat.member.role == host]
+        seats = [seat for seat in self.seats if seat.instance.role == host]
         if not seats:
             raise _NoRoom(f".colocate: no process of {host} is placed; must be a role of the run that is not colocated itself")
         if not self._accelerated:
@@ -305,9 +305,9 @@ def table(placement: Placement, nodes: Sequence[NodeOffer]) -> list[tuple[str, s
     for node in nodes:
         here = placement.on(node.name)
         rows += (
-            (node.name, str(device), ", ".join(seat.member.name for seat in here if device in seat.devices))
+            (node.name, str(device), ", ".join(seat.instance.name for seat in here if device in seat.devices))
             for device in range(node.devices)
         )
-        if without := ", ".join(seat.member.name for seat in here if not seat.devices):
+        if without := ", ".join(seat.instance.name for seat in here if not seat.devices):
             rows.append((node.name, "-", without))
     return rows

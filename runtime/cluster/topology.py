@@ -8,38 +8,38 @@ from msgspec.structs import replace
 from runtime.config import Config, Parallel, Process, ReferenceScorer, Rollout, Spread
 
 
-class Member(Struct, frozen=True):
-    """One process that the coordinator waits for."""
+class Instance(Struct, frozen=True):
+    """One process of a role by its name, over all its incarnations; `rank` is 0 for one that stands alone."""
 
     role: str
     name: str
     rank: int = 0
 
 
-def members(config: Config, trains: bool = True) -> list[Member]:
+def instances(config: Config, trains: bool = True) -> list[Instance]:
     """Every process that registers, in a fixed order. `trains`: False for an evaluation alone, which needs no more than
     rollouts and rewards."""
     services = config.services
-    out = [Member("rollout", name) for name in replicas(config)]
+    out = [Instance("rollout", name) for name in replicas(config)]
     if config.rewards.rules or config.rewards.remote:
-        out += [Member("reward", f"reward-{index}") for index in range(services.reward.replicas)]
+        out += [Instance("reward", f"reward-{index}") for index in range(services.reward.replicas)]
     if config.rewards.model is not None:
-        out += [Member("reward_model", f"reward_model-{index}") for index in range(services.reward_model.replicas)]
+        out += [Instance("reward_model", f"reward_model-{index}") for index in range(services.reward_model.replicas)]
     if not trains:
         return out
     if uses_reference(config):
         out += _references(services.reference)
-    out += [Member("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
+    out += [Instance("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
     if config.critic is not None:
-        out += [Member("critic", f"critic-{rank}", rank) for rank in range(services.critic.processes)]
+        out += [Instance("critic", f"critic-{rank}", rank) for rank in range(services.critic.processes)]
     return out
 
 
-def _references(settings: ReferenceScorer) -> list[Member]:
+def _references(settings: ReferenceScorer) -> list[Instance]:
     """Independent replicas, or the ranks of one group."""
     spread = settings.engine == "megatron"
     count = settings.processes if spread else settings.replicas
-    return [Member("reference", f"reference-{index}", index if spread else 0) for index in range(count)]
+    return [Instance("reference", f"reference-{index}", index if spread else 0) for index in range(count)]
 
 
 def fleets(config: Config) -> dict[str, Rollout]:
@@ -65,10 +65,10 @@ def slots(config: Config) -> dict[str, int]:
     return {name: fleet.slots for name, fleet in replicas(config).items()}
 
 
-def place_in_fleet(config: Config, member: Member) -> int:
-    """Which of its fleet's replicas, or of its role's, a member is."""
-    index = int(member.name.rpartition("-")[2])
-    for fleet in fleets(config).values() if member.role == "rollout" else ():
+def place_in_fleet(config: Config, instance: Instance) -> int:
+    """Which of its fleet's replicas, or of its role's, an instance is."""
+    index = int(instance.name.rpartition("-")[2])
+    for fleet in fleets(config).values() if instance.role == "rollout" else ():
         if index < fleet.replicas:
             break
         index -= fleet.replicas
@@ -80,9 +80,9 @@ def uses_reference(config: Config) -> bool:
     return config.reference.mode == "service" and config.algorithm.kl_coefficient > 0
 
 
-def group_of(config: Config, member: Member) -> list[Member]:
-    """Who lives and dies with `member`, itself included: the ranks of its group in order, or itself alone."""
-    return [one for one in members(config) if one.role == member.role] if is_group(config, member.role) else [member]
+def group_of(config: Config, instance: Instance) -> list[Instance]:
+    """Who lives and dies with `instance`, itself included: the ranks of its group in order, or itself alone."""
+    return [one for one in instances(config) if one.role == instance.role] if is_group(config, instance.role) else [instance]
 
 
 def takes_turns(config: Config) -> bool:
@@ -115,22 +115,22 @@ def data_leaders(settings: Spread) -> range:
     return range(0, settings.processes // parallel.pipeline, parallel.tensor * parallel.context)
 
 
-def path_of(config: Config, member: Member) -> str:
-    """The YAML path of a member's settings: of a rollout, its fleet's."""
-    if member.role == "rollout":
-        mine = replicas(config)[member.name]
+def path_of(config: Config, instance: Instance) -> str:
+    """The YAML path of an instance's settings: of a rollout, its fleet's."""
+    if instance.role == "rollout":
+        mine = replicas(config)[instance.name]
         return next(path for path, fleet in fleets(config).items() if fleet is mine)
-    return f"services.{member.role}"
+    return f"services.{instance.role}"
 
 
-def settings_of(config: Config, member: Member) -> Process:
+def settings_of(config: Config, instance: Instance) -> Process:
     """What stands at `path_of`."""
-    settings: Process = replicas(config).get(member.name) or getattr(config.services, member.role)
+    settings: Process = replicas(config).get(instance.name) or getattr(config.services, instance.role)
     return settings
 
 
 def is_group(config: Config, role: str) -> bool:
-    """Whether a role's members are the ranks of one SPMD group, which live and die together."""
+    """Whether a role's instances are the ranks of one SPMD group, which live and die together."""
     return role in ("trainer", "critic") or (role == "reference" and config.services.reference.engine == "megatron")
 
 

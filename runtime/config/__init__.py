@@ -7,7 +7,7 @@ what `sluice schema` and docs/configuration-reference.md say of the key (`runtim
 from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, NonNegative, Positive, Section
 from runtime.config.generation import Evaluation, EvaluationSet, Sampling
-from runtime.config.material import Curriculum, Data, Layout, LayoutChoice, Model, Run, Source, Warmup
+from runtime.config.material import Curriculum, Data, Model, RowFormat, RowFormatChoice, Run, Source, Warmup
 from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Network, Node, Tracker
 from runtime.config.publication import Publication
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
@@ -45,8 +45,6 @@ __all__ = [
     "Deadlines",
     "Evaluation",
     "EvaluationSet",
-    "Layout",
-    "LayoutChoice",
     "Ledger",
     "Logs",
     "Lora",
@@ -68,6 +66,8 @@ __all__ = [
     "RewardModel",
     "Rewards",
     "Rollout",
+    "RowFormat",
+    "RowFormatChoice",
     "Rule",
     "Run",
     "Sampling",

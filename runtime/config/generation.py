@@ -19,7 +19,7 @@ from runtime.config.base import (
     Tokens,
     TokensOr0,
 )
-from runtime.config.material import LayoutChoice
+from runtime.config.material import RowFormatChoice
 
 
 class Sampling(Section, frozen=True):
@@ -33,7 +33,7 @@ class Sampling(Section, frozen=True):
     """The loss and the reference use the same."""
 
 
-class EvaluationSet(LayoutChoice, frozen=True, kw_only=True):
+class EvaluationSet(RowFormatChoice, frozen=True, kw_only=True):
     """One data set of an evaluation, besides `data.eval`."""
 
     name: str

@@ -88,7 +88,7 @@ class Warmup(Section, frozen=True):
     """Of model, problems and training."""
 
 
-class Layout(Section, frozen=True):
+class RowFormat(Section, frozen=True):
     """How a row becomes a prompt and a label. A column that is null is the handler's own, "" is none."""
 
     handler: str = "plain"
@@ -105,8 +105,8 @@ class Layout(Section, frozen=True):
     """Put before each prompt whose row has no system text of its own."""
 
 
-class LayoutChoice(Section, frozen=True):
-    """A layout of one file."""
+class RowFormatChoice(Section, frozen=True):
+    """The row format of one file."""
 
     handler: str | None = None
     """As that of `data`, which holds where this is null."""
@@ -122,7 +122,7 @@ class LayoutChoice(Section, frozen=True):
     """As that of `data`, which holds where this is null."""
 
 
-class Source(LayoutChoice, frozen=True, kw_only=True):
+class Source(RowFormatChoice, frozen=True, kw_only=True):
     """One of several files to train on."""
 
     path: str
@@ -140,7 +140,7 @@ class Curriculum(Section, frozen=True):
     """The first passes over the data that are ordered so. 0: all."""
 
 
-class Data(Layout, frozen=True):
+class Data(RowFormat, frozen=True):
     """Prompts and labels: json, jsonl, Parquet or Arrow files, folders of them, and what `sluice data prepare` made."""
 
     train: str | list[Source] = ""

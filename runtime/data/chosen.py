@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.config import Data, Layout, LayoutChoice, Source
+from runtime.config import Data, RowFormat, RowFormatChoice, Source
 
 
 def sources(data: Data) -> list[tuple[str, Source]]:
@@ -12,8 +12,8 @@ def sources(data: Data) -> list[tuple[str, Source]]:
     return [(f"data.train.{index}.path", source) for index, source in enumerate(data.train)]
 
 
-def layout_of(choice: LayoutChoice, data: Data) -> Layout:
+def row_format_of(choice: RowFormatChoice, data: Data) -> RowFormat:
     """How the rows of a file are: as `choice` says, and as `data` says where it does not."""
-    names = Layout.__struct_fields__
+    names = RowFormat.__struct_fields__
     own = {name: getattr(choice, name) for name in names}
-    return Layout(**{name: getattr(data, name) if value is None else value for name, value in own.items()})
+    return RowFormat(**{name: getattr(data, name) if value is None else value for name, value in own.items()})

@@ -1,6 +1,6 @@
-"""From rows of a file to problems: a handler knows one layout of columns.
+"""From rows of a file to problems: a handler knows one row format.
 
-A handler is `handler(fields) -> (messages, label)`, registered with the columns that its layout has of its own. It raises
+A handler is `handler(fields) -> (messages, label)`, registered with the columns that its format has of its own. It raises
 `Rejected` for a row that cannot be used (dropped and counted by reason) and `MissingColumn` for a column that is not there
 (an error: the configuration names the wrong one).
 """
@@ -28,7 +28,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 class Handler(msgspec.Struct, frozen=True):
-    """How a layout is read, and the columns that it has where the configuration names none."""
+    """How a row format is read, and the columns that it has where the configuration names none."""
 
     read: Read
     columns: Columns
@@ -96,11 +96,11 @@ def no_column(key: str, column: str, found: SourceRow) -> UserError:
 class RowReader:
     """Makes problems of rows, one at a time. `column_key` says which configuration key names the column of a role."""
 
-    def __init__(self, layout: config.Layout, difficulty_key: str, column_key: Callable[[str], str]):
+    def __init__(self, row_format: config.RowFormat, difficulty_key: str, column_key: Callable[[str], str]):
         """Raises UserError for an unknown handler."""
-        self._handler = HANDLERS.find(layout.handler)
-        self._columns = columns_of(layout, self._handler)
-        self._system_prompt = layout.system_prompt
+        self._handler = HANDLERS.find(row_format.handler)
+        self._columns = columns_of(row_format, self._handler)
+        self._system_prompt = row_format.system_prompt
         self._difficulty_key = difficulty_key
         self._column_key = column_key
 
@@ -115,9 +115,14 @@ class RowReader:
         raise no_column(self._column_key(missing.role), missing.column, found) from None
 
 
-def columns_of(layout: config.Layout, of: Handler) -> Columns:
-    """The columns that `layout` names, else the handler's own; its own query and system columns may be missing from a row."""
-    named = {"prompt": layout.prompt_key, "query": layout.query_key, "label": layout.label_key, "system": layout.system_key}
+def columns_of(row_format: config.RowFormat, of: Handler) -> Columns:
+    """The columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
+    named = {
+        "prompt": row_format.prompt_key,
+        "query": row_format.query_key,
+        "label": row_format.label_key,
+        "system": row_format.system_key,
+    }
     chosen = {role: getattr(of.columns, role) if column is None else column for role, column in named.items()}
     optional = tuple(role for role in ("query", "system") if named[role] is None)
     return Columns(**chosen, optional=optional)
@@ -130,16 +135,16 @@ def data_key(role: str) -> str:
 
 def load_problems(
     path: str,
-    layout: config.Layout,
+    row_format: config.RowFormat,
     key: str = "data.train",
     difficulty_key: str = "",
     column_key: Callable[[str], str] = data_key,
 ) -> ProblemSet:
-    """Read the file or folder `path` with the handler `layout.handler`. `key` is the configuration key that named the path.
+    """Read the file or folder `path` with the handler `row_format.handler`. `key` is the configuration key that named the path.
 
     Raises UserError for an unknown handler, an unusable file, a missing column, and a file of which no row is left.
     """
-    reader = RowReader(layout, difficulty_key, column_key)
+    reader = RowReader(row_format, difficulty_key, column_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()
     for found in source_rows(path, key):
@@ -183,7 +188,7 @@ def gsm8k(fields: Fields) -> tuple[Messages, str]:
 
 @handler("alpaca", Columns(prompt="instruction", query="input", label="output"))
 def alpaca(fields: Fields) -> tuple[Messages, str]:
-    """Alpaca's layout: the instruction, and its input below it when there is one; the label is the output."""
+    """Alpaca's format: the instruction, and its input below it when there is one; the label is the output."""
     return fields.conversation(), fields.label()
 
 
@@ -209,7 +214,7 @@ def math(fields: Fields) -> tuple[Messages, str]:
 
 @handler("math17k", Columns(prompt="prompt", label="reward_model"))
 def math17k(fields: Fields) -> tuple[Messages, str]:
-    """DAPO-Math-17k's layout: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
+    """DAPO-Math-17k's format: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
     verdict = fields.value("label")
     if not isinstance(verdict, dict):
         raise Rejected("null label" if verdict is None else "label without ground_truth")

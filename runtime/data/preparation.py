@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import field
 
-from runtime.config import Layout, NonNegative, Positive, Section
+from runtime.config import NonNegative, Positive, RowFormat, Section
 from runtime.config.loading import load_other
 from runtime.data.files import data_files
 from runtime.data.handlers import HANDLERS
@@ -81,9 +81,9 @@ class Preparation(Section, frozen=True):
         return [self.input] if isinstance(self.input, str) else self.input
 
     @property
-    def layout(self) -> Layout:
+    def row_format(self) -> RowFormat:
         keys = self.map_keys
-        return Layout(
+        return RowFormat(
             handler=self.handler,
             prompt_key=keys.prompt,
             query_key=keys.query,

@@ -107,7 +107,7 @@ class _Work:
         self._settings = settings
         self._additional = settings.additional_keys
         self._tokenizer = tokenizer
-        self._reader = RowReader(settings.layout, settings.difficulty_key, column_key)
+        self._reader = RowReader(settings.row_format, settings.difficulty_key, column_key)
         self._known: set[int] = set()
         self._rows: Counter[str] = Counter()
         self._dropped: dict[str, Counter[str]] = {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.config import Data, Layout
+from runtime.config import Data, RowFormat
 from runtime.data import prepared
-from runtime.data.chosen import layout_of, sources
+from runtime.data.chosen import row_format_of, sources
 from runtime.data.handlers import data_key, load_problems
 from runtime.data.order import Share
 from runtime.data.prompts import Prompts, tokenise
@@ -18,7 +18,7 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
     difficulty_key = data.curriculum.key if data.curriculum else ""
     found = sources(data)
     read = [
-        read_prompts(source.path, layout_of(source, data), tokenizer, data.max_prompt_tokens, key, difficulty_key)
+        read_prompts(source.path, row_format_of(source, data), tokenizer, data.max_prompt_tokens, key, difficulty_key)
         for key, source in found
     ]
     if len(read) == 1:
@@ -37,7 +37,7 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
 
 
 def read_prompts(
-    path: str, layout: Layout, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = ""
+    path: str, row_format: RowFormat, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = ""
 ) -> Prompts:
     """The prompts of one file or folder, prepared or not. `key` is the configuration key that named the path.
 
@@ -49,5 +49,5 @@ def read_prompts(
     def column_key(role: str) -> str:
         return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role}_key"
 
-    problems = load_problems(path, layout, key, difficulty_key, column_key)
+    problems = load_problems(path, row_format, key, difficulty_key, column_key)
     return tokenise(problems, tokenizer, max_prompt_tokens, key)

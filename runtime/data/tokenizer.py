@@ -117,12 +117,8 @@ class Tokenizer:
             )
         return ChatTemplate(source, self.special_tokens, f"{self._key}: {self.folder / 'tokenizer_config.json'}")
 
-    def encode_chat(self, messages: Sequence[Message]) -> np.ndarray:
-        """int32 [P]: the rendered conversation. Special tokens come from the template alone, never twice."""
-        return self.encode_chats([messages])[0]
-
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
-        """`encode_chat` of many at once."""
+        """int32 [P] of each rendered conversation. Special tokens come from the template alone, never twice."""
         return self.encode_texts([self.template.render(messages) for messages in conversations])
 
     def encode_answered(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from runtime import codec
 from runtime.config import Config
 from runtime.engines import train_critic, train_model
 from runtime.engines.train_critic import CriticLoop
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import RankPlace
 from runtime.engines.update_megatron import MegatronUpdateEngine
 from runtime.types import ValueRequest, Values
 
@@ -21,12 +21,12 @@ class MegatronCriticEngine(MegatronUpdateEngine, CriticLoop):
     def __init__(self, config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
         """Load the model of `config.critic.path`, or the policy's. Raises UserError for what the folder gets wrong."""
         assert config.critic is not None
-        placement = Placement(rank, world_size, torch.device(device))
-        compute = train_model.compute_dtype(config, placement.device)
+        rank_place = RankPlace(rank, world_size, torch.device(device))
+        compute = train_model.compute_dtype(config, rank_place.device)
         self._clip = config.critic.value_clip or float("inf")
         source, options = config.critic.path or config.model.path, config.critic.optimizer
         needs = train_critic.needs(config)
-        super().__init__(config, source, config.services.critic, options, needs, compute, placement, value_head=True)
+        super().__init__(config, source, config.services.critic, options, needs, compute, rank_place, value_head=True)
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
         shared = codec.decode(list[ValueRequest], self._grid.bytes_of_leader(codec.encode(list(groups))))

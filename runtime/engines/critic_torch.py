@@ -11,7 +11,7 @@ from runtime.config import Config
 from runtime.engines import train_critic, train_model, value_model
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_critic import CriticLoop
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import RankPlace
 from runtime.engines.update_torch import TorchUpdateEngine
 
 
@@ -19,13 +19,13 @@ class TorchCriticEngine(TorchUpdateEngine, CriticLoop):
     def __init__(self, config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
         """Load the model of `config.critic.path`, or the policy's. Raises UserError for what the folder gets wrong."""
         assert config.critic is not None
-        placement = Placement(rank, world_size, torch.device(device))
-        compute = train_model.compute_dtype(config, placement.device)
+        rank_place = RankPlace(rank, world_size, torch.device(device))
+        compute = train_model.compute_dtype(config, rank_place.device)
         self._clip = config.critic.value_clip or float("inf")
         self._source = config.critic.path or config.model.path
         model = value_model.load_critic(self._source)
-        train_model.place(model, config.services.critic, "services.critic", compute, placement)
-        super().__init__(config, model, config.critic.optimizer, train_critic.needs(config), compute, placement)
+        train_model.place(model, config.services.critic, "services.critic", compute, rank_place)
+        super().__init__(config, model, config.critic.optimizer, train_critic.needs(config), compute, rank_place)
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """[N]"""

@@ -8,7 +8,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, Segment
+from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, Segment, outside
 
 
 def check_request(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
@@ -22,8 +22,7 @@ def check_request(request: GroupRequest, known: Container[int], context: int, vo
         f"max_new_tokens is {sampling.max_new_tokens}, must be at least 1": sampling.max_new_tokens < 1,
         "the prompt is empty": len(prompt) == 0,
         f"prompt and max_new_tokens are {total} tokens, at most {context} fit": total > context,
-        f"the prompt has token ids outside of 0..{vocabulary - 1}": len(prompt) > 0
-        and (prompt.min() < 0 or prompt.max() >= vocabulary),
+        f"token ids outside of 0..{vocabulary - 1}": outside(prompt, vocabulary),
         f"temperature is {sampling.temperature}, must be at least 0": not sampling.temperature >= 0,
         f"top_p is {sampling.top_p}, must be above 0 and at most 1": not 0 < sampling.top_p <= 1,
         f"min_p is {sampling.min_p}, must be within 0 and 1": not 0 <= sampling.min_p <= 1,

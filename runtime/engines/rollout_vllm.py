@@ -113,23 +113,8 @@ class VLLMRolloutEngine(RolloutEngine):
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version()
-        own = {
-            "model": model_path,
-            "skip_tokenizer_init": True,
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_model_len,
-            "max_num_seqs": slots,
-            "tensor_parallel_size": tensor_parallel,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and filters included
-            "worker_extension_cls": worker,
-            "disable_log_stats": True,
-            "enable_prefix_caching": True,
-            "enable_sleep_mode": sleeps,
-            "enforce_eager": device.type == "cpu",
-            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
-        }
-        if device.type == "cpu":
-            own |= _on_cpus(model, slots, max_model_len, dtype, tensor_parallel)
+        own = _arguments(model_path, model, device, dtype, slots, max_model_len, tensor_parallel)
+        own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -335,14 +320,31 @@ class VLLMRolloutEngine(RolloutEngine):
         await self._core.close()
 
 
-def _on_cpus(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> dict[str, Any]:
-    """vLLM's arguments that CPUs need besides."""
-    return {
-        # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_STEP, length, slots),
-        "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
+def _arguments(
+    path: str, model: Mapping[str, Any], device: torch.device, dtype: torch.dtype, slots: int, length: int, ways: int
+) -> dict[str, Any]:
+    """What vLLM is told of the model, and of how it is to run."""
+    own: dict[str, Any] = {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": length,
+        "max_num_seqs": slots,
+        "tensor_parallel_size": ways,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and filters included
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "enforce_eager": device.type == "cpu",
+        "distributed_executor_backend": "mp" if ways > 1 else "uni",
     }
+    if device.type == "cpu":
+        own |= {
+            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_STEP, length, slots),
+            "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
+        }
+    return own
 
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:

@@ -84,11 +84,7 @@ class TorchScorer:
     def _check(self, request: LogprobRequest, payload: GroupPayload) -> None:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
-        for tokens in (payload.prompt, *(sample.tokens for sample in payload.samples)):
-            if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-                raise InvalidMessage(f"group {request.group_id}: token ids outside of the model's 0..{self.vocab_size - 1}")
-        if not len(payload.prompt):
-            raise InvalidMessage(f"group {request.group_id}: the prompt is empty")
+        payload.check(self.vocab_size)
 
     def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
         """One micro-batch: rows sorted by falling length, all of one reply or all of several."""

@@ -98,5 +98,5 @@ class CriticEngine(UpdateEngine):
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
         """The values of this rank's `groups` (perhaps none), in their order, under the weights as they are.
 
-        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or tokens outside the vocabulary.
+        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
         """

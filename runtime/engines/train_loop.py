@@ -24,7 +24,7 @@ from runtime.engines.lr_schedule import learning_rate
 from runtime.engines.train_advantages import RowAdvantages
 from runtime.engines.train_base import UpdateEngine
 from runtime.engines.train_batch import Columns, MicroBatch
-from runtime.engines.train_model import Placement, Position
+from runtime.engines.train_model import RankPlace, TrainingPosition
 from runtime.engines.train_nonfinite import NonFiniteReport
 from runtime.engines.train_rows import Needs, Rows
 from runtime.engines.train_statistics import Reduced, StepStatistics
@@ -51,10 +51,10 @@ class UpdateLoop(UpdateEngine):
     role: str
     averaged: str
 
-    def __init__(self, config: Config, options: Optimizer, needs: Needs, placement: Placement, vocab_size: int):
+    def __init__(self, config: Config, options: Optimizer, needs: Needs, rank_place: RankPlace, vocab_size: int):
         self._config, self._options, self._needs = config, options, needs
-        self._rank, self._world_size, self._device = placement.rank, placement.world_size, placement.device
-        self._placement = placement
+        self._rank, self._world_size, self._device = rank_place.rank, rank_place.world_size, rank_place.device
+        self._rank_place = rank_place
         self._vocab_size = vocab_size
         self._algorithm = choose(config)
         self._kl_control = kl_control(config.algorithm)
@@ -153,7 +153,7 @@ class UpdateLoop(UpdateEngine):
                 self._train_held()
             metrics = self._close_step()
         self._step += 1
-        return StepResult(step=self._step - 1, metrics=metrics, seconds=self._seconds)
+        return StepResult(metrics=metrics, seconds=self._seconds)
 
     def _train_held(self) -> None:
         """All updates of the step, of which each is of one mini-batch."""
@@ -218,7 +218,7 @@ class UpdateLoop(UpdateEngine):
     def _refuse(self) -> None:
         """Find the samples that a loss or gradient is not finite for, write them down, and end the step unless updates are
         skipped."""
-        report = NonFiniteReport(self.role, self._step, self._placement)
+        report = NonFiniteReport(self.role, self._step, self._rank_place)
         for work, chosen in self._added:
             for batch in self._micro_batches(work.rows, work.columns, work.rows.trained() & chosen):
                 self._clear_gradients()
@@ -244,10 +244,10 @@ class UpdateLoop(UpdateEngine):
 
     # ------------------------------------------------------------------------------------------ its state on disk
 
-    def _position(self) -> Position:
-        return Position(self._step, self._kl_control.coefficient)
+    def _position(self) -> TrainingPosition:
+        return TrainingPosition(self._step, self._kl_control.coefficient)
 
-    def _resume(self, position: Position) -> None:
+    def _resume(self, position: TrainingPosition) -> None:
         self._step = position.step
         self._kl_control = kl_control(self._config.algorithm, position.kl_coefficient)
         self._begin()

@@ -12,7 +12,7 @@ from runtime.chosen_algorithm import choose
 from runtime.config import Config
 from runtime.engines import train_model, train_policy, train_state
 from runtime.engines.megatron import vocab_parallel
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import RankPlace
 from runtime.engines.train_objective import Objective
 from runtime.engines.train_policy import PolicyLoop
 from runtime.engines.train_rows import Needs
@@ -28,13 +28,13 @@ class MegatronTrainEngine(MegatronUpdateEngine, PolicyLoop):
 
     def __init__(self, config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
         """Load the policy from `config.model.path`. Raises UserError for what the configuration or the folder gets wrong."""
-        placement = Placement(rank, world_size, torch.device(device))
-        compute = train_model.compute_dtype(config, placement.device)
+        rank_place = RankPlace(rank, world_size, torch.device(device))
+        compute = train_model.compute_dtype(config, rank_place.device)
         algorithm = choose(config)
         self._wire_dtype = train_policy.wire_dtype(config)
         needs = Needs(reference=config.algorithm.kl_coefficient != 0, values=algorithm.advantage.needs_values)
         trainer = config.services.trainer
-        super().__init__(config, config.model.path, trainer, config.training.optimizer, needs, compute, placement)
+        super().__init__(config, config.model.path, trainer, config.training.optimizer, needs, compute, rank_place)
         logprobs = partial(vocab_parallel.token_logprobs, group=self._grid.tensor_group, start=self._model.vocabulary_start)
         self._objective = Objective(config, algorithm, logprobs)
 

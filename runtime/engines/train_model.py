@@ -15,7 +15,7 @@ from runtime.errors import UserError
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlace:
     """This process's place in its service's group."""
 
     rank: int
@@ -24,7 +24,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainingPosition:
     """How far training is: the step that comes next, and the KL term's coefficient, None where a checkpoint has none."""
 
     step: int
@@ -40,9 +40,9 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return platform.resolve_dtype(config.model.dtype, device)
 
 
-def place(model: Any, settings: Trainer, key: str, compute: torch.dtype, placement: Placement) -> None:
+def place(model: Any, settings: Trainer, key: str, compute: torch.dtype, rank_place: RankPlace) -> None:
     """Bring `model` into training mode and onto its device, or spread it over the ranks. `settings` is the section `key`."""
-    world_size, device = placement.world_size, placement.device
+    world_size, device = rank_place.world_size, rank_place.device
     if settings.cpu_offload and (world_size == 1 or device.type == "cpu"):
         raise UserError(
             f"{key}.cpu_offload: true needs accelerators and {key}.processes > 1 "

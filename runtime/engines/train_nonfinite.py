@@ -16,7 +16,7 @@ import torch
 from runtime import layout
 from runtime.engines import train_sharding
 from runtime.engines.train_batch import MicroBatch
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import RankPlace
 from runtime.engines.train_rows import Rows
 
 NAMED = 8  # samples that a message names
@@ -25,8 +25,8 @@ NAMED = 8  # samples that a message names
 class NonFiniteReport:
     """Every rank makes the same calls."""
 
-    def __init__(self, role: str, step: int, placement: Placement):
-        self._role, self._step, self._placement = role, step, placement
+    def __init__(self, role: str, step: int, rank_place: RankPlace):
+        self._role, self._step, self._rank_place = role, step, rank_place
         self._tried: list[np.ndarray] = []  # int64 [samples, (micro-batch, group, sample)] of this rank
         self._guilty: list[np.ndarray] = []
 
@@ -35,7 +35,7 @@ class NonFiniteReport:
 
         Gradients are sums over ranks: one that is not finite though all losses are is every rank's.
         """
-        where = self._placement
+        where = self._rank_place
         bad_loss = not torch.isfinite(loss)
         bad_gradient = not all(torch.isfinite(gradient).all() for gradient in gradients)
         any_loss, any_gradient = train_sharding.largest([bad_loss, bad_gradient], where.device, where.world_size)
@@ -53,7 +53,7 @@ class NonFiniteReport:
         # Finite one by one, and not together: no micro-batch is to blame more than another.
         named = named if len(named) else self._gather(self._tried)
         path = folder / layout.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
-        if self._placement.rank == 0:
+        if self._rank_place.rank == 0:
             batches = [[[group, sample] for _, group, sample in rows] for _, rows in groupby(named, lambda row: row[0])]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"step": self._step, "micro_batches": batches}) + "\n", encoding="utf-8")
@@ -62,7 +62,7 @@ class NonFiniteReport:
         return f"the loss or its gradient is NaN or infinite in the micro-batch of samples {samples}{more} (see {path})"
 
     def _gather(self, parts: list[np.ndarray]) -> list[tuple[int, int, int]]:
-        where = self._placement
+        where = self._rank_place
         own = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, 3, dtype=torch.int64)
         rows = train_sharding.gathered(own, where.device, where.world_size).tolist()
         # Ranks that hold parts of one model name the same samples.

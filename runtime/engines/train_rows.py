@@ -172,8 +172,6 @@ def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Seq
             f"{where}: the payload is of group {payload.group_id} with {n} samples, "
             f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
         )
-    if not len(payload.prompt):
-        raise InvalidMessage(f"{where}: the prompt is empty")
     for index, sample in enumerate(payload.samples):
         lengths = {len(sample.tokens), len(sample.loss_mask), len(sample.logprobs), len(sample.versions)}
         if len(lengths) != 1:
@@ -181,9 +179,8 @@ def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Seq
         for field, dtype in _SAMPLE_DTYPES.items():
             if getattr(sample, field).dtype != dtype:
                 raise InvalidMessage(f"{where}, sample {index}: {field} is {getattr(sample, field).dtype}, not {dtype}")
-    tokens = np.concatenate([payload.prompt, *(sample.tokens for sample in payload.samples)])
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise InvalidMessage(f"{where}: a token outside the vocabulary of {vocab_size}")
+    payload.check(vocab_size)
+    tokens = sum(len(sample.tokens) for sample in payload.samples)
     for part in given:
-        if len(part.values) != len(tokens) - len(payload.prompt):
+        if len(part.values) != tokens:
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} for other replies")

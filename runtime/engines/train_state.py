@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from runtime import platform
 from runtime.engines import hf_policy, lora, train_sharding
 from runtime.engines.lora import Adapters
-from runtime.engines.train_model import Placement, Position
+from runtime.engines.train_model import RankPlace, TrainingPosition
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
 
@@ -38,8 +38,8 @@ class TrainingState:
 
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW
-    position: Position
-    placement: Placement
+    position: TrainingPosition
+    rank_place: RankPlace
     adapters: Adapters | None = None
 
 
@@ -53,9 +53,9 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
             for kind in MOMENTS
             for name, parameter in state.parameters.items()
         }
-        _write_tensors(folder, "optimizer", moments, train_sharding.wholes(moments), state.placement.rank, torch.float32)
+        _write_tensors(folder, "optimizer", moments, train_sharding.wholes(moments), state.rank_place.rank, torch.float32)
     generators = _gather_generators(state)
-    if state.placement.rank == 0:
+    if state.rank_place.rank == 0:
         save_file(generators, folder / "rng.safetensors")
         description = {
             "format": FORMAT,
@@ -68,7 +68,7 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
 
 
 def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
-    rank = state.placement.rank
+    rank = state.rank_place.rank
     if state.adapters is not None:
         state.adapters.write(folder / lora.FOLDER, rank)
         return
@@ -121,19 +121,19 @@ def _updates(state: TrainingState) -> int:
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
-    own = platform.rng_state(state.placement.device)
-    if state.placement.world_size == 1:
+    own = platform.rng_state(state.rank_place.device)
+    if state.rank_place.world_size == 1:
         return {f"0.{kind}": value for kind, value in own.items()}
     gathered = {}
     for kind, value in sorted(own.items()):
-        parts = [torch.empty_like(value, device=state.placement.device) for _ in range(state.placement.world_size)]
-        dist.all_gather(parts, value.to(state.placement.device))
+        parts = [torch.empty_like(value, device=state.rank_place.device) for _ in range(state.rank_place.world_size)]
+        dist.all_gather(parts, value.to(state.rank_place.device))
         gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
     return gathered
 
 
 @torch.no_grad()
-def load(folder: Path, state: TrainingState) -> Position:
+def load(folder: Path, state: TrainingState) -> TrainingPosition:
     """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows; returns how far it was.
 
     Raises UserError, changing nothing, when the checkpoint does not fit the model.
@@ -152,7 +152,7 @@ def load(folder: Path, state: TrainingState) -> Position:
             if history is not None:
                 state.optimizer.state[parameter] = _adam_state(name, parameter, history, description, state.optimizer)
         _restore_generators(generators, state)
-    return Position(description["step"], description.get("kl_coefficient"))
+    return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
 
 def _description(folder: Path) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _adam_state(
 
 def _restore_generators(file: Any, state: TrainingState) -> None:
     """Ranks beyond those that saved keep the generators they have."""
-    names = [name for name in file.keys() if name.startswith(f"{state.placement.rank}.")]  # noqa: SIM118 - it is no mapping
+    names = [name for name in file.keys() if name.startswith(f"{state.rank_place.rank}.")]  # noqa: SIM118 - it is no mapping
     own = {name.split(".")[1]: file.get_tensor(name) for name in names}
     if own:
-        platform.set_rng_state(state.placement.device, own)
+        platform.set_rng_state(state.rank_place.device, own)

@@ -14,7 +14,7 @@ from runtime.config import Config
 from runtime.engines import hf_policy, lora, train_model, train_policy, train_sharding, train_state
 from runtime.engines.lora import Adapters
 from runtime.engines.train_batch import Columns, MicroBatch
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import RankPlace
 from runtime.engines.train_objective import Objective
 from runtime.engines.train_policy import PolicyLoop
 from runtime.engines.train_rows import Needs, Rows
@@ -30,10 +30,10 @@ class TorchTrainEngine(TorchUpdateEngine, PolicyLoop):
 
     def __init__(self, config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):
         """Load the policy from `config.model.path`. Raises UserError for what the configuration or the folder gets wrong."""
-        placement = Placement(rank, world_size, torch.device(device))
+        rank_place = RankPlace(rank, world_size, torch.device(device))
         algorithm = choose(config)
         self._objective = Objective(config, algorithm)
-        compute = train_model.compute_dtype(config, placement.device)
+        compute = train_model.compute_dtype(config, rank_place.device)
         self._source = config.model.path
         model = hf_policy.load_policy(self._source)
         self._wire_dtype = train_policy.wire_dtype(config)
@@ -41,11 +41,11 @@ class TorchTrainEngine(TorchUpdateEngine, PolicyLoop):
         if config.lora is not None:
             frozen = self._frozen_dtype(compute, world_size)
             adapted = lora.adapt(model, config.lora, self._source, config.run.seed, frozen)
-        train_model.place(model, config.services.trainer, "services.trainer", compute, placement)
+        train_model.place(model, config.services.trainer, "services.trainer", compute, rank_place)
         diverges = config.algorithm.kl_coefficient != 0
         self._base_is_reference = diverges and config.reference.mode == "adapter_off"
         needs = Needs(reference=diverges and not self._base_is_reference, values=algorithm.advantage.needs_values)
-        super().__init__(config, model, config.training.optimizer, needs, compute, placement)
+        super().__init__(config, model, config.training.optimizer, needs, compute, rank_place)
         self._adapters = None if adapted is None else Adapters(model, adapted)
         self._policy = self._parameters if self._adapters is None else self._adapters.base
 

@@ -16,7 +16,7 @@ from runtime.engines.megatron.writer import Writer
 from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_loop import UpdateLoop
-from runtime.engines.train_model import Placement
+from runtime.engines.train_model import RankPlace
 from runtime.engines.train_rows import Needs
 from runtime.engines.train_statistics import Reduced
 from runtime.types import TrainGroup
@@ -35,19 +35,19 @@ class MegatronUpdateEngine(Passes, UpdateLoop):
         options: Optimizer,
         needs: Needs,
         compute: torch.dtype,
-        placement: Placement,
+        rank_place: RankPlace,
         *,
         value_head: bool = False,
     ):
         """Load the Hugging Face folder `source`, with `value_head` as a critic. Raises UserError for what it gets wrong."""
-        device, seed, timeout = placement.device, config.run.seed, config.deadlines.train
+        device, seed, timeout = rank_place.device, config.run.seed, config.deadlines.train
         self._build(source, settings, compute, device, seed=seed, timeout=timeout, value_head=value_head)
         self._source = source
         self._updates = Updates(self._model.train(), options, compute, device, settings.overlap)
         self._passed = self._updates.model
         self._writer = Writer(self._grid.host_group(config.deadlines.save), self.role, config.deadlines.save)
         self._shelves = [Shelf(self._updates.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
-        super().__init__(config, options, needs, placement, self._shape.vocab_size)
+        super().__init__(config, options, needs, rank_place, self._shape.vocab_size)
 
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         shared = codec.decode(list[TrainGroup], self._grid.bytes_of_leader(codec.encode(list(groups))))

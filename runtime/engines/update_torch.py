@@ -17,7 +17,7 @@ from runtime.engines import train_sharding, train_state
 from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
 from runtime.engines.train_loop import UpdateLoop
-from runtime.engines.train_model import Placement, make_optimizer
+from runtime.engines.train_model import RankPlace, make_optimizer
 from runtime.engines.train_rows import Needs
 from runtime.engines.train_statistics import Reduced
 
@@ -30,19 +30,19 @@ class TorchUpdateEngine(UpdateLoop):
     _source: str  # the folder that the model came from
 
     def __init__(
-        self, config: Config, model: Any, options: Optimizer, needs: Needs, compute: torch.dtype, placement: Placement
+        self, config: Config, model: Any, options: Optimizer, needs: Needs, compute: torch.dtype, rank_place: RankPlace
     ):
-        """`model` lies where `placement` says, and computes in `compute`."""
+        """`model` lies where `rank_place` says, and computes in `compute`."""
         self._model, self._compute = model, compute
         # Tied tensors come once, under their first name, as in a Hugging Face export.
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = make_optimizer(options, self._parameters)
         settings: Trainer = getattr(config.services, self.role)
         # What is on the host already is not taken there.
-        self._lent = settings.offloaded if placement.device.type != "cpu" else ()
+        self._lent = settings.offloaded if rank_place.device.type != "cpu" else ()
         self._shelves: dict[str, Shelf] = {}
         self._shelved: dict[str, int] = {}  # how many tensors each holds
-        super().__init__(config, options, needs, placement, model.config.vocab_size)
+        super().__init__(config, options, needs, rank_place, model.config.vocab_size)
 
     @abstractmethod
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -124,7 +124,7 @@ class TorchUpdateEngine(UpdateLoop):
         self._resume(train_state.load(Path(folder), self._training_state()))
 
     def _training_state(self) -> train_state.TrainingState:
-        return train_state.TrainingState(self._parameters, self._optimizer, self._position(), self._placement)
+        return train_state.TrainingState(self._parameters, self._optimizer, self._position(), self._rank_place)
 
     def _precision(self) -> contextlib.AbstractContextManager:
         """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""

@@ -33,7 +33,7 @@ def load_held_out(config: Config, tokenizer: Tokenizer, train: Sequence[Problem]
 
 
 def _prompts(found: EvaluationData, data: Data, tokenizer: Tokenizer, train: Sequence[Problem]) -> Prompts:
-    prompts = read_prompts(found.path, found.layout, tokenizer, data.max_prompt_tokens, found.key)
+    prompts = read_prompts(found.path, found.row_format, tokenizer, data.max_prompt_tokens, found.key)
     keep_apart(train, prompts.problems, found.key, data.allow_overlap)
     count = found.problems or len(prompts.problems)
     return replace(prompts, problems=prompts.problems[:count], tokens=prompts.tokens[:count])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Config, EvaluationSet, Layout
-from runtime.data.chosen import layout_of
+from runtime.config import Config, EvaluationSet, RowFormat
+from runtime.data.chosen import row_format_of
 
 HELD_OUT = "held_out"
 """What the set of `data.eval` is called."""
@@ -18,12 +18,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # of a file, and part of a me
 
 
 class EvaluationData(Struct, frozen=True, kw_only=True):
-    """One set with everything filled in. `key`: the configuration key that names its file; `layout`: how its rows are."""
+    """One set with everything filled in. `key`: the configuration key that names its file; `row_format`: how its rows are."""
 
     name: str
     path: str
     key: str
-    layout: Layout
+    row_format: RowFormat
     problems: int  # the first so many; 0 = all
     samples: int
     k: tuple[int, ...]  # ascending, 1 first
@@ -66,7 +66,7 @@ def _filled(config: Config, key: str, entry: EvaluationSet) -> EvaluationData:
         name=entry.name,
         path=entry.path,
         key=key,
-        layout=layout_of(entry, config.data),
+        row_format=row_format_of(entry, config.data),
         problems=settings.problems if entry.problems is None else entry.problems,
         samples=entry.samples or settings.samples,
         k=tuple(sorted({1, *(entry.k or settings.k)})),

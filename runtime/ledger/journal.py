@@ -111,9 +111,9 @@ class Ledger:
                 self._dirty.set()
                 raise
 
-    async def read(self, handle: Handle) -> bytes:
-        """A payload. Raises PayloadLost."""
-        return await self._call("read", lambda writer: writer.store.read(handle))
+    async def bytes_of(self, part: bytes | Handle) -> bytes:
+        """A payload, in memory or on disk. Raises PayloadLost."""
+        return part if isinstance(part, bytes) else await self._call("read", lambda writer: writer.store.read(part))
 
     async def trained(self, step: int) -> Ranges:
         """What the checkpoint of `step` names as trained: the batches of all steps before it, whether their `consumed` is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from runtime.mindspeed.keys import shown
-from runtime.mindspeed.settings import Setting, Settings
+from runtime.mindspeed.settings import Setting, Settings, as_float
 
 STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
 # Their verifiers by our rules, and what differs. Those of the older format stand over the current ones'.
@@ -112,9 +112,9 @@ def algorithm(keys: Settings) -> None:
     _clipping(keys, rl, dapo=kind == "ray_dapo")
     _divergence(keys, kind, gae)
     entropy = keys.of("rl_config", "entropy_coeff") if rl else keys.role("actor", "entropy_coeff")
-    keys.put("algorithm.entropy_coefficient", _float(entropy.value), entropy)
+    keys.put("algorithm.entropy_coefficient", as_float(entropy.value), entropy)
     eos = keys.of("rl_config" if rl else "algorithm", "missing_eos_penalty")
-    keys.put("algorithm.missing_eos_penalty", _float(eos.value), eos)
+    keys.put("algorithm.missing_eos_penalty", as_float(eos.value), eos)
     _sampling(keys, rl)
     if rl:
         _dapo(keys, dapo=kind == "ray_dapo")
@@ -132,7 +132,7 @@ def _discounts(keys: Settings, rl: bool, gae: bool) -> None:
     for ours, theirs in {"gamma": "gamma", "gae_lambda": "lam"}.items():
         setting = keys.of(section, theirs)
         if gae:
-            keys.put(f"algorithm.{ours}", _float(setting.value), setting)
+            keys.put(f"algorithm.{ours}", as_float(setting.value), setting)
         else:
             keys.say("group_norm discounts nothing", setting)
 
@@ -143,7 +143,7 @@ def _critic(keys: Settings, rl: bool, gae: bool) -> None:
         keys.say("of gae, which has a critic", clip)
         return
     keys.put("critic", {})
-    keys.put("critic.value_clip", _float(clip.value), clip)
+    keys.put("critic.value_clip", as_float(clip.value), clip)
     load, actors = keys.role("critic", "load"), keys.role("actor", "load")
     if load.given and load.value is not None and load.value != actors.value:
         keys.put("critic.path", load.value, load)
@@ -156,12 +156,12 @@ def _clipping(keys: Settings, rl: bool, dapo: bool) -> None:
     low, high = keys.of("rl_config", "clip_ratio_low"), keys.of("rl_config", "clip_ratio_high")
     higher = keys.of("rl_config", "clip_higher_enable")
     if rl and dapo and higher.value:
-        keys.put("algorithm.clip_low", _float(low.value), low, higher)
-        keys.put("algorithm.clip_high", _float(high.value), high, higher)
+        keys.put("algorithm.clip_low", as_float(low.value), low, higher)
+        keys.put("algorithm.clip_high", as_float(high.value), high, higher)
         keys.say("clip_ratio_low and clip_ratio_high stand over it", ratio)
         return
-    keys.put("algorithm.clip_low", _float(ratio.value), ratio)
-    keys.put("algorithm.clip_high", _float(ratio.value), ratio)
+    keys.put("algorithm.clip_low", as_float(ratio.value), ratio)
+    keys.put("algorithm.clip_high", as_float(ratio.value), ratio)
     why = "off" if dapo else "of ray_dapo, whose loss alone reads it"
     keys.say(f"{why}: clip_ratio is for both sides", higher)
     keys.say("with clip_higher_enable alone" if dapo else why, low, high)
@@ -187,7 +187,7 @@ def _divergence(keys: Settings, stage: str, gae: bool) -> None:
         return
     if estimator.value is not None and estimator.value not in _ESTIMATORS:
         keys.refuse(estimator, f"must be one of {', '.join(_ESTIMATORS)}")
-    keys.put("algorithm.kl_coefficient", _float(coefficient.value), coefficient)
+    keys.put("algorithm.kl_coefficient", as_float(coefficient.value), coefficient)
     if not coefficient.value:
         keys.say("the coefficient is 0: there is no KL term", placed, *others)
         return
@@ -219,7 +219,7 @@ def _control(keys: Settings, kind: Setting, target: Setting, horizon: Setting, n
         keys.put("algorithm.kl_target", 0.0, kind, note=never)
         keys.say(never, target, horizon)
     elif kind.value == "adaptive":
-        keys.put("algorithm.kl_target", _float(target.value), target, kind)
+        keys.put("algorithm.kl_target", as_float(target.value), target, kind)
         keys.put("algorithm.kl_horizon", horizon.value, horizon)
     else:
         if kind.value not in (None, "fixed"):
@@ -235,7 +235,7 @@ def _sampling(keys: Settings, rl: bool) -> None:
     if temperature.value is not None and temperature.value <= 0:
         keys.refuse(temperature, "greedy replies to a prompt are all the same; must be above 0")
     else:
-        keys.put("sampling.temperature", _float(temperature.value), temperature)
+        keys.put("sampling.temperature", as_float(temperature.value), temperature)
     likeliest = keys.of("generate_config", "sampling_config.top_k")
     if rl and likeliest.value == _TOP_K:
         keys.say(
@@ -284,9 +284,5 @@ def _overlong(keys: Settings) -> None:
         keys.faults.append(f"{buffer.path}: {buffer.value}: must be below the {reply} tokens that a reply may have")
     elif reply is not None:
         keys.put("algorithm.overlong_buffer", buffer.value / reply, buffer, on)
-        keys.put("algorithm.overlong_penalty", _float(factor.value), factor)
+        keys.put("algorithm.overlong_penalty", as_float(factor.value), factor)
         keys.say("the longest reply, as sampling_config.max_tokens says too", most)
-
-
-def _float(value: float | None) -> float | None:
-    return None if value is None else float(value)

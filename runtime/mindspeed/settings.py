@@ -185,3 +185,8 @@ def _typed(key: Key, value: Any) -> Any:
     """Whole numbers as int where the key's are, so that 4.0 is written as 4."""
     whole = key.type == "int" or (not key.type and type(key.default) is int)
     return int(value) if whole and isinstance(value, float) else value
+
+
+def as_float(value: Any) -> float | None:
+    """A number as ours has it, where theirs may be whole; None stays."""
+    return None if value is None else float(value)

@@ -14,7 +14,7 @@ from runtime.errors import ConfigError
 from runtime.mindspeed import algorithm, layout
 from runtime.mindspeed.keys import shown
 from runtime.mindspeed.reading import Read
-from runtime.mindspeed.settings import Carried, Row, Setting, Settings
+from runtime.mindspeed.settings import Carried, Row, Setting, Settings, as_float
 
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
 _HANDLERS = {
@@ -215,7 +215,7 @@ def optimizer(keys: Settings, role: str, path: str) -> None:
         "max_grad_norm": "clip_grad",
     }.items():
         setting = keys.role(role, theirs)
-        keys.put(f"{path}.{ours}", _number(setting.value), setting)
+        keys.put(f"{path}.{ours}", as_float(setting.value), setting)
     style, warmup, steps = (
         keys.role(role, "lr_decay_style"),
         keys.role(role, "lr_warmup_fraction"),
@@ -229,10 +229,6 @@ def optimizer(keys: Settings, role: str, path: str) -> None:
     betas = [keys.role(role, f"adam_beta{index}") for index in (1, 2)]
     if None not in (values := [beta.value for beta in betas]):
         keys.put(f"{path}.betas", [float(value) for value in values], *betas)
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _trackers(keys: Settings) -> None:

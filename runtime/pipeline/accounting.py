@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import DynamicSampling
+from runtime.pipeline.material import Material, accelerators
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.training import TrainedStep
 from runtime.ports import RolloutPort
 from runtime.status import Status
 from runtime.summary import Totals
-from runtime.trackers import Trackers
 
 POLL = 0.5  # seconds between two looks at the rollouts
 
@@ -78,25 +77,23 @@ class Books:
 
     def __init__(
         self,
-        trackers: Trackers,
+        material: Material,
         spans: SpanClock,
         buffer: Buffer,
         meter: BusyMeter,
-        world_size: int,
         pool: RolloutPool,
         totals: Totals,
-        dynamic_sampling: DynamicSampling | None = None,
-        scores_as: Sequence[str] = ("grpo/score",),
+        dynamic_sampling: DynamicSampling | None,
     ):
-        self._trackers = trackers
+        self._trackers = material.trackers
         self._spans = spans
         self._buffer = buffer
         self._meter = meter
-        self._world_size = world_size
+        self._world_size = accelerators(material.config)
         self._pool = pool
         self._dynamic_sampling = dynamic_sampling
         self._totals = totals
-        self._scores_as = scores_as
+        self._scores_as = _score_names(material.config)
         self.incarnation = 0
         self.newest: Metrics = {}
 
@@ -143,7 +140,7 @@ class Books:
         return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
 
 
-def score_names(config: Config) -> list[str]:
+def _score_names(config: Config) -> list[str]:
     """What MindSpeed-RL's trainers of GRPO, PPO and DAPO call the scores, as far as the run is like them."""
     also = {"critic/score": config.critic is not None, "dapo/score": config.algorithm.dynamic_sampling}
     return ["grpo/score", *(name for name, applies in also.items() if applies)]

@@ -193,15 +193,14 @@ class Buffer:
         """
         if step != self.step:
             raise InvariantViolated(f"step {step} cannot take groups while step {self.step} is being filled")
-        slots = self.places
         opened = self._opened()
         ready = sum(group.ready for group in opened)
-        if not ready or (whole and ready < slots):
+        if not ready or (whole and ready < self.places):
             return []
-        taken = [self[i] for i in staleness.select(opened, step, slots, self.groups_per_step, whole)]
+        taken = [self[i] for i in staleness.select(opened, step, self.places, self.groups_per_step, whole)]
         occupied = {group.place for group in self if group.taken == step}
-        places = (place for place in range(self.groups_per_step) if place not in occupied)
-        for group, place in zip(taken, places, strict=False):
+        free = (place for place in range(self.groups_per_step) if place not in occupied)
+        for group, place in zip(taken, free, strict=False):
             group.taken, group.place = step, place
             self._record(group, "", taken=step, place=place)
         self._filled += len(taken)

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from runtime import checkpoint, codec
 from runtime.cluster.topology import alternates
-from runtime.config import Config
 from runtime.data.prompts import PromptStream
 from runtime.errors import ServiceFault
-from runtime.ledger.journal import Ledger
 from runtime.ledger.records import CheckpointSaved
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.history import History
+from runtime.pipeline.material import Material
 from runtime.pipeline.roles import Roles
 from runtime.ports import Answer, CriticPort, TrainerPort
 from runtime.position import Position
@@ -27,22 +26,14 @@ from runtime.types import PolicyVersion
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        roles: Roles,
-        ledger: Ledger,
-        stream: PromptStream,
-        buffer: Buffer,
-        history: History,
-    ):
-        self._folder = folder
+    def __init__(self, material: Material, roles: Roles, stream: PromptStream, buffer: Buffer, history: History):
+        config = material.config
+        self._folder = material.folder
         self._settings = config.checkpoint
         self._alternates = alternates(config)
         self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
-        self._ledger = ledger
+        self._ledger = material.ledger
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0

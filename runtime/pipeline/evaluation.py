@@ -24,12 +24,12 @@ from pathlib import Path
 from runtime import codec
 from runtime.aio import TaskGroup
 from runtime.cluster.topology import slots
-from runtime.config import Config
 from runtime.data.prompts import group_seed
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import SUFFIX, TextDecoder, Transcript, faults_told, replies_to
+from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult, Judged
+from runtime.pipeline.material import EvaluationMaterial
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
@@ -87,22 +87,15 @@ class _Course:
 class Evaluator:
     """Evaluates on the same problems, with the same seeds, each time."""
 
-    def __init__(
-        self,
-        config: Config,
-        sets: Sequence[HeldOut],
-        roles: EvaluationRoles,
-        pool: RolloutPool,
-        text: TextDecoder,
-        stop_token_ids: tuple[int, ...],
-    ):
-        self._config = config
-        self._sets = sets
+    def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles, pool: RolloutPool):
+        self._config = material.config
+        self._folder = material.folder
+        self._sets = material.held_out
         self._pool = pool
         self._scoring = Scoring(roles)
-        self._text = text
-        self._judge = config.rewards.rules[0]
-        self._sampling = [_sampling(config, held_out, stop_token_ids) for held_out in sets]
+        self._text = material.text
+        self._judge = material.config.rewards.rules[0]
+        self._sampling = [_sampling(material, held_out) for held_out in self._sets]
         self._ids = count(-1, -1)  # negative: never a training group's
 
     async def run(self, step: int, alone: bool, progress: Progress = lambda done, total: None) -> EvaluationResult:
@@ -112,16 +105,16 @@ class Evaluator:
         leaves the replies so far. Raises StorageFull, ServiceFault.
         """
         before = time.monotonic()
-        folder = evaluation.folder_for(Path(self._config.run.dir), step)
+        folder = evaluation.folder_for(self._folder, step)
         with faults_told(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         course = self._course(folder, alone, progress)
         try:
             async with TaskGroup() as tasks:
-                for place, held_out in enumerate(self._sets):
+                for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
-                        tasks.create_task(self._problem(course, place, index))
+                        tasks.create_task(self._problem(course, which, index))
         finally:
             await course.close()
         return await asyncio.to_thread(self._result, course.judged, folder, step, time.monotonic() - before)
@@ -149,22 +142,22 @@ class Evaluator:
         places, largest = sum(each) // SHARE, min(each) // SHARE
         return _Course(folder, self._sets, Places(max(1, places)), max(1, largest), progress)
 
-    async def _problem(self, course: _Course, place: int, index: int) -> None:
-        samples, largest = self._sets[place].settings.samples, course.largest
+    async def _problem(self, course: _Course, which: int, index: int) -> None:
+        samples, largest = self._sets[which].settings.samples, course.largest
         async with TaskGroup() as tasks:
             parts = [
-                tasks.create_task(self._part(course, place, index, first, min(largest, samples - first)))
+                tasks.create_task(self._part(course, which, index, first, min(largest, samples - first)))
                 for first in range(0, samples, largest)
             ]
         done = [part.result() for part in parts]
         loop = asyncio.get_running_loop()
-        judged = await loop.run_in_executor(course.thread, self._keep, course.transcripts[place], place, index, done)
-        course.judged[place].append(judged)
+        judged = await loop.run_in_executor(course.thread, self._keep, course.transcripts[which], which, index, done)
+        course.judged[which].append(judged)
         course.tell()
 
-    async def _part(self, course: _Course, place: int, index: int, first: int, samples: int) -> Part:
+    async def _part(self, course: _Course, which: int, index: int, first: int, samples: int) -> Part:
         """Samples `first` and on of one problem, generated and scored."""
-        prompts = self._sets[place].prompts
+        prompts = self._sets[which].prompts
         problem = prompts.problems[index]
         async with course.places.taken(samples):
             request = GroupRequest(
@@ -173,7 +166,7 @@ class Evaluator:
                 n=samples,
                 seed=group_seed(self._config.run.seed, index),
                 first=first,
-                sampling=self._sampling[place],
+                sampling=self._sampling[which],
                 purpose="eval",
             )
             generated = await self._pool.generate_anywhere(request)
@@ -187,9 +180,9 @@ class Evaluator:
             )
             return generated, await self._scoring.score(scoring, index)
 
-    def _keep(self, transcript: Transcript, place: int, index: int, parts: Sequence[Part]) -> Judged:
+    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> Judged:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
-        held_out = self._sets[place]
+        held_out = self._sets[which]
         decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         found = replies_to(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
         transcript.add(index, found)
@@ -204,13 +197,13 @@ class Evaluator:
         )
 
 
-def _sampling(config: Config, held_out: HeldOut, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    settings = config.evaluation
+def _sampling(material: EvaluationMaterial, held_out: HeldOut) -> SamplingParams:
+    settings = material.config.evaluation
     return SamplingParams(
         max_new_tokens=held_out.settings.max_new_tokens,
         temperature=held_out.settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=material.stop_token_ids,
     )

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level
-from runtime.config import Config
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import TextDecoder
-from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult
 from runtime.pipeline.evaluation import Evaluator
+from runtime.pipeline.material import EvaluationMaterial
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import Replaceable, RolloutPort
-from runtime.status import Loss, Progress
-from runtime.trackers import Trackers
-
-
-@dataclass
-class EvaluationMaterial:
-    """What an evaluation is made of, besides its roles."""
-
-    config: Config
-    trackers: Trackers
-    held_out: list[HeldOut]
-    text: TextDecoder
-    stop_token_ids: tuple[int, ...]
-    report: Callable[[Progress], None]
-    lost: Callable[[Loss], None]
+from runtime.status import Progress
 
 
 class EvaluationRun:
@@ -43,9 +25,7 @@ class EvaluationRun:
         self._roles = roles
         self._pool = RolloutPool(roles.rollouts, slots(material.config), material.config.deadlines.start, material.lost)
         self._serving = {asyncio.ensure_future(self._serve(rollout)) for rollout in roles.rollouts}
-        self._evaluator = Evaluator(
-            material.config, material.held_out, roles, self._pool, material.text, material.stop_token_ids
-        )
+        self._evaluator = Evaluator(material, roles, self._pool)
         self._stopped = False
         self._evaluating: asyncio.Task[EvaluationResult] | None = None
 

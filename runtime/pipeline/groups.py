@@ -12,14 +12,13 @@ from itertools import count
 
 from runtime import codec
 from runtime.aio import TaskGroup
-from runtime.config import Config
-from runtime.data.prompts import Prompts, PromptStream
+from runtime.data.prompts import PromptStream
 from runtime.errors import Unreachable
-from runtime.ledger.journal import Ledger
 from runtime.ledger.records import Note, Ticket
 from runtime.metrics import SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.dynamic_sampling import DynamicSampling
+from runtime.pipeline.material import Material
 from runtime.pipeline.roles import Roles
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.scoring import Scoring
@@ -39,32 +38,30 @@ class GroupStage:
 
     def __init__(
         self,
-        config: Config,
+        material: Material,
         roles: Roles,
         pool: RolloutPool,
         buffer: Buffer,
-        ledger: Ledger,
         stream: PromptStream,
-        prompts: Prompts,
-        stop_token_ids: tuple[int, ...],
         spans: SpanClock,
-        dynamic_sampling: DynamicSampling | None = None,
+        dynamic_sampling: DynamicSampling | None,
     ):
-        self._size = config.sampling.group_size
+        sampling = material.config.sampling
+        self._size = sampling.group_size
         self._roles = roles
         self._pool = pool
         self._buffer = buffer
-        self._ledger = ledger
+        self._ledger = material.ledger
         self._stream = stream
-        self._prompts = prompts
+        self._prompts = material.train
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
         self._turn = count()
         self._scoring = Scoring(roles, spans)
         self._sampling = SamplingParams(
-            max_new_tokens=config.sampling.max_new_tokens,
-            temperature=config.sampling.temperature,
-            stop_token_ids=stop_token_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop_token_ids=material.stop_token_ids,
         )
         pool.subscribe(buffer.room_changed.set)
         self._lives: set[asyncio.Task[None]] = set()
@@ -150,8 +147,7 @@ class GroupStage:
     async def _resume(self, group: Group) -> None:
         """Go on with a group that a former life of the coordinator left generated but not ready."""
         assert group.payload is not None
-        payload = group.payload if isinstance(group.payload, bytes) else await self._ledger.read(group.payload)
-        await self._annotate(group, payload)
+        await self._annotate(group, await self._ledger.bytes_of(group.payload))
 
     async def _annotate(self, group: Group, payload: bytes) -> None:
         missing = group.state.needs & ~group.state.marks

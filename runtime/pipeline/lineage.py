@@ -28,7 +28,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger.records import Note
 from runtime.metrics import SpanClock
-from runtime.pipeline.accounting import Books, BusyMeter, line, score_names
+from runtime.pipeline.accounting import Books, BusyMeter, line
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.checkpoints import Checkpoints
 from runtime.pipeline.dynamic_sampling import DynamicSampling
@@ -36,7 +36,7 @@ from runtime.pipeline.evaluation import Evaluator
 from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.history import History
 from runtime.pipeline.loss import Watch
-from runtime.pipeline.material import Material, accelerators, needs
+from runtime.pipeline.material import Material, needs
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles, Updated
 from runtime.pipeline.rollouts import RolloutPool
@@ -75,42 +75,18 @@ class Lineage:
             step=first,
         )
         history.goes_on_at(first)
-        self._checkpoints = Checkpoints(material.folder, config, roles, material.ledger, self._stream, self._buffer, history)
+        self._checkpoints = Checkpoints(material, roles, self._stream, self._buffer, history)
         self._spans = SpanClock()
         self._publisher = Publisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
-        self._books = Books(
-            material.trackers,
-            self._spans,
-            self._buffer,
-            self._meter,
-            accelerators(config),
-            pool,
-            history.totals,
-            self._dynamic,
-            score_names(config),
-        )
-        self._groups = GroupStage(
-            config,
-            roles,
-            pool,
-            self._buffer,
-            material.ledger,
-            self._stream,
-            material.train,
-            material.stop_token_ids,
-            self._spans,
-            self._dynamic,
-        )
+        self._books = Books(material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic)
+        self._groups = GroupStage(material, roles, pool, self._buffer, self._stream, self._spans, self._dynamic)
         self._turns = self._turn_taking() if takes_turns(config) else None
         self._training = self._train_stage()
-        self._evaluator = (
-            Evaluator(config, material.held_out, roles, pool, material.text, material.stop_token_ids)
-            if material.held_out and config.rewards.rules
-            else None
-        )
+        evaluates = material.held_out and config.rewards.rules
+        self._evaluator = Evaluator(material, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
         self._begun = history.lineages > 0
@@ -287,7 +263,7 @@ class Lineage:
         if config.stop.hours and time.monotonic() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         if self._evaluates(step):
-            if self._evaluating is not None and not self._evaluating.done():
+            if self._is_evaluating():
                 history.skipped_evaluations += 1  # training waits for none
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.chosen_algorithm import choose
-from runtime.cluster.topology import members, settings_of, uses_reference
+from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.config import Computing, Config, Rollout
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
@@ -21,21 +21,31 @@ from runtime.status import Loss, Progress
 from runtime.trackers import Trackers
 
 
-@dataclass
-class Material:
-    """What a run is made of, besides its roles."""
+@dataclass(kw_only=True)
+class EvaluationMaterial:
+    """What an evaluation is made of, besides its roles."""
 
     config: Config
-    folder: Path
-    ledger: Ledger
     trackers: Trackers
-    train: Prompts
     held_out: list[HeldOut]
     text: TextDecoder
     stop_token_ids: tuple[int, ...]
     report: Callable[[Progress], None]
+    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that is done without
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return Path(self.config.run.dir)
+
+
+@dataclass(kw_only=True)
+class Material(EvaluationMaterial):
+    """What a run that trains is made of, besides its roles."""
+
+    ledger: Ledger
+    train: Prompts
     launched: float  # when the run was asked for, on the clock of time.monotonic
-    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that the run does without
     regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
@@ -55,6 +65,6 @@ def needs(config: Config) -> Mark:
 def accelerators(config: Config) -> int:
     """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes.
     What lies on another role's devices has none of its own."""
-    roles = [settings_of(config, member) for member in members(config)]
+    roles = [settings_of(config, instance) for instance in instances(config)]
     own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
     return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)

@@ -22,7 +22,7 @@ from runtime.types import PolicyVersion
 
 
 class Member(Struct, frozen=True, order=True):
-    """One process of a rollout: `incarnation` counts those that were started under its name."""
+    """One incarnation of a rollout, which takes part in publications."""
 
     name: str
     incarnation: int = 0

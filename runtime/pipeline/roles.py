@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from runtime.errors import ServiceFault, Unreachable
 from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, RolloutPort, TrainerPort
-from runtime.status import Loss
+from runtime.status import Loss, replaced
 
 log = logging.getLogger("sluice")
 
@@ -46,7 +46,7 @@ class Replicas(Generic[T]):
         for former in [one for one in self._living if one.name == replica.name]:
             if former.incarnation >= replica.incarnation:
                 return
-            self.lose(former, f"incarnation {replica.incarnation} has come in its place")
+            self.lose(former, replaced(replica.incarnation))
         self._living.append(replica)
         self._living.sort(key=lambda one: one.name)
         replica.when_lost(partial(self.lose, replica))

@@ -10,7 +10,7 @@ from functools import partial
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.pipeline.membership import Epoch, Member, Membership
 from runtime.ports import RolloutPort
-from runtime.status import Loss
+from runtime.status import Loss, replaced
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 
 log = logging.getLogger("sluice")
@@ -59,12 +59,12 @@ class RolloutPool:
 
     def arrive(self, rollout: RolloutPort) -> None:
         """A newcomer, or a late word of one that was seen before, which changes nothing."""
-        member = _member(rollout)
+        member = member_of(rollout)
         former = [port for known, port in self._ports.items() if known.name == member.name]
         if not self.membership.arrive(member):
             return
         for port in former:
-            self._forget(port, f"incarnation {member.incarnation} has come in its place")
+            self._forget(port, replaced(member.incarnation))
         self.losses.pop(member.name, None)
         self._ports[member], self._load[member] = rollout, 0
         rollout.when_lost(partial(self.lose, rollout))
@@ -72,7 +72,7 @@ class RolloutPool:
 
     def lose(self, rollout: RolloutPort, reason: str) -> None:
         """Do without `rollout` from now on. Idempotent."""
-        member = _member(rollout)
+        member = member_of(rollout)
         if not self.membership.lose(member):
             return
         self._lost += 1
@@ -138,11 +138,11 @@ class RolloutPool:
 
     def load(self, rollout: RolloutPort) -> int:
         """Its samples under way."""
-        return self._load[_member(rollout)]
+        return self._load[member_of(rollout)]
 
     async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
         """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""
-        member = _member(rollout)
+        member = member_of(rollout)
         self._load[member] = self._load.get(member, 0) + request.n
         try:
             return await rollout.generate(request)
@@ -206,7 +206,7 @@ class RolloutPool:
             await self._changed.wait()
 
     def _forget(self, rollout: RolloutPort, reason: str) -> None:
-        del self._ports[_member(rollout)]
+        del self._ports[member_of(rollout)]
         rollout.give_up(reason)
 
     def _notify(self) -> None:
@@ -214,7 +214,8 @@ class RolloutPool:
             watcher()
 
 
-def _member(rollout: RolloutPort) -> Member:
+def member_of(rollout: RolloutPort) -> Member:
+    """What stands for a process in an epoch."""
     return Member(rollout.name, rollout.incarnation)
 
 

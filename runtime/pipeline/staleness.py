@@ -62,25 +62,25 @@ def deadline(oldest_step: int, staleness: int) -> int:
     return oldest_step + staleness
 
 
-def select(live: Iterable[OpenGroup], step: int, slots: int, groups_per_step: int, whole: bool = False) -> list[int]:
-    """The group ids that `step` takes now, in order of deadline, then id: as many as can be, at most `slots`.
+def select(live: Iterable[OpenGroup], step: int, places: int, groups_per_step: int, whole: bool = False) -> list[int]:
+    """The group ids that `step` takes now, in order of deadline, then id: as many as can be, at most `places`.
 
-    `live` are all open groups; `slots` the places that are left in `step`, all steps before it being full. With `whole` the
-    answer is either `slots` ids or none. Raises InvariantViolated when (1) does not hold beforehand.
+    `live` are all open groups; `places` those that are left in `step`, all steps before it being full. With `whole` the
+    answer is either `places` ids or none. Raises InvariantViolated when (1) does not hold beforehand.
     """
     taken: list[int] = []
-    limit = slots
+    limit = places
     due = 0
     for last, groups in groupby(sorted(live), attrgetter("deadline")):
         for group in groups:
             due += 1
             if group.ready and len(taken) < limit:
                 taken.append(group.group_id)
-        room = slots + (last - step) * groups_per_step
+        room = places + (last - step) * groups_per_step
         if last < step or due > room:
             raise InvariantViolated(f"{due} groups are due by step {last}, but from step {step} on only {max(room, 0)} fit")
         limit = min(limit, room - due + len(taken))
-    return taken if len(taken) == slots or not whole else []
+    return taken if len(taken) == places or not whole else []
 
 
 def overdue(live: Iterable[OpenGroup], step: int, groups_per_step: int) -> list[int]:

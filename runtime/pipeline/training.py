@@ -16,7 +16,7 @@ from msgspec import Struct
 from runtime.aio import TaskGroup
 from runtime.ledger.journal import Ledger
 from runtime.metrics import PublicationFigures, SpanClock
-from runtime.pipeline.buffer import Buffer, Group, Part
+from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.publisher import Publisher, Transaction
 from runtime.pipeline.states import Phase
 from runtime.pipeline.updates import Updates, joined
@@ -165,13 +165,10 @@ class TrainStage:
         return TrainGroup(
             group_id=group.group_id,
             tokens=group.tokens,
-            payload=await self._bytes(group.payload),
+            payload=await self._ledger.bytes_of(group.payload),
             rewards=scores.rewards,
             valid=scores.valid,
-            reference=None if group.reference is None else await self._bytes(group.reference),
-            values=None if group.values is None else await self._bytes(group.values),
+            reference=None if group.reference is None else await self._ledger.bytes_of(group.reference),
+            values=None if group.values is None else await self._ledger.bytes_of(group.values),
             mini_batch=group.place // self._groups_per_update,
         )
-
-    async def _bytes(self, part: Part) -> bytes:
-        return part if isinstance(part, bytes) else await self._ledger.read(part)

@@ -12,7 +12,7 @@ from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.membership import Member
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles
-from runtime.pipeline.rollouts import RolloutPool
+from runtime.pipeline.rollouts import RolloutPool, member_of
 from runtime.pipeline.turns import (
     Action,
     Arrived,
@@ -32,6 +32,7 @@ from runtime.pipeline.turns import (
     Turns,
 )
 from runtime.ports import RolloutPort
+from runtime.status import replaced
 from runtime.types import PolicyVersion
 
 TO_TRAIN, TO_INFER = "resharding_to_train", "resharding_to_infer"
@@ -104,12 +105,12 @@ class TurnTaking:
 
     def arrive(self, rollout: RolloutPort) -> None:
         """A process has come, asleep."""
-        member = Member(rollout.name, rollout.incarnation)
+        member = member_of(rollout)
         formers = [one for one in (*self._turns.members, *self._pool.membership.living) if one.name == member.name]
         if any(one.incarnation >= member.incarnation for one in formers):
             return
         for former in set(formers) & set(self._pool.membership.living):
-            self._pool.lose(self._pool.port(former), f"incarnation {member.incarnation} has come in its place")
+            self._pool.lose(self._pool.port(former), replaced(member.incarnation))
         self._arriving = {one: port for one, port in self._arriving.items() if one not in formers} | {member: rollout}
         self._handle(Arrived(member))
         if not self._turns.told(member):

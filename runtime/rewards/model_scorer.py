@@ -67,12 +67,7 @@ class ModelScorer:
 
     def _tokens(self, payloads: Sequence[GroupPayload]) -> Texts:
         for payload in payloads:
-            if not len(payload.prompt):
-                raise InvalidMessage(f"group {payload.group_id}: the prompt is empty")
-            for tokens in (payload.prompt, *(sample.tokens for sample in payload.samples)):
-                if len(tokens) and (tokens.min() < 0 or tokens.max() >= self._model.vocab_size):
-                    last = self._model.vocab_size - 1
-                    raise InvalidMessage(f"group {payload.group_id}: token ids outside of the reward model's 0..{last}")
+            payload.check(self._model.vocab_size)
         return [[np.concatenate((payload.prompt, sample.tokens)) for sample in payload.samples] for payload in payloads]
 
     def _conversations(self, own: Tokenizer, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> Texts:

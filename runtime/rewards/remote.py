@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from runtime import codec, config
 from runtime.rewards.combination import column
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult
 from runtime.rewards.rules import Outcome
-from runtime.rewards.scorer import Decoder
+from runtime.rewards.scorer import ReplyDecoder
 from runtime.types import GroupPayload, ScoreRequest, Scores
 
 log = logging.getLogger("sluice")
@@ -45,52 +46,38 @@ class RemotePort(Protocol):
 class RemoteScorer:
     """Scores groups by one entry of `rewards.remote`."""
 
-    def __init__(self, settings: config.RemoteReward, tokenizer: Decoder, port: RemotePort, fail: bool):
+    def __init__(self, settings: config.RemoteReward, tokenizer: ReplyDecoder, port: RemotePort, fail: bool):
         """`fail`: a reply without a value raises instead of being masked."""
         self._settings = settings
         self._tokenizer = tokenizer
         self._port = port
         self._blamed = "reward" if fail else ""
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """Scores of each group, in order; all calls that it takes are made at once, under one deadline.
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Scores of a group; all calls that it takes are made at once, under one deadline.
 
         A sample for which there is no finite value has valid 0, and is counted in `errors`. Raises InvalidMessage for a payload
         that does not decode, and ServiceFault with `on_error: fail`.
         """
-        payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
-        items = self._items(requests, payloads)
-        answers = await asyncio.gather(*map(self._call, _calls(items, self._settings.batch)))
-        outcomes = iter([outcome for answer in answers for outcome in answer])
-        return [
-            column(
-                payload.group_id,
-                self._settings.name,
-                self._settings.weight,
-                [next(outcomes) for _ in payload.samples],
-                self._blamed,
-            )
-            for payload in payloads
-        ]
+        payload = codec.decode(GroupPayload, request.payload)
+        calls = _calls(self._items(request, payload), self._settings.batch)
+        outcomes = list(chain.from_iterable(await asyncio.gather(*map(self._call, calls))))
+        return column(payload.group_id, self._settings.name, self._settings.weight, outcomes, self._blamed)
 
-    def _items(self, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> list[RemoteItem]:
-        tokens = [sample.tokens for payload in payloads for sample in payload.samples]
-        texts = iter(self._tokenizer.decode_batch(tokens, skip_special=True))
-        items = []
-        for request, payload in zip(requests, payloads, strict=True):
-            prompt = msgspec.convert(request.messages, list[ChatMessage])
-            items += [
-                RemoteItem(
-                    text=next(texts),
-                    label=request.label,
-                    source=request.source,
-                    tokens=len(sample.tokens),
-                    finish_reason=sample.finish_reason,
-                    prompt=prompt,
-                )
-                for sample in payload.samples
-            ]
-        return items
+    def _items(self, request: ScoreRequest, payload: GroupPayload) -> list[RemoteItem]:
+        texts = self._tokenizer.decode_batch([sample.tokens for sample in payload.samples])
+        prompt = msgspec.convert(request.messages, list[ChatMessage])
+        return [
+            RemoteItem(
+                text=text,
+                label=request.label,
+                source=request.source,
+                tokens=len(sample.tokens),
+                finish_reason=sample.finish_reason,
+                prompt=prompt,
+            )
+            for text, sample in zip(texts, payload.samples, strict=True)
+        ]
 
     async def _call(self, items: Sequence[RemoteItem]) -> list[Outcome]:
         name = self._settings.name

@@ -1,4 +1,4 @@
-"""Scores groups of replies: decode, screen in the service, leave the rest to the pool, sum by weight."""
+"""Scores a group of replies: decode, screen in the service, leave the rest to the pool, sum by weight."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import Outcome, RewardRule, RuleContext, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
-from runtime.types import GroupPayload, Sample, ScoreRequest, Scores
+from runtime.types import GroupPayload, ScoreRequest, Scores
 
 
-class Decoder(Protocol):
+class ReplyDecoder(Protocol):
     """What the scorer needs of a tokenizer."""
 
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]: ...
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """Without special tokens."""
 
 
 class _Weighted(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class _Reply(msgspec.Struct):
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
-    def __init__(self, settings: config.Rewards, tokenizer: Decoder):
+    def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder):
         """Raises UserError when no rule is configured, one is unknown or one is named twice."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
@@ -66,31 +67,22 @@ class RewardScorer:
     async def close(self) -> None:
         await self.pool.close()
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """Scores of each group, in order.
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Scores of a group.
 
         A sample on which a rule failed has valid 0, reward 0 and NaN as that rule's value, and is counted in `errors`.
         Raises InvalidMessage for a payload that does not decode, ServiceFault when the pool cannot start a worker or,
         with `on_error: fail`, when a rule failed.
         """
-        payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
-        samples = [sample for payload in payloads for sample in payload.samples]
-        texts = iter(self._tokenizer.decode_batch([sample.tokens for sample in samples], skip_special=True))
+        payload = codec.decode(GroupPayload, request.payload)
+        texts = self._tokenizer.decode_batch([sample.tokens for sample in payload.samples])
         replies = [
-            _Reply(next(texts), request.label, _context(sample, request.source))
-            for request, payload in zip(requests, payloads, strict=True)
-            for sample in payload.samples
+            _Reply(text, request.label, RuleContext(request.source, len(sample.tokens), sample.finish_reason))
+            for text, sample in zip(texts, payload.samples, strict=True)
         ]
-        outcomes = await self._evaluate(replies)
-        scores = []
-        start = 0
-        for request, payload in zip(requests, payloads, strict=True):
-            end = start + len(payload.samples)
-            summed = self._sum(payload.group_id, [column[start:end] for column in outcomes])
-            if request.answers:
-                self._name_answers(summed, replies[start:end])
-            scores.append(summed)
-            start = end
+        scores = self._sum(payload.group_id, await self._evaluate(replies))
+        if request.answers:
+            self._name_answers(scores, replies)
         return scores
 
     def _name_answers(self, scores: Scores, replies: list[_Reply]) -> None:
@@ -143,10 +135,6 @@ class RewardScorer:
             values[name] = column.astype(np.float32)
         rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
         return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=values, errors=dict(errors))
-
-
-def _context(sample: Sample, source: str) -> RuleContext:
-    return RuleContext(source, len(sample.tokens), sample.finish_reason)
 
 
 def _screen(rule: RewardRule, reply: _Reply) -> Outcome:

@@ -79,7 +79,7 @@ class FakeModel(Losable):
     async def applied(self, step: int) -> StepResult:
         seconds = self._apply_seconds()
         await asyncio.sleep(seconds)
-        return StepResult(step=step, metrics=self.metrics(), seconds=seconds)
+        return StepResult(metrics=self.metrics(), seconds=seconds)
 
     def metrics(self) -> dict[str, float]:
         return {"grad_norm": 1.0}

@@ -314,7 +314,6 @@ class RunFolder:
         try:
             material = Material(
                 config=settings,
-                folder=self.path,
                 ledger=ledger,
                 trackers=trackers,
                 train=_prompts("train", self.problems),

@@ -13,7 +13,7 @@ from runtime.types import LogprobRequest
 from services import wire
 from services.rpc import common_pb2, reference_pb2
 from services.server import OPTIONS, Handler, Server
-from services.session import Session, open_channel
+from services.session import Session, call, open_channel
 
 DEADLINE = 100.0  # seconds that one test may take
 
@@ -76,6 +76,13 @@ async def connected(address: str, service: str = "Reference") -> AsyncIterator[S
         yield session
     finally:
         await session.close()
+
+
+async def unary(address: str, message: LogprobRequest, timeout: float = PATIENCE) -> bytes:
+    """One call without a session."""
+    async with open_channel(address) as channel:
+        answer: bytes = await call(channel, "reference-0", wire.METHODS["Reference", "Logprobs"], message, timeout)
+        return answer
 
 
 @asynccontextmanager

@@ -94,7 +94,7 @@ class Worker:
     def execute(self, command: Any) -> StepResult | None:
         if isinstance(command, Apply):
             self.version = PolicyVersion(0, command.step + 1)
-            return StepResult(step=command.step, metrics={}, seconds=0.0)
+            return StepResult(metrics={}, seconds=0.0)
         if isinstance(command, SendWeights):
             self.version = command.version
             self.gathered.append(command.version.step)

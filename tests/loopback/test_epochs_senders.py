@@ -58,7 +58,7 @@ class Stages(TrainEngine):
     def apply(self) -> StepResult:
         assert self.may_apply.wait(DEADLINE)
         self.step += 1
-        return StepResult(step=self.step - 1, metrics={}, seconds=0.0)
+        return StepResult(metrics={}, seconds=0.0)
 
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         raise AssertionError("there is no data")

@@ -62,7 +62,7 @@ class Desk:
             await server.stop(0)
 
 
-class Member:
+class Agent:
     """A node's agent that starts nothing."""
 
     def __init__(self, desk: Desk, node: NodeRegistration, found: dict[str, str] | None = None):
@@ -106,11 +106,11 @@ def run(config: Config, test: Callable[[Desk], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
-async def a_and_b(desk: Desk) -> Member:
+async def a_and_b(desk: Desk) -> Agent:
     """Both have come, a being the coordinator's own, and the processes that are placed on them are expected. The agent of b."""
     placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-    Member(desk, registration("a", own=True))
-    b = Member(desk, registration("b"))
+    Agent(desk, registration("a", own=True))
+    b = Agent(desk, registration("b"))
     desk.peers.expect(await placing)
     return b
 
@@ -132,9 +132,9 @@ ON_B = {"rollout": {"replicas": 2, "placement": ["b"]}, "trainer": {"placement":
 def test_each_node_is_told_its_own_once_all_have_come() -> None:
     async def test(desk: Desk) -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        b = Member(desk, registration("b"))  # it waits for the coordinator's own
-        a = Member(desk, registration("a", own=True))
-        assert {member.name for member in await placing} == {"trainer-0", "rollout-0", "rollout-1", "reward-0"}
+        b = Agent(desk, registration("b"))  # it waits for the coordinator's own
+        a = Agent(desk, registration("a", own=True))
+        assert {instance.name for instance in await placing} == {"trainer-0", "rollout-0", "rollout-1", "reward-0"}
         assert await a.told() == {"trainer-0": 0, "reward-0": 0}
         assert await b.told() == {"rollout-0": 0, "rollout-1": 0}
 
@@ -145,8 +145,8 @@ def test_who_has_yet_to_come_is_told_each_time_that_it_changes() -> None:
     async def test(desk: Desk) -> None:
         told: list[str] = []
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic(), told.append))
-        Member(desk, registration("b"))
-        Member(desk, registration("a", own=True))
+        Agent(desk, registration("b"))
+        Agent(desk, registration("a", own=True))
         await placing
         assert told[0] == "a, b"
         assert told[-1] in ("a", "b")
@@ -158,7 +158,7 @@ def test_a_run_on_one_node_does_not_tell_that_it_waits_for_it() -> None:
     async def test(desk: Desk) -> None:
         told: list[str] = []
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic(), told.append))
-        Member(desk, registration("a", own=True))
+        Agent(desk, registration("a", own=True))
         await placing
         assert told == []
 
@@ -168,8 +168,8 @@ def test_a_run_on_one_node_does_not_tell_that_it_waits_for_it() -> None:
 def test_a_node_that_never_comes_is_named_and_so_is_why_it_was_refused() -> None:
     async def test(desk: Desk) -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        other = Member(desk, registration("b", config="another"))
+        Agent(desk, registration("a", own=True))
+        other = Agent(desk, registration("b", config="another"))
         with pytest.raises(UserError, match=r"^node b was started with another configuration \(hash another\) than a \(c\)"):
             await other.told()
         with pytest.raises(DeadlineExceeded, match=r"^node b: start: did not come; refused: node b was started .*deadline 2 s"):
@@ -181,11 +181,11 @@ def test_a_node_that_never_comes_is_named_and_so_is_why_it_was_refused() -> None
 def test_a_model_that_differs_on_a_node_is_refused_there() -> None:
     async def test(desk: Desk) -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        wrong = Member(desk, registration("b"), {"run.dir": "1", "model.path": "3"})
+        Agent(desk, registration("a", own=True))
+        wrong = Agent(desk, registration("b"), {"run.dir": "1", "model.path": "3"})
         with pytest.raises(UserError, match=r"^model.path: /m is not the same on node b \(hash 3\) as on a \(2\)$"):
             await wrong.told()
-        right = Member(desk, registration("b"))  # mended, and started again
+        right = Agent(desk, registration("b"))  # mended, and started again
         await placing
         assert "rollout-0" in await right.told()
 
@@ -194,7 +194,7 @@ def test_a_model_that_differs_on_a_node_is_refused_there() -> None:
 
 def test_what_cannot_be_placed_ends_the_run_before_anything_starts() -> None:
     async def test(desk: Desk) -> None:
-        a = Member(desk, registration("a", own=True, devices=2))
+        a = Agent(desk, registration("a", own=True, devices=2))
         with pytest.raises(ConfigError, match=r"^services.trainer: 3 processes do not fit; node a has 2 of 2 devices free$"):
             await desk.nodes.placed(time.monotonic())
         assert not a.life.done()
@@ -209,7 +209,7 @@ def test_a_node_that_leaves_and_comes_back_gets_what_it_had_as_new_incarnations(
         register(desk, "rollout-0", incarnation=3)
         await b.leave()
         await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
-        back = Member(desk, registration("b"))
+        back = Agent(desk, registration("b"))
         assert await back.told() == {"rollout-0": 4, "rollout-1": 0}
 
     run(make(cluster=NAMED, services=ON_B), test)
@@ -218,15 +218,15 @@ def test_a_node_that_leaves_and_comes_back_gets_what_it_had_as_new_incarnations(
 def test_an_agent_that_reconnects_is_not_its_own_namesake_and_another_waits_for_its_end() -> None:
     async def test(desk: Desk) -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
+        Agent(desk, registration("a", own=True))
+        b = Agent(desk, registration("b"))
         await placing
         await b.told()
-        again = Member(desk, registration("b"))  # whose former connection is still there
+        again = Agent(desk, registration("b"))  # whose former connection is still there
         assert set(await again.told()) == {"rollout-0", "rollout-1"}
         await b.life
         with pytest.raises(UserError, match=r"^node b: 127.0.0.1 has this name already; one of them needs another --name$"):
-            await Member(desk, msgspec.structs.replace(registration("b"), pid=2)).told()
+            await Agent(desk, msgspec.structs.replace(registration("b"), pid=2)).told()
         assert not again.life.done()
 
     run(make(cluster=NAMED, services=ON_B, deadlines={"silence": 0.5}), test)
@@ -234,11 +234,11 @@ def test_an_agent_that_reconnects_is_not_its_own_namesake_and_another_waits_for_
 
 def test_a_node_that_comes_late_gets_what_had_no_room() -> None:
     async def test(desk: Desk) -> None:
-        a = Member(desk, registration("a", own=True))
-        members = await desk.nodes.placed(time.monotonic())
-        assert {member.name for member in members} == {"trainer-0", "rollout-0", "rollout-1", "rollout-2", "reward-0"}
+        a = Agent(desk, registration("a", own=True))
+        placed = await desk.nodes.placed(time.monotonic())
+        assert {instance.name for instance in placed} == {"trainer-0", "rollout-0", "rollout-1", "rollout-2", "reward-0"}
         await a.told()
-        b = Member(desk, registration("b"))
+        b = Agent(desk, registration("b"))
         assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
 
     run(make(cluster={"min_nodes": 1}, services={"rollout": {"replicas": 5}}), test)
@@ -251,7 +251,7 @@ def test_another_node_takes_over_what_one_that_left_had() -> None:
         register(desk, "rollout-3")
         await b.leave()
         await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
-        c = Member(desk, registration("c"))
+        c = Agent(desk, registration("c"))
         assert await c.told() == {"rollout-3": 1, "rollout-4": 0}
 
     run(make(cluster={"min_nodes": 2}, services={"rollout": {"replicas": 5}}), test)
@@ -263,9 +263,9 @@ def test_a_node_that_has_no_room_for_what_another_left_is_welcome_all_the_same()
         await b.told()
         await b.leave()
         await until(lambda: list(desk.nodes.roster.nodes) == ["a"])
-        c = Member(desk, registration("c"))
+        c = Agent(desk, registration("c"))
         assert await c.told() == {}
-        back = Member(desk, registration("b"))
+        back = Agent(desk, registration("b"))
         assert set(await back.told()) == {"rollout-0", "rollout-1"}
 
     run(make(cluster={"min_nodes": 2}, services=ON_B), test)
@@ -277,8 +277,8 @@ def test_a_group_over_two_nodes_is_started_again_on_both_as_often_as_it_may() ->
 
     async def test(desk: Desk) -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
-        a = Member(desk, registration("a", own=True))
-        b = Member(desk, registration("b"))
+        a = Agent(desk, registration("a", own=True))
+        b = Agent(desk, registration("b"))
         await placing
         assert await a.told() == {"trainer-0": 0, "reward-0": 0}
         assert await b.told() == {"trainer-4": 0, "rollout-0": 0}
@@ -292,7 +292,7 @@ def test_a_group_over_two_nodes_is_started_again_on_both_as_often_as_it_may() ->
 
 def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
     async def test(desk: Desk) -> None:
-        a = Member(desk, registration("a", own=True))
+        a = Agent(desk, registration("a", own=True))
         await desk.nodes.placed(time.monotonic())
         await a.told()
         assert not desk.nodes.start_again("trainer", 0)
@@ -302,7 +302,7 @@ def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
 
 def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
     async def test(desk: Desk) -> None:
-        a = Member(desk, registration("a", own=True))
+        a = Agent(desk, registration("a", own=True))
         desk.peers.expect(await desk.nodes.placed(time.monotonic()))
         assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0"}
         done = desk.nodes.scale(Scale(role="rollout", replicas=4))
@@ -333,7 +333,7 @@ def test_what_cannot_be_scaled_is_one_line(wanted: Scale, services: dict[str, An
     async def test(desk: Desk) -> None:
         with pytest.raises(UserError, match=r"^scale: the run has not started yet$"):
             desk.nodes.scale(wanted)
-        a = Member(desk, registration("a", own=True))
+        a = Agent(desk, registration("a", own=True))
         await desk.nodes.placed(time.monotonic())
         await a.told()
         with pytest.raises(UserError, match=f"^{said}"):

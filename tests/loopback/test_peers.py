@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.cluster.topology import members
+from runtime.cluster.topology import instances
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserError
 from runtime.ports import Replaceable
@@ -66,7 +66,7 @@ class Here:
         made = {"run": {"name": "a"}, "services": services, **sections}
         self.config = msgspec.convert(made, Config)
         self.peers = Peers(self.config, lambda: None)
-        self.peers.expect(members(self.config))
+        self.peers.expect(instances(self.config))
         self.arrived: list[tuple[str, Replaceable]] = []
         self._stack = AsyncExitStack()
 

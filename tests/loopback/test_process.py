@@ -171,7 +171,7 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
 
             request = score_request("so #### 7", "so #### 8")
             over_the_stream: Scores = await session.call("Score", request, END)
-            unary: Scores = await session.unary("Reward", "Score", request, END)
+            unary: Scores = await session.unary("Reward", "Score", request)
             for scores in (over_the_stream, unary):
                 assert scores.group_id == 5
                 assert scores.rewards.tolist() == [2.0, 0.0]

@@ -97,12 +97,12 @@ def question(group_id: int, *texts: str, messages: Sequence[dict[str, str]] = ()
     return make_request(group_id, [1], [[*text.encode(), 257] for text in texts], list(messages))
 
 
-def asked(tokenizer: Tokenizer, answer: Answer, *requests: ScoreRequest, **settings: Any) -> tuple[list[Scores], Judge]:
+def asked(tokenizer: Tokenizer, answer: Answer, request: ScoreRequest, **settings: Any) -> tuple[Scores, Judge]:
     """The scores that a judge of its own gives."""
 
-    async def scenario() -> tuple[list[Scores], Judge]:
+    async def scenario() -> tuple[Scores, Judge]:
         async with Judge(answer) as judge, scorer(tokenizer, judge.port, **settings) as remote_scorer:
-            return await remote_scorer.score(requests), judge
+            return await remote_scorer.score(request), judge
 
     return asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
@@ -112,7 +112,7 @@ def asked(tokenizer: Tokenizer, answer: Answer, *requests: ScoreRequest, **setti
 
 def test_it_is_told_the_reply_and_its_problem(tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]
-    (first, second), judge = asked(tokenizer, lengths, question(3, "5", "é", messages=messages), question(4, "six"), weight=0.5)
+    scores, judge = asked(tokenizer, lengths, question(3, "5", "é", "six", messages=messages), weight=0.5)
     (items,) = judge.calls
     assert items[1] == RemoteItem(
         text="é",
@@ -122,23 +122,23 @@ def test_it_is_told_the_reply_and_its_problem(tokenizer: Tokenizer) -> None:
         finish_reason="stop",
         prompt=[ChatMessage("system", "Add."), ChatMessage("user", "2+3=")],
     )
-    assert (first.group_id, second.group_id) == (3, 4)
-    assert (first.rewards.tolist(), second.rewards.tolist()) == ([0.5, 0.5], [1.5])
-    assert second.rules["taste"].tolist() == [3.0]
-    assert (first.valid.tolist(), first.errors) == ([1, 1], {})
+    assert scores.group_id == 3
+    assert scores.rewards.tolist() == [0.5, 0.5, 1.5]
+    assert scores.rules["taste"].tolist() == [1.0, 1.0, 3.0]
+    assert (scores.valid.tolist(), scores.errors) == ([1, 1, 1], {})
 
 
 def test_calls_are_bounded_in_items_and_characters(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "CALL_CHARACTERS", 100)
     texts = ["a", "b", "c", "x" * 90, "y" * 20, "z" * 300, "d"]
-    (scores,), judge = asked(tokenizer, lengths, question(3, *texts), batch=3)
+    scores, judge = asked(tokenizer, lengths, question(3, *texts), batch=3)
     assert sorted(len(call) for call in judge.calls) == [1, 1, 1, 1, 3]
     assert scores.rewards.tolist() == [len(text) for text in texts]
 
 
 def test_no_replies_are_no_call(tokenizer: Tokenizer) -> None:
-    scores, judge = asked(tokenizer, lengths)
-    assert (scores, judge.calls) == ([], [])
+    scores, judge = asked(tokenizer, lengths, question(3))
+    assert (scores.rewards.tolist(), judge.calls) == ([], [])
 
 
 # ------------------------------------------------------------------------------------------------ failures
@@ -169,7 +169,7 @@ def test_a_call_that_fails_masks_its_replies(
     tokenizer: Tokenizer, answer: Answer, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     timeout = 0.5 if answer is never else PATIENCE / 2
-    (scores,), _ = asked(tokenizer, answer, question(3, "5", "6"), timeout=timeout)
+    scores, _ = asked(tokenizer, answer, question(3, "5", "6"), timeout=timeout)
     assert scores.valid.tolist() == [0, 0]
     assert scores.rewards.tolist() == [0.0, 0.0]
     assert np.isnan(scores.rules["taste"]).all()
@@ -189,7 +189,7 @@ def test_each_result_fails_for_itself(tokenizer: Tokenizer) -> None:
         ]
         return RemoteScoreReply([RemoteResult(value=0.0), *odd, RemoteResult(value=2.0)])
 
-    (scores,), _ = asked(tokenizer, mixed, question(3, *"abcdef"))
+    scores, _ = asked(tokenizer, mixed, question(3, *"abcdef"))
     assert scores.valid.tolist() == [1, 0, 0, 0, 0, 1]
     assert scores.rewards.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
     reason = next(reason for reason in scores.errors if "a reason" in reason)
@@ -203,8 +203,8 @@ def test_one_call_that_fails_leaves_the_others(tokenizer: Tokenizer) -> None:
             raise ZeroDivisionError
         return await lengths(request)
 
-    (first, second), _ = asked(tokenizer, some, question(3, "a", "b"), question(4, "c", "d"), batch=2)
-    assert (first.valid.tolist(), second.valid.tolist()) == ([1, 1], [0, 0])
+    scores, _ = asked(tokenizer, some, question(3, *"abcd"), batch=2)
+    assert scores.valid.tolist() == [1, 1, 0, 0]
 
 
 def test_what_is_no_reply_is_no_value(tokenizer: Tokenizer) -> None:
@@ -212,11 +212,11 @@ def test_what_is_no_reply_is_no_value(tokenizer: Tokenizer) -> None:
         async def _score(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             return b"\xff\xff"
 
-    async def scenario() -> list[Scores]:
+    async def scenario() -> Scores:
         async with Garbage(lengths) as judge, scorer(tokenizer, judge.port) as remote_scorer:
-            return await remote_scorer.score([question(3, "a")])
+            return await remote_scorer.score(question(3, "a"))
 
-    (scores,) = asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    scores = asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
     assert scores.errors == {"remote:not a reply": 1}
 
 
@@ -231,14 +231,14 @@ def test_a_server_that_is_not_there_is_tried_until_the_deadline(tokenizer: Token
 
     async def scenario() -> None:
         async with scorer(tokenizer, port, timeout=1.5) as remote_scorer:
-            (scores,) = await remote_scorer.score([question(3, "a")])
+            scores = await remote_scorer.score(question(3, "a"))
             assert scores.errors == {"remote:UNAVAILABLE": 1}
         async with scorer(tokenizer, port, timeout=PATIENCE / 2) as remote_scorer:
-            late = asyncio.create_task(remote_scorer.score([question(3, "abc")]))
+            late = asyncio.create_task(remote_scorer.score(question(3, "abc")))
             await asyncio.wait([late], timeout=0.3)
             assert not late.done()
             async with Judge(lengths, port):
-                (scores,) = await late
+                scores = await late
             assert scores.rewards.tolist() == [3.0]
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
@@ -250,10 +250,10 @@ def test_a_server_that_comes_back_is_used_again(tokenizer: Tokenizer) -> None:
             port = judge.port
             entry = scorer(tokenizer, port, timeout=PATIENCE / 2)
             remote_scorer = await entry.__aenter__()
-            assert (await remote_scorer.score([question(3, "a")]))[0].rewards.tolist() == [1.0]
-        waiting = asyncio.create_task(remote_scorer.score([question(4, "ab")]))
+            assert (await remote_scorer.score(question(3, "a"))).rewards.tolist() == [1.0]
+        waiting = asyncio.create_task(remote_scorer.score(question(4, "ab")))
         async with Judge(lengths, port):
-            (scores,) = await waiting
+            scores = await waiting
         assert scores.rewards.tolist() == [2.0]
         await entry.__aexit__(None, None, None)
 
@@ -328,7 +328,7 @@ def test_the_guides_example_scores(tokenizer: Tokenizer, tmp_path: Path) -> None
 
     async def scenario(port: int) -> list[Scores]:
         async with scorer(tokenizer, port, name=entry.name, weight=entry.weight) as remote_scorer:
-            return await remote_scorer.score([question(3, "four", "Four", " "), question(4, "vier")])
+            return [await remote_scorer.score(asked) for asked in (question(3, "four", "Four", " "), question(4, "vier"))]
 
     with printed(tmp_path) as port:
         first, second = asyncio.run(asyncio.wait_for(scenario(port), PATIENCE))

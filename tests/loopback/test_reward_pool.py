@@ -250,7 +250,7 @@ def test_the_scorer_masks_what_the_pool_lost(rule: str) -> None:
         scorer = RewardScorer(settings, Bytes())
         scorer.start()
         try:
-            (scores,) = await asyncio.wait_for(scorer.score([request(3, "ok", "ok", "hang", "bad", "exit", "raise")]), 60)
+            scores = await asyncio.wait_for(scorer.score(request(3, "ok", "ok", "hang", "bad", "exit", "raise")), 60)
         finally:
             await scorer.close()
         assert scores.valid.tolist() == [1, 0, 1, 0, 0]
@@ -269,7 +269,7 @@ def test_a_reply_too_long_for_the_service_is_scored_by_a_worker() -> None:
         assert not psutil.Process().children()  # screened rules start no worker before one is needed
         try:
             long = "thinking " * 8_000
-            (scores,) = await asyncio.wait_for(scorer.score([request(3, "5", f"{long}#### 5", f"{long}#### 6")]), 60)
+            scores = await asyncio.wait_for(scorer.score(request(3, "5", f"{long}#### 5", f"{long}#### 6")), 60)
             assert len(psutil.Process().children()) == 1
         finally:
             await scorer.close()
@@ -284,7 +284,7 @@ def test_on_error_fail_names_rule_and_reason(rule: str) -> None:
         scorer = RewardScorer(settings, Bytes())
         try:
             with pytest.raises(ServiceFault, match=r"reward: rule test_hostile_\d+: timeout on sample 1 of group 3"):
-                await asyncio.wait_for(scorer.score([request(3, "ok", "ok", "hang")]), 60)
+                await asyncio.wait_for(scorer.score(request(3, "ok", "ok", "hang")), 60)
         finally:
             await scorer.close()
 

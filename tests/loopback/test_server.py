@@ -25,6 +25,7 @@ from tests.loopback.session_peers import (
     request,
     run,
     serving,
+    unary,
 )
 
 # ---------------------------------------------------------------------------------------------- unary calls and streams
@@ -42,7 +43,7 @@ def test_unary_calls_reach_the_same_handlers() -> None:
             return Status(role="reference", name="reference-0", version=PolicyVersion(1, 2), rates={"tokens": 2.0})
 
         async with serving(handler, Process={"Status": status}) as address, connected(address) as session:
-            assert await session.unary("Reference", "Logprobs", request(b"x"), 300.0) == b"x"
+            assert await unary(address, request(b"x"), 300.0) == b"x"
             assert timeouts[0] == pytest.approx(300.0, abs=PATIENCE)
             told = await session.unary("Process", "Status")
             assert (told.name, told.version, told.rates) == ("reference-0", PolicyVersion(1, 2), {"tokens": 2.0})
@@ -53,9 +54,9 @@ def test_unary_calls_reach_the_same_handlers() -> None:
 def test_a_unary_call_that_its_caller_gives_up_is_withdrawn() -> None:
     async def test() -> None:
         peer = Peer()
-        async with serving(peer.logprobs) as address, connected(address) as session:
+        async with serving(peer.logprobs) as address:
             with pytest.raises(errors.Unanswered, match="reference-0: Logprobs: did not answer"):
-                await session.unary("Reference", "Logprobs", request(), 1.0)
+                await unary(address, request(), 1.0)
             await peer.withdrawn.wait()
 
     run(test())
@@ -146,7 +147,7 @@ def test_a_proxy_for_http_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with serving(echo) as address, connected(address) as session:
             assert await session.call("Logprobs", request(b"x"), PATIENCE) == b"x"
-            assert await session.unary("Reference", "Logprobs", request(b"y"), PATIENCE) == b"y"
+            assert await unary(address, request(b"y")) == b"y"
 
     run(test())
 

@@ -29,6 +29,7 @@ from tests.loopback.session_peers import (
     request,
     run,
     serving,
+    unary,
 )
 
 # ---------------------------------------------------------------------------------------------------- what is not valid
@@ -101,7 +102,7 @@ def test_what_the_peer_raises_is_raised_here_over_the_stream_and_unary(error: Ex
         async with serving(handler) as address, connected(address) as session:
             for waiting in (
                 session.post("Logprobs", request(), PATIENCE),
-                session.unary("Reference", "Logprobs", request(), PATIENCE),
+                unary(address, request()),
             ):
                 with pytest.raises(type(error)) as raised:
                     await waiting
@@ -126,7 +127,7 @@ def test_an_error_that_is_not_sluices_own_names_service_and_method() -> None:
             with pytest.raises(errors.ServiceFault, match=r"^reference-0: Logprobs: ValueError: bad shape$"):
                 await session.post("Logprobs", request(), PATIENCE)
             with pytest.raises(errors.ServiceFault, match=r"^reference-0: Logprobs: .*bad shape"):
-                await session.unary("Reference", "Logprobs", request(), PATIENCE)
+                await unary(address, request())
 
     run(test())
 
@@ -136,9 +137,9 @@ def test_a_long_error_arrives_over_a_unary_call_too() -> None:
         raise errors.InvalidMessage("too long: " + "é" * 50_000)
 
     async def test() -> None:
-        async with serving(handler) as address, connected(address) as session:
+        async with serving(handler) as address:
             with pytest.raises(errors.InvalidMessage, match=r"^too long: éé"):
-                await session.unary("Reference", "Logprobs", request(), PATIENCE)
+                await unary(address, request())
 
     run(test())
 

@@ -52,7 +52,7 @@ class NotingEngine(CriticEngine):
 
     def apply(self) -> StepResult:
         self.seen.append(("apply",))
-        return StepResult(step=0, metrics={}, seconds=0.0)
+        return StepResult(metrics={}, seconds=0.0)
 
     def values(self, groups: Sequence[ValueRequest]) -> list[Values]:
         self.seen.append(("values", *(group.group_id for group in groups)))

@@ -1,7 +1,8 @@
-"""What the command says of arguments that are missing."""
+"""What the command says of arguments that are missing, or cannot be."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,27 @@ from launcher import cli
 
 @pytest.mark.parametrize("command", [["train"], ["eval"], ["validate"], ["render", "slurm"], ["data", "prepare"]])
 def test_a_configuration_is_needed_and_overrides_are_not(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("error: the following arguments are required: config\n")
+    assert ended(command) == 2
+    see = " ".join(("sluice", *command, "--help"))
+    assert capsys.readouterr().err == f"error: the following arguments are required: config; see {see}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["trian"], r"argument COMMAND: invalid choice: 'trian' \(choose from '?train'?, "),
+        (["bench", "nothing"], r"argument name: invalid choice: 'nothing' \(choose from '?coordinator'?, "),
+        (["samples", "runs/a", "--limit", "few"], "argument --limit: invalid int value: 'few'"),
+        (["status", "runs/a", "--wach"], "unrecognized arguments: --wach"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_argument_and_value(
+    command: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{named}", line)
 
 
 def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.cluster.topology import members
+from runtime.cluster.topology import instances
 from runtime.config import Config, loading
 from runtime.config.checks.semantic import semantic_faults
 
@@ -149,7 +149,7 @@ def test_an_evaluation_needs_a_rule(policy: Path, tmp_path: Path, evaluation: di
 def test_only_the_services_that_give_rewards_are_started(policy: Path) -> None:
     def roles(**rewards: Any) -> list[str]:
         config = make(policy, rewards=rewards, services={"reward_model": {"replicas": 2}})
-        return [member.name for member in members(config) if member.role.startswith("reward")]
+        return [instance.name for instance in instances(config) if instance.role.startswith("reward")]
 
     assert roles(rules=[RULE]) == ["reward-0"]
     assert roles(remote=[REMOTE]) == ["reward-0"]

@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, text: str | None, message: s
 def test_a_tokenizer_with_a_named_template_encodes_it_once(tmp_path: Path) -> None:
     tiny_model.write_tokenizer(tmp_path)
     tokenizer = Tokenizer(str(tmp_path), prompt_type="qwen")
-    ids = tokenizer.encode_chat([user("1+1=")])
+    ids = tokenizer.encode_chats([[user("1+1=")]])[0]
     assert tokenizer.decode(ids, skip_special=False) == f"{HELPFUL}<|im_start|>user\n1+1={REPLY}"
     end = tokenizer.encode_texts(["<|im_end|>"])[0].tolist()
     assert len(end) == 1  # a special token, not its letters

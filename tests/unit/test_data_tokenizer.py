@@ -83,7 +83,7 @@ def assert_like_transformers(folder: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     ours = Tokenizer(str(folder))
     for messages in CONVERSATIONS:
-        ids = ours.encode_chat(messages)
+        ids = ours.encode_chats([messages])[0]
         assert ids.dtype == np.int32
         assert ids.tolist() == theirs.apply_chat_template(messages, add_generation_prompt=True)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
@@ -97,7 +97,7 @@ def test_equals_transformers_for_chatml(folder: Path) -> None:
 def test_equals_transformers_for_a_template_file_beside_the_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(BOS)
     assert_like_transformers(folder)
-    ids = Tokenizer(str(folder)).encode_chat(USER)
+    ids = Tokenizer(str(folder)).encode_chats([USER])[0]
     assert (ids == len(pre_tokenizers.ByteLevel.alphabet()) + SPECIALS.index("<s>")).sum() == 1
 
 
@@ -105,13 +105,13 @@ def test_template_of_the_configuration_wins(folder: Path, tmp_path: Path) -> Non
     own = tmp_path / "own.jinja"
     own.write_text("Q: {{ messages[-1].content }}\n\nA:\n\n")
     tokenizer = Tokenizer(str(folder), str(own))
-    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "1+1"}])) == "Q: 1+1\n\nA:\n"
+    assert tokenizer.decode(tokenizer.encode_chats([[{"role": "user", "content": "1+1"}]])[0]) == "Q: 1+1\n\nA:\n"
 
 
 def test_named_templates_use_the_default(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
     write(folder / "tokenizer_config.json", eos_token="<|im_end|>", chat_template=named)
-    assert Tokenizer(str(folder)).encode_chat(USER).tolist() == [256 + SPECIALS.index("<|im_end|>")]
+    assert Tokenizer(str(folder)).encode_chats([USER])[0].tolist() == [256 + SPECIALS.index("<|im_end|>")]
 
 
 def test_eos_ids_are_all_that_the_folder_names(folder: Path) -> None:
@@ -129,7 +129,7 @@ def test_eos_ids_are_all_that_the_folder_names(folder: Path) -> None:
 def test_decode_batch_leaves_special_and_unknown_ids_out(folder: Path) -> None:
     tokenizer = Tokenizer(str(folder))
     assert tokenizer.vocab_size == 260
-    text = tokenizer.encode_chat(USER)
+    text = tokenizer.encode_chats([USER])[0]
     body = np.concatenate([text, np.array([258, 9999], np.int32)])
     assert tokenizer.decode_batch([body, []]) == [tokenizer.decode(text), ""]
 
@@ -139,18 +139,18 @@ def test_mistakes_are_user_errors(folder: Path, tmp_path: Path) -> None:
         Tokenizer(str(tmp_path / "absent"))
     write(folder / "tokenizer_config.json", eos_token="<|im_end|>")
     with pytest.raises(UserError, match=r"^data\.prompt_type: .* has no chat template for 'model'; name another"):
-        Tokenizer(str(folder)).encode_chat(USER)
+        Tokenizer(str(folder)).encode_chats([USER])[0]
     with pytest.raises(UserError, match=r"^model\.chat_template: cannot read"):
-        Tokenizer(str(folder), str(tmp_path / "absent.jinja")).encode_chat(USER)
+        Tokenizer(str(folder), str(tmp_path / "absent.jinja")).encode_chats([USER])[0]
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match="not a chat template: line 1"):
-        Tokenizer(str(folder)).encode_chat(USER)
+        Tokenizer(str(folder)).encode_chats([USER])[0]
     (folder / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(UserError, match="one system message"):
-        Tokenizer(str(folder)).encode_chat([*USER, {"role": "system", "content": "late"}])
+        Tokenizer(str(folder)).encode_chats([[*USER, {"role": "system", "content": "late"}]])[0]
     (folder / "chat_template.jinja").write_text("{{ messages.append(1) }}")
     with pytest.raises(UserError, match="cannot render"):
-        Tokenizer(str(folder)).encode_chat(USER)
+        Tokenizer(str(folder)).encode_chats([USER])[0]
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         Tokenizer(str(folder))

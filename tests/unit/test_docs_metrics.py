@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime import metrics
-from runtime.config import Critic, Layout
+from runtime.config import Critic, RowFormat
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Judged
 from runtime.evaluation.sets import EvaluationData
@@ -83,13 +83,14 @@ def of_the_coordinator() -> set[str]:
     )
     pool: Any = SimpleNamespace(membership=SimpleNamespace(serving=[]), _lost=0, _repeated=0)
     sampling: Any = SimpleNamespace(_kept=1, _dropped=1, _buffer=SimpleNamespace(groups_per_step=1))
+    config = replace(make_config("", algorithm={**PPO, "dynamic_sampling": True}), critic=Critic())
     told: list[dict[str, Any]] = []
 
     async def log(step: int, found: dict[str, Any]) -> None:
         told.append(found)
 
     fakes: dict[str, Any] = {
-        "trackers": SimpleNamespace(log=log),
+        "material": SimpleNamespace(trackers=SimpleNamespace(log=log), config=config),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
         "buffer": SimpleNamespace(counts=Counter),
         "meter": SimpleNamespace(close_step=lambda: 0.5),
@@ -97,11 +98,11 @@ def of_the_coordinator() -> set[str]:
         "totals": SimpleNamespace(add=lambda _: None),
         "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
     }
-    books = Books(**fakes, world_size=2, scores_as=["grpo/score", "critic/score", "dapo/score"])
+    books = Books(**fakes)
     step: Any = SimpleNamespace(
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],
-        result=StepResult(step=0, metrics={}, seconds=1.0),
+        result=StepResult(metrics={}, seconds=1.0),
         publication=PublicationFigures(seconds=1.0, pause_seconds=0.0, bytes=1),
     )
     asyncio.run(books.step(step))
@@ -126,7 +127,7 @@ def of_the_engines(folder: Path) -> set[str]:
 
 def of_evaluations() -> set[str]:
     data = EvaluationData(
-        name="SET", path="", key="", layout=Layout(), problems=0, samples=2, k=(1, 2), temperature=1.0, max_new_tokens=8
+        name="SET", path="", key="", row_format=RowFormat(), problems=0, samples=2, k=(1, 2), temperature=1.0, max_new_tokens=8
     )
     judged = Judged(
         correct=[True, False],

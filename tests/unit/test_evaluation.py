@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from runtime.config import Layout
+from runtime.config import RowFormat
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult, Judged, SetResult
@@ -23,7 +23,7 @@ def settings(samples: int = 4, k: tuple[int, ...] = (1, 2, 4)) -> EvaluationData
         name="sums",
         path="sums.jsonl",
         key="data.eval",
-        layout=Layout(),
+        row_format=RowFormat(),
         problems=0,
         samples=samples,
         k=k,

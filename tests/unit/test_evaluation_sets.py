@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime.config import Config, Data, Source, Warmup
 from runtime.config.checks.semantic import semantic_faults
-from runtime.data.chosen import layout_of
+from runtime.data.chosen import row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.engines.tiny_model import write_tokenizer
 from runtime.errors import UserError
@@ -34,7 +34,7 @@ def test_data_eval_is_the_simple_way() -> None:
     (found,) = evaluation_sets(config)
     assert (found.name, found.path, found.key) == (HELD_OUT, "e.jsonl", "data.eval")
     assert (found.samples, found.k, found.temperature, found.max_new_tokens) == (8, (1, 4, 8), 0.7, 512)
-    assert found.layout == layout_of(Source(path=""), config.data)
+    assert found.row_format == row_format_of(Source(path=""), config.data)
     assert evaluation_sets(make()) == []
 
 
@@ -57,10 +57,10 @@ def test_a_set_takes_over_what_it_leaves_out() -> None:
     held_out, plain, own = evaluation_sets(config)
     assert [each.key for each in (held_out, plain, own)] == ["data.eval", "evaluation.sets.0.path", "evaluation.sets.1.path"]
     assert (plain.problems, plain.samples, plain.k, plain.temperature, plain.max_new_tokens) == (7, 4, (1,), 1.0, 64)
-    assert plain.layout == held_out.layout == layout_of(Source(path=""), config.data)
+    assert plain.row_format == held_out.row_format == row_format_of(Source(path=""), config.data)
     assert (own.problems, own.samples, own.k, own.temperature, own.max_new_tokens) == (0, 2, (1, 2), 0.5, 16)
-    layout = own.layout
-    assert (layout.handler, layout.prompt_key, layout.label_key, layout.system_prompt) == ("gsm8k", "q", "l", "")
+    rows = own.row_format
+    assert (rows.handler, rows.prompt_key, rows.label_key, rows.system_prompt) == ("gsm8k", "q", "l", "")
 
 
 def test_a_temperature_of_zero_is_a_value() -> None:

@@ -67,8 +67,8 @@ def test_after_kill_9_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) 
         buffer = buffer_on(ledger, step=2)
         assert buffer.load(restored.groups) == []
         assert ids(buffer.take(2)) == [4, 5], "the dead branch's batch is trained again, from what it was trained on"
-        assert await ledger.read(buffer[4].payload) == b"payload 4"
-        assert await ledger.read(buffer[4].reference) == b"reference 4"
+        assert await ledger.bytes_of(buffer[4].payload) == b"payload 4"
+        assert await ledger.bytes_of(buffer[4].reference) == b"reference 4"
         buffer.consume(2)
         buffer.commit(3)
         return {row.group_id: (row.phase.value, row.seed) for row in restored.groups}
@@ -135,7 +135,7 @@ def test_a_lost_payload_is_generated_again_with_its_seed(tmp_path: Path) -> None
             file.seek(handle.offset + 20)
             file.write(b"?")
         with pytest.raises(PayloadLost):
-            await ledger.read(handle)
+            await ledger.bytes_of(handle)
         rows = {row.group_id: row for row in (await ledger.restore(0, [], NEEDS)).groups}
         assert {i: row.phase.value for i, row in rows.items()} == {0: "ready", 1: "admitted", 2: "ready", 3: "generated"}
         assert (rows[1].seed, rows[1].attempt, rows[1].handles, rows[1].oldest) == (7, 1, {}, None)

@@ -51,7 +51,7 @@ def figures(**changes: object) -> StepFigures:
         "scores": [scored([1.0, 0.5], [1, 1], accuracy=[1, 0], format=[0, 1]), scored([0.0, 9.0], [1, 0], accuracy=[0, 9])],
         "staleness": [0, 2, 2, 1],
         "timing": {"timing/all": 0.5, "timing/rollout": 0.4, "timing/update": 0.2},
-        "trained": StepResult(step=3, metrics={"actor/pg_loss": -0.1, "grad_norm": 0.3}, seconds=0.2),
+        "trained": StepResult(metrics={"actor/pg_loss": -0.1, "grad_norm": 0.3}, seconds=0.2),
         "world_size": 4,
         "queues": {"ready": 3},
         "idle": {"trainer": 0.25},

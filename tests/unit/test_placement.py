@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.cluster.placement import NodeOffer, Placement, offers, place, table
-from runtime.cluster.topology import members
+from runtime.cluster.topology import instances
 from runtime.config import Config
 from runtime.errors import ConfigError
 
@@ -27,7 +27,7 @@ def nodes(*devices: int, supernodes: str = "") -> list[NodeOffer]:
 
 
 def seats(placement: Placement, role: str) -> list[tuple[str, tuple[int, ...]]]:
-    return [(seat.node, seat.devices) for seat in placement.seats if seat.member.role == role]
+    return [(seat.node, seat.devices) for seat in placement.seats if seat.instance.role == role]
 
 
 def refused(config: Config, offered: list[NodeOffer], **options: Any) -> list[str]:
@@ -256,11 +256,11 @@ def test_an_evaluation_leaves_guests_with_the_hosts_that_it_has() -> None:
 def test_a_cluster_may_begin_small_and_its_replicas_wait() -> None:
     config = make(services={"rollout": {"replicas": 4}})
     first = place(config, nodes(3), waits=True)
-    assert [member.name for member in first.pending] == ["rollout-2", "rollout-3"]
+    assert [instance.name for instance in first.pending] == ["rollout-2", "rollout-3"]
     second = place(config, nodes(3, 1), first.seats, waits=True)
     assert second.seats[: len(first.seats)] == first.seats
     assert seats(second, "rollout")[2:] == [("n1", (0,))]
-    assert [member.name for member in second.pending] == ["rollout-3"]
+    assert [instance.name for instance in second.pending] == ["rollout-3"]
     assert refused(config, nodes(1), waits=True)  # nobody of the role has room
 
 
@@ -273,7 +273,7 @@ def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
         both = place(config, nodes(0, 0, 0), first.seats, waits=True)
         assert len({node for node, _ in seats(both, "rollout")}) == 2
         assert not both.pending
-    assert [member.name for member in first.pending] == ["rollout-1"]
+    assert [instance.name for instance in first.pending] == ["rollout-1"]
     nowhere = make(cluster=cluster, services={"rollout": {"placement": ["n2"]}})
     assert refused(nowhere, nodes(0, 0), waits=True) == ["services.rollout.placement: none of n2 has come; nodes are n0, n1"]
     unknown = make(cluster=cluster, services={"rollout": {"placement": ["n1", "n9"]}})
@@ -290,7 +290,7 @@ def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_d
     cluster = {"nodes": [{"name": name} for name in ("n0", "n1", "n2")], "min_nodes": 2}
     spread = make(cluster=cluster, services={"rollout": {"replicas": 3, "placement": "spread"}})
     first = place(spread, nodes(0, 0), waits=True)
-    assert (seats(first, "rollout"), [member.name for member in first.pending]) == ([("n0", ()), ("n1", ())], ["rollout-2"])
+    assert (seats(first, "rollout"), [instance.name for instance in first.pending]) == ([("n0", ()), ("n1", ())], ["rollout-2"])
     assert refused(spread, nodes(0, 0))[0].endswith("for rollout-2; nodes are n0, n1")
     packed = make(cluster=cluster, services={"rollout": {"replicas": 3}})
     assert seats(place(packed, nodes(0, 0, 0)), "rollout") == [("n0", ())] * 3
@@ -299,7 +299,7 @@ def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_d
 def test_a_node_that_no_configuration_names_may_come_yet() -> None:
     config = make(services={"rollout": {"replicas": 2, "placement": ["n8", "n0"]}})
     first = place(config, nodes(0), waits=True)
-    assert (seats(first, "rollout"), [member.name for member in first.pending]) == ([("n0", ())], ["rollout-1"])
+    assert (seats(first, "rollout"), [instance.name for instance in first.pending]) == ([("n0", ())], ["rollout-1"])
     nobody = make(services={"rollout": {"placement": ["n8", "n9"]}})
     assert refused(nobody, nodes(0), waits=True) == ["services.rollout.placement: none of n8, n9 has come; nodes are n0"]
 
@@ -336,10 +336,10 @@ def test_every_process_has_devices_of_its_own_on_one_node(
         placed = place(config, nodes(*devices))
     except ConfigError:
         return
-    assert {seat.member for seat in placed.seats} == set(members(config))
+    assert {seat.instance for seat in placed.seats} == set(instances(config))
     taken = Counter((seat.node, device) for seat in placed.seats for device in seat.devices)
     assert not taken or max(taken.values()) == 1
     for node, device in taken:
         assert device < devices[int(node[1:])]
     for seat in placed.seats:
-        assert len(seat.devices) == {"rollout": tensor, "reward": 0}.get(seat.member.role, 1)
+        assert len(seat.devices) == {"rollout": tensor, "reward": 0}.get(seat.instance.role, 1)

@@ -25,8 +25,7 @@ from tests.unit.reward_cases import make_request
 class Bytes:
     """A tokenizer whose ids are the bytes of the text; 0 is special."""
 
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
-        assert skip_special
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         return [bytes(int(token) for token in ids if token).decode() for ids in batch]
 
 
@@ -34,12 +33,12 @@ def request(group_id: int, label: str, *texts: str) -> ScoreRequest:
     return make_request(group_id, [0], [[*text.encode(), 0] for text in texts], label=label)
 
 
-def score(settings: config.Rewards, *requests: ScoreRequest) -> list[Scores]:
-    async def run() -> list[Scores]:
+def score(settings: config.Rewards, request: ScoreRequest) -> Scores:
+    async def run() -> Scores:
         scorer = RewardScorer(settings, Bytes())
         scorer.start()
         try:
-            return await scorer.score(requests)
+            return await scorer.score(request)
         finally:
             await scorer.close()
 
@@ -48,27 +47,24 @@ def score(settings: config.Rewards, *requests: ScoreRequest) -> list[Scores]:
 
 def test_the_reward_is_the_weighted_sum_of_the_rules_values() -> None:
     rules = [config.Rule(name="gsm8k", weight=2.0, wrong=-1.0), config.Rule(name="format_answer", weight=0.5, correct=1.25)]
-    first, second = score(
-        config.Rewards(rules=rules), request(7, "5", "#### 5", "#### 6", "so 5"), request(9, "1", "\\boxed{1}")
-    )
-    assert (first.group_id, second.group_id) == (7, 9)
-    np.testing.assert_array_equal(first.rewards, np.array([2.625, -1.375, -2.0], np.float32))
-    np.testing.assert_array_equal(second.rewards, np.array([2.0], np.float32))
-    assert first.rewards.dtype == np.float32
-    assert first.valid.tolist() == [1, 1, 1]
-    assert first.rules["gsm8k"].tolist() == [1.0, -1.0, -1.0]
-    assert first.rules["format_answer"].tolist() == [1.25, 1.25, 0.0]
-    assert first.errors == {}
+    scores = score(config.Rewards(rules=rules), request(7, "5", "#### 5", "#### 6", "so 5", "\\boxed{5}"))
+    assert scores.group_id == 7
+    np.testing.assert_array_equal(scores.rewards, np.array([2.625, -1.375, -2.0, 2.0], np.float32))
+    assert scores.rewards.dtype == np.float32
+    assert scores.valid.tolist() == [1, 1, 1, 1]
+    assert scores.rules["gsm8k"].tolist() == [1.0, -1.0, -1.0, 1.0]
+    assert scores.rules["format_answer"].tolist() == [1.25, 1.25, 0.0, 0.0]
+    assert scores.errors == {}
 
 
 def test_scores_survive_the_wire() -> None:
-    (scores,) = score(config.Rewards(rules=[config.Rule(name="gsm8k")]), request(1, "5", "#### 5"))
+    scores = score(config.Rewards(rules=[config.Rule(name="gsm8k")]), request(1, "5", "#### 5"))
     assert codec.decode(Scores, codec.encode(scores)).rewards.tolist() == [1.0]
 
 
 def test_a_failing_rule_masks_its_sample_and_is_counted() -> None:
     rules = [config.Rule(name="gsm8k"), config.Rule(name="format_answer")]
-    (scores,) = score(config.Rewards(rules=rules), request(1, "not a number", "#### 5", "6"))
+    scores = score(config.Rewards(rules=rules), request(1, "not a number", "#### 5", "6"))
     assert scores.valid.tolist() == [0, 0]
     assert scores.rewards.tolist() == [0.0, 0.0]
     assert np.isnan(scores.rules["gsm8k"]).all()
@@ -82,11 +78,9 @@ def test_answers_are_named_where_they_are_asked_for() -> None:
         1, "1000", "#### 1,000", "\\boxed{1000.0}", "so it is", "#### 2/4", "the answer is  a  b", "#### " + "x" * 2000
     )
     asked.answers = True
-    first, second = score(config.Rewards(rules=rules), asked, request(2, "5", "#### 5"))
-    assert first.answers == ["1000", "1000", None, "1/2", "ab", None]
-    assert second.answers == []
-    (unnamed,) = score(config.Rewards(rules=list(reversed(rules))), asked)
-    assert unnamed.answers == []
+    assert score(config.Rewards(rules=rules), asked).answers == ["1000", "1000", None, "1/2", "ab", None]
+    assert score(config.Rewards(rules=rules), request(2, "5", "#### 5")).answers == []
+    assert score(config.Rewards(rules=list(reversed(rules))), asked).answers == []
 
 
 def test_an_answer_that_raises_is_counted_and_the_score_stays(tmp_path: Path) -> None:
@@ -98,7 +92,7 @@ def test_an_answer_that_raises_is_counted_and_the_score_stays(tmp_path: Path) ->
     )
     asked = request(1, "5", "a", "b", "c")
     asked.answers = True
-    (scores,) = score(config.Rewards(rules=[config.Rule(name=f"{tmp_path}/named.py:test_named")]), asked)
+    scores = score(config.Rewards(rules=[config.Rule(name=f"{tmp_path}/named.py:test_named")]), asked)
     assert (scores.answers, scores.errors) == (["A", None, None], {"answer:TypeError": 1, "answer:KeyError": 1})
     assert scores.valid.tolist() == [1, 1, 1]
 

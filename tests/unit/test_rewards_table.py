@@ -243,7 +243,7 @@ def test_a_megabyte_takes_no_rule_a_second(text: str) -> None:
 def test_r1_zeros_reward_is_half_form_and_half_answer() -> None:
     settings = loading.load(ROOT / "configs" / "r1_zero_qwen25_7b.yaml", ()).rewards
     replies = (RIGHT, "\\boxed{5}", RIGHT.replace("{5}", "{6}"), "5")
-    (scores,) = score(settings, request(1, "5", *replies))
+    scores = score(settings, request(1, "5", *replies))
     assert scores.rewards.tolist() == [1.0, 0.5, 0.0, -0.5]
     assert scores.rules["r1_zero_acc"].tolist() == [1.0, 1.0, -1.0, -1.0]
     assert scores.rules["r1_zero_format"].tolist() == [1.0, 0.0, 1.0, 0.0]

@@ -116,7 +116,7 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
     assert scorer.vocab_size == VOCABULARY
     request, payload = make_group(3, 4, [5])
     payload.samples[0].tokens[2] = VOCABULARY
-    with pytest.raises(InvalidMessage, match=r"group 3: token ids outside of the model's 0\.\.60"):
+    with pytest.raises(InvalidMessage, match=r"group 3: token ids outside of 0\.\.60"):
         scorer.logprobs([LogprobRequest(group_id=3, payload=codec.encode(payload))])
     with pytest.raises(InvalidMessage, match=r"group 3: temperature is 0\.0, must be above 0"):
         scorer.logprobs([LogprobRequest(group_id=3, payload=request.payload, temperature=0.0)])

@@ -11,7 +11,7 @@ import pytest
 from launcher.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, place
-from runtime.cluster.topology import Member, group_of, members, replicas, uses_reference
+from runtime.cluster.topology import Instance, group_of, instances, replicas, uses_reference
 from runtime.config import Config
 from runtime.pipeline.material import accelerators
 
@@ -32,7 +32,7 @@ def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
 
 
 def names(config: Config) -> list[str]:
-    return [member.name for member in members(config)]
+    return [instance.name for instance in instances(config)]
 
 
 def test_a_run_without_kl_or_critic_has_neither_service() -> None:
@@ -53,14 +53,14 @@ def test_a_reference_service_is_there_only_where_it_is_asked(mode: str, coeffici
 def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
     kl = {"algorithm": {"kl_coefficient": 0.1}}
     replicas = make(**kl, services={"reference": {"replicas": 2}})
-    assert [member for member in members(replicas) if member.role == "reference"] == [
-        Member("reference", "reference-0"),
-        Member("reference", "reference-1"),
+    assert [instance for instance in instances(replicas) if instance.role == "reference"] == [
+        Instance("reference", "reference-0"),
+        Instance("reference", "reference-1"),
     ]
     group = make(**kl, services={"reference": {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}}})
-    assert [member for member in members(group) if member.role == "reference"] == [
-        Member("reference", "reference-0", 0),
-        Member("reference", "reference-1", 1),
+    assert [instance for instance in instances(group) if instance.role == "reference"] == [
+        Instance("reference", "reference-0", 0),
+        Instance("reference", "reference-1", 1),
     ]
     (spec,) = (spec for spec in specs(group) if spec.role == "reference")
     assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
@@ -86,16 +86,16 @@ def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
     ]
 
 
-def test_every_rank_of_a_critic_is_a_member() -> None:
+def test_every_rank_of_a_critic_is_an_instance() -> None:
     config = make(critic={}, services={"critic": {"processes": 2}})
-    assert members(config)[-2:] == [Member("critic", "critic-0", 0), Member("critic", "critic-1", 1)]
+    assert instances(config)[-2:] == [Instance("critic", "critic-0", 0), Instance("critic", "critic-1", 1)]
     assert accelerators(config) == 4
 
 
 def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
     spread = {"engine": "megatron", "processes": 2}
     config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"critic": {"processes": 2}, "reference": spread})
-    units = {member.name: [one.name for one in group_of(config, member)] for member in members(config)}
+    units = {instance.name: [one.name for one in group_of(config, instance)] for instance in instances(config)}
     assert units == {
         "rollout-0": ["rollout-0"],
         "reward-0": ["reward-0"],
@@ -106,7 +106,7 @@ def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
         "critic-1": ["critic-0", "critic-1"],
     }
     replicas = make(algorithm={"kl_coefficient": 0.1}, services={"reference": {"replicas": 2}})
-    assert [len(group_of(replicas, member)) for member in members(replicas)] == [1] * 5
+    assert [len(group_of(replicas, instance)) for instance in instances(replicas)] == [1] * 5
 
 
 def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_its_first_rank() -> None:
@@ -177,6 +177,6 @@ def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() ->
     config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"rollout": {"replicas": 2}})
     found = specs(config, trains=False)
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in found} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
-    assert {member.name for member in members(config, trains=False)} == {spec.name for spec in found}
+    assert {instance.name for instance in instances(config, trains=False)} == {spec.name for spec in found}
     assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0, trains=False).command
     assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0).command

@@ -20,3 +20,13 @@ def test_what_a_phase_without_a_count_waits_for_is_a_line_each_time_that_it_chan
         "starting  waits for b, c",
         "starting  waits for c",
     ]
+
+
+def test_a_phase_that_goes_on_unchanged_is_one_line() -> None:
+    out = io.StringIO()
+    with View(Console(file=out, width=80), line_interval=0.0) as view:
+        view.phase("starting")
+        for done in (0, 0, 1):
+            view.progress(Progress(phase="training", done=done, total=2))
+        view.phase("starting")
+    assert [line.strip() for line in out.getvalue().splitlines()] == ["starting", "training  0/2", "training  1/2", "starting"]

@@ -224,7 +224,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ),
     ("Trainer", "BeginStep"): (commands.BeginStep(7), None),
     ("Trainer", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
-    ("Trainer", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"grad_norm": 0.5}, seconds=1.25)),
+    ("Trainer", "Apply"): (commands.Apply(7), StepResult(metrics={"grad_norm": 0.5}, seconds=1.25)),
     ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
     ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),
@@ -236,7 +236,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     },
     ("Critic", "BeginStep"): (commands.BeginStep(7), None),
     ("Critic", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
-    ("Critic", "Apply"): (commands.Apply(7), StepResult(step=7, metrics={"critic/value_loss": 0.5}, seconds=1.25)),
+    ("Critic", "Apply"): (commands.Apply(7), StepResult(metrics={"critic/value_loss": 0.5}, seconds=1.25)),
     ("Critic", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
     ("Critic", "Save"): (commands.Save("runs/a/checkpoint/critic"), None),
     ("Critic", "Values"): (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.cluster.topology import fleets, members, processes, takes_turns
+from runtime.cluster.topology import fleets, instances, processes, takes_turns
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Scorer, Trainer
 
 HOSTS = ("rollout", "reward_model", "reference", "trainer", "critic")
@@ -12,7 +12,7 @@ HOSTS = ("rollout", "reward_model", "reference", "trainer", "critic")
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
     """One line per fault."""
-    running = {member.role for member in members(config)}
+    running = {instance.role for instance in instances(config)}
     for path, settings in processes(config).items():
         if isinstance(settings, Computing) and settings.colocate:
             fault = _host_fault(config, path, settings, running)

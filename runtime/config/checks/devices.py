@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.cluster.topology import Member, members, place_in_fleet, processes, replicas, takes_turns
+from runtime.cluster.topology import Instance, instances, place_in_fleet, processes, replicas, takes_turns
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
 from runtime.weights.transports import resolve
 
@@ -64,14 +64,14 @@ def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
     """The members of the publication group, and the devices that each has all for itself."""
     yield "trainer-0", config.services.trainer.devices[:1]
     for name, fleet in replicas(config).items():
-        place, size = place_in_fleet(config, Member("rollout", name)), len(fleet.devices) // fleet.replicas
+        place, size = place_in_fleet(config, Instance("rollout", name)), len(fleet.devices) // fleet.replicas
         yield name, fleet.devices[place * size : (place + 1) * size]
 
 
 def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:
     network, port = config.network, config.services.coordinator.port
     ranges = {"hccl_host_ports": network.hccl_host_ports, "hccl_npu_ports": network.hccl_npu_ports}
-    needed = sum(member.rank == 0 for member in members(config, trains))
+    needed = sum(instance.rank == 0 for instance in instances(config, trains))
     for name, (first, last) in ranges.items():
         if not RESERVED <= first <= last:
             yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.cluster.topology import members, processes
+from runtime.cluster.topology import instances, processes
 from runtime.config import Cluster, Config, Placed
 from runtime.config.checks.devices import RESERVED
 from runtime.network import is_loopback
@@ -74,7 +74,7 @@ def _reachable(config: Config) -> Iterator[str]:
 
 def _listeners(config: Config, trains: bool) -> int:
     """How many sockets of the run's own listen at once, where all are on one machine."""
-    return len(members(config, trains)) + (not config.services.coordinator.port) + trains * RENDEZVOUS
+    return len(instances(config, trains)) + (not config.services.coordinator.port) + trains * RENDEZVOUS
 
 
 def _port_range(config: Config, ports: tuple[int, int], needed: int) -> Iterator[str]:

@@ -21,14 +21,14 @@ from runtime.engines import hf_policy
 from runtime.engines.core_checkpoint import FOLDER, OWN, TRAINER
 from runtime.engines.megatron.optimizer import KINDS, Updates
 from runtime.engines.megatron.writer import Writer
-from runtime.engines.train_model import Position
+from runtime.engines.train_model import TrainingPosition
 from runtime.errors import UserError
 
 FORMAT = 1
 ENGINE = "megatron"
 
 
-def prepare(folder: Path, updates: Updates, position: Position, source: str, writer: Writer) -> Callable[[], None]:
+def prepare(folder: Path, updates: Updates, position: TrainingPosition, source: str, writer: Writer) -> Callable[[], None]:
     """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not: `Writer.write`.
 
     Collective. Configuration and tokenizer are `source`'s.
@@ -51,7 +51,7 @@ def prepare(folder: Path, updates: Updates, position: Position, source: str, wri
     return writer.write
 
 
-def load(folder: Path, updates: Updates) -> Position:
+def load(folder: Path, updates: Updates) -> TrainingPosition:
     """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
     description = _description(folder)
     target = str(folder / FOLDER)
@@ -62,7 +62,7 @@ def load(folder: Path, updates: Updates) -> Position:
     for name, parameter in updates.model.module.named_parameters():
         updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
     updates.count = description["optimizer_updates"]
-    return Position(description["step"], description["kl_coefficient"])
+    return TrainingPosition(description["step"], description["kl_coefficient"])
 
 
 def _saved(updates: Updates) -> dict[str, Any]:
