@@ -278,7 +278,7 @@ def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path: Pa
 
 
 class Held(FakeRollout):
-    """All wait until twelve groups are generating, by which time `asked` says how many each has."""
+    """All wait until 22 groups are generating, by which time `asked` says how many each has."""
 
     asked: Counter[str]
     full: asyncio.Event
@@ -286,14 +286,14 @@ class Held(FakeRollout):
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if not self.full.is_set():
             self.asked[self.name] += 1
-            if self.asked.total() == 12:
+            if self.asked.total() == 22:
                 self.full.set()
             await self.full.wait()
         return await super().generate(request)
 
 
 def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
-    """16 slots take 8 groups of two samples, and one more; 4 take 2 and one more."""
+    """Twice 16 slots take 16 groups of two samples, and one more; twice 4 take 4 and one more."""
     cast = Cast.make()
     cast.rollouts = [Held(f"rollout-{i}", cast.weights) for i in range(2)]
     asked, full = Counter[str](), asyncio.Event()
@@ -301,4 +301,4 @@ def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
         rollout.asked, rollout.full = asked, full  # type: ignore[attr-defined]
     fleets = config.Services(rollout=[config.Rollout(slots=4), config.Rollout(slots=16)])
     RunFolder(tmp_path, steps=20, staleness=20, sections={"services": fleets}).run(cast)
-    assert asked == {"rollout-0": 3, "rollout-1": 9}
+    assert asked == {"rollout-0": 5, "rollout-1": 17}
