@@ -89,7 +89,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         """Raises InvalidMessage for a group without a prompt, or with token ids outside of a vocabulary of so many."""
         if not len(self.prompt):
             raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
-        if any(outside(tokens, vocabulary) for tokens in (self.prompt, *(sample.tokens for sample in self.samples))):
+        if outside(np.concatenate([self.prompt, *(sample.tokens for sample in self.samples)]), vocabulary):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
 
