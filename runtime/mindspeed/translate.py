@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator
 from pathlib import PurePath
 from typing import Any
@@ -328,8 +329,13 @@ def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, An
 
 def _written(carried: Carried) -> Carried:
     """`carried` with what it wrote that is not our default anyway."""
-    defaults = {f"{path}={shown(value)}" for path, value in _paths(_defaults())}
-    return Carried(carried.path, carried.value, tuple(line for line in carried.ours if line not in defaults))
+    return Carried(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
+
+
+@functools.cache
+def _default_lines() -> frozenset[str]:
+    """Our defaults, each as PATH=VALUE."""
+    return frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults()))
 
 
 def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,92 @@
+"""Rules of the whole suite: a test that leaves something behind fails by name, and the last line counts what was skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import leftovers
+
+BEFORE = pytest.StashKey[frozenset[str]]()
+MODULE = pytest.StashKey[leftovers.Module]()
+FOLDER = pytest.StashKey[Path]()
+SKIPPED = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One temporary folder for the session, with those of its workers and of its tests, which is removed in the end."""
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    if not worker:
+        config.stash[FOLDER] = folder = Path(tempfile.mkdtemp(prefix="sluice-"))
+        config.option.basetemp = config.option.basetemp or str(folder / "t")
+        # Tests leave no file behind, but torch's compiler may make this folder of its own.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+        os.environ["SLUICE_TEST_FOLDER"] = str(folder)
+    leftovers.use_temporary_folder(Path(os.environ["SLUICE_TEST_FOLDER"]) / (worker or "main"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if FOLDER in config.stash:
+        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+    if SKIPPED in config.stash:
+        print(config.stash[SKIPPED])  # behind pytest's own last line
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    module = _module(item)
+    if MODULE not in module.stash:
+        module.stash[MODULE] = leftovers.Module()
+    module.stash[MODULE].began.append((time.time(), item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    item.stash[BEFORE] = leftovers.directly()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    module = _module(item)
+    last = nextitem is None or _module(nextitem) is not module
+    seen = module.stash.get(MODULE, None)
+    lines = []
+    if BEFORE in item.stash and (left := leftovers.left(item.stash[BEFORE], leftovers.directly)):
+        lines += [f"{item.nodeid} left behind {thing}" for thing in left]
+        leftovers.end(left)
+        if seen is not None:
+            seen.before |= frozenset(left)  # told once
+    if last and seen is not None:
+        left = leftovers.left(seen.before, leftovers.thoroughly)
+        lines += [f"{seen.culprit(thing)} left behind {thing}" for thing in left]
+        leftovers.end(left)
+        del module.stash[MODULE]
+    if lines:
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def _module(item: pytest.Item) -> pytest.Module:
+    module = item.getparent(pytest.Module)
+    assert module is not None
+    return module
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = [_reason(report) for report in terminalreporter.stats.get("skipped", [])]
+    counts = Counter(skipped).most_common()
+    config.stash[SKIPPED] = f"skipped {len(skipped)}: " + ("; ".join(f"{count} × {why}" for why, count in counts) or "none")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return told.removeprefix("Skipped: ")

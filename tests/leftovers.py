@@ -1,0 +1,136 @@
+"""What a test leaves behind: processes, ports and files in the temporary folder. `tests/conftest.py` fails the test that did.
+
+What comes up while a test runs has to be gone after it; what its fixtures made, which may be those of its module, once the
+module is through. Each worker of the suite has a temporary folder of its own, so nothing is another one's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+GRACE = 20.0  # seconds for what has been told to end; a process that is killed takes some on a busy machine
+POLL = 0.02
+CLOCK = 0.01  # seconds: the kernel's steps between the times at which processes begin
+OWNER = "SLUICE_TEST_TMPDIR"
+"""In the environment of every process that a test starts: the temporary folder of the worker that did."""
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # of the interpreter's, one for its whole life
+
+
+def use_temporary_folder(folder: Path) -> None:
+    """Everything temporary of this process, and of those that it starts, goes into `folder`."""
+    folder.mkdir()
+    os.environ["TMPDIR"] = os.environ[OWNER] = str(folder)
+    tempfile.tempdir = None  # so that it is looked up again
+
+
+def directly() -> frozenset[str]:
+    """Files, ports of this process, and its children, each in words: cheap enough for every test."""
+    return frozenset({*_files(), *_ports(), *_children()})
+
+
+def thoroughly() -> frozenset[str]:
+    """Those, and processes whose parents have ended."""
+    return directly() | frozenset(_orphans())
+
+
+@dataclass
+class Module:
+    """A module's tests while they run: what was there before, and when each began."""
+
+    before: frozenset[str] = field(default_factory=thoroughly)
+    began: list[tuple[float, str]] = field(default_factory=list)
+
+    def culprit(self, thing: str) -> str:
+        """The test during which a process was started; for anything else, the module's first one and those behind it."""
+        behind = f"{self.began[0][1]} or a later one"
+        if not thing.startswith("process "):
+            return behind
+        try:
+            started = psutil.Process(_pid(thing)).create_time()
+        except psutil.Error:
+            return behind
+        return next((name for begun, name in reversed(self.began) if begun <= started + CLOCK), behind)
+
+
+def left(before: frozenset[str], look: Callable[[], frozenset[str]]) -> list[str]:
+    """What `look` sees that was not there `before`, once it has had time to go."""
+    deadline, collected = time.monotonic() + GRACE, False
+    while new := look() - before:
+        if all(thing.startswith("file ") for thing in new) or time.monotonic() > deadline:
+            return sorted(new)
+        if not collected:
+            gc.collect()  # servers and pools that nothing refers to
+            collected = True
+        time.sleep(POLL)
+    return []
+
+
+def end(things: list[str]) -> None:
+    """End those of them that are processes: they are this worker's own."""
+    for thing in things:
+        if thing.startswith("process "):
+            with suppress(psutil.Error):
+                psutil.Process(_pid(thing)).kill()
+
+
+def _pid(process: str) -> int:
+    return int(process.split()[1].rstrip(":"))
+
+
+def _files() -> list[str]:
+    return [f"file {name}" for name in os.listdir(tempfile.gettempdir())]
+
+
+def _ports() -> list[str]:
+    """On which this process listens, by its sockets: another process's are not its own."""
+    inodes = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{number}"))
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in inodes:  # LISTEN
+                found.append(f"port {int(columns[1].rpartition(':')[2], 16)}")
+    return found
+
+
+def _children() -> list[str]:
+    pids = set[int]()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            pids.update(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
+    return [told for pid in pids if (told := _process(pid))]
+
+
+def _orphans() -> list[str]:
+    """Living processes that this worker's tests started, whoever is their parent by now."""
+    mine, found = f"{OWNER}={os.environ.get(OWNER)}".encode(), []
+    for pid in psutil.pids():
+        with suppress(OSError):
+            if mine in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(_process(pid))
+    return [told for told in found if told]
+
+
+def _process(pid: int) -> str:
+    """In words; "" when it has ended, is a helper of the interpreter's, or is this one."""
+    if pid == os.getpid():
+        return ""
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline())
+        ended = process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return ""
+    return "" if ended or any(helper in command for helper in _HELPERS) else f"process {pid}: {command[:200]}"
