@@ -10,17 +10,24 @@ TRL_PIP := $(TRL)/bin/python -m pip install --quiet --disable-pip-version-check 
 # Several pools of threads on the same cores slow each other down severely.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run test test-all check format proto reference install install-dev install-vllm install-trl clean accept-ascend accept-cuda \
+.PHONY: run test test-numeric test-all check format proto reference install install-dev install-vllm install-trl clean accept-ascend accept-cuda \
 	accept-cpu contract-wheels cluster-demo docs mutants
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
 
-test: install-dev
-	$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/loopback tests/contract
+# Two processes: while a test of one waits for a deadline, one of the other computes. In an order of chance, whose seed is told.
+WORKERS := -n 2 --dist worksteal
 
-test-all: install-dev install-vllm .megatron-0.12/installed
-	$(TEST_ENV) $(BIN)/python -m pytest tests/system
+test: install-dev
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) tests/unit tests/loopback tests/contract
+
+# What depends on the order in which a processor adds, computed with other instructions than this processor's best.
+test-numeric: install-dev
+	$(TEST_ENV) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(WORKERS) -m numeric tests/unit tests/loopback
+
+test-all: install-dev install-vllm .megatron-0.12/installed test-numeric
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) tests/system
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -87,22 +88,27 @@ def _pid(process: str) -> int:
 
 
 def _files() -> list[str]:
-    return [f"file {name}" for name in os.listdir(tempfile.gettempdir())]
+    return [f"file {name}" for name in os.listdir(os.environ[OWNER])]
 
 
 def _ports() -> list[str]:
-    """On which this process listens, by its sockets: another process's are not its own."""
-    inodes = set()
+    """On which this process listens."""
+    found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{number}"))
-    found = []
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
-            columns = line.split()
-            if columns[3] == "0A" and f"socket:[{columns[9]}]" in inodes:  # LISTEN
-                found.append(f"port {int(columns[1].rpartition(':')[2], 16)}")
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:") and (port := _listening(int(number))):
+                found.append(f"port {port}")
     return found
+
+
+def _listening(number: int) -> int:
+    """The port of a descriptor that is a TCP socket which listens; otherwise 0."""
+    opened = socket.socket(fileno=number)
+    try:
+        inet = opened.family in (socket.AF_INET, socket.AF_INET6) and opened.type == socket.SOCK_STREAM
+        return opened.getsockname()[1] if inet and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else 0
+    finally:
+        opened.detach()  # it is somebody else's
 
 
 def _children() -> list[str]:

@@ -18,7 +18,7 @@ from services.session import Session, call, open_channel
 DEADLINE = 100.0  # seconds that one test may take
 
 
-PATIENCE = 30.0  # seconds that one call may take where it is to succeed
+PATIENCE = 100.0  # seconds that one call may take where it is to succeed
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -19,7 +19,7 @@ from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
 from services.server import Server
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 START = 1.0  # seconds for which a coordinator that is not there is tried
 
 

@@ -24,7 +24,7 @@ from runtime.spmd import Relay
 from runtime.weights.sender import in_thread
 
 DEADLINE = 4.0  # of the relays
-PATIENCE = 30.0
+PATIENCE = 100.0
 ROOT = Path(__file__).parents[2]
 
 

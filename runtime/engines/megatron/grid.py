@@ -110,3 +110,6 @@ class Grid:
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()
+        for name in vars(parallel_state):  # groups that it forgets would keep their ports
+            if isinstance(getattr(parallel_state, name), dist.ProcessGroup):
+                setattr(parallel_state, name, None)
