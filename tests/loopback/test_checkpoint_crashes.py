@@ -31,7 +31,7 @@ def save(run: Path, step: int, word: str, keep: int) -> None:
     folder = checkpoint.folder_for(run, step)
     partial = checkpoint.begin(folder)
     (partial / "model").mkdir()
-    for name in ("model/a.safetensors", "model/b.safetensors", checkpoint.TRAINER):
+    for name in ("model/__0_0.distcp", "model/__1_0.distcp", checkpoint.TRAINER):
         (partial / name).write_text(f'"{word}"')
     checkpoint.complete(partial, folder, Position(version=PolicyVersion(0, step), stream=STREAM, trained=[]))
     checkpoint.prune(run, keep, {step})
@@ -161,8 +161,8 @@ def test_what_is_half_deleted_under_its_own_name_is_not_whole(run: Path) -> None
     save(run, 40, "old", keep=9)
     save(run, 50, "old", keep=9)
     newest = checkpoint.folder_for(run, 50)
-    (newest / "model" / "a.safetensors").unlink()
+    (newest / "model" / "__0_0.distcp").unlink()
     assert Path(auto(run)) == checkpoint.folder_for(run, 40)
     chosen = config.Config(run=config.Run(name="a", dir=str(run), resume=str(newest)))
-    with pytest.raises(UserError, match=r"^run.resume: .*step-00000050 is not whole: .*a.safetensors"):
+    with pytest.raises(UserError, match=r"^run.resume: .*step-00000050 is not whole: .*__0_0.distcp"):
         run_folder.begin(run, chosen)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from runtime import config
+from runtime import checkpoint, config
 from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.roles import Updated
@@ -269,6 +269,31 @@ def test_a_resumed_run_goes_back_no_further_than_it_began_and_to_nothing_of_a_de
     assert cast.rollouts[0].version == PolicyVersion(2, 9)
     with LedgerReader(folder.path / "ledger") as reader:
         reader.check_final(folder.groups_per_step)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_its_own_new_ones(tmp_path: Path, keep: int) -> None:
+    RunFolder(tmp_path, steps=12, sections={"checkpoint": config.Checkpoint(every=1, keep=20)}).run(Cast.make())
+    folder, cast = RunFolder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=1, keep=keep)}), Cast.make(50)
+    troupe = Troupe(cast, ("apply", 7))
+    folder.run(cast, resume=str(folder.checkpoint(3)))
+    assert troupe.trainers[1].restored in {str(folder.checkpoint(6)), str(folder.checkpoint(7))}
+    assert checkpoint.steps(folder.path) == [8, 9][-keep:]
+    assert checkpoint.resolve("auto", folder.path) == str(folder.checkpoint(9))
+    assert folder.position(9).version.incarnation == 2
+    left = sorted(path.parent.name for path in (folder.path / "checkpoints" / "dead-1").rglob(checkpoint.POSITION))
+    assert left == [folder.checkpoint(step).name for step in range(4, 13)]
+
+
+def test_the_end_does_not_save_again_what_is_saved_already(tmp_path: Path) -> None:
+    folder, cast = RunFolder(tmp_path, steps=6, sections=SAVED), Cast.make()
+    folder.run(cast)
+    assert [command for command in cast.trainer.posted if command[0] == "save"] == [("save", 3), ("save", 6)]
+    assert folder.position(6).version == PolicyVersion(0, 6)
+    again = Cast.make(50)
+    folder.run(again, resume=str(folder.checkpoint(6)))  # as a batch system starts a finished run
+    assert [command for command in again.trainer.posted if command[0] == "save"] == []
+    assert folder.position(6).version == PolicyVersion(1, 6) and not checkpoint.fault(folder.checkpoint(6))
 
 
 def test_evaluations_after_the_checkpoint_are_made_again_and_those_before_are_not(tmp_path: Path) -> None:
