@@ -80,8 +80,8 @@ def _require_unneeded(folder: Path, config: Config) -> None:
     run = config.run
     if run.resume == "auto" and not run.overwrite and (held := _trained(folder)):
         raise UserError(
-            f"run.resume: auto finds no checkpoint in {folder}, which holds {held}; set run.overwrite=true to train anew in its "
-            "place, or choose another run.dir"
+            f"run.resume: auto finds no checkpoint in {folder}, which holds {held}; set run.overwrite=true to train anew in "
+            "its place, or choose another run.dir"
         )
     removed = [(folder / name).resolve() for name in layout.OF_ONE_RUN]
     for key, path in _inputs(config).items():

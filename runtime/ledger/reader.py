@@ -174,8 +174,7 @@ class LedgerReader:
         if not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
             return False
         (found,) = self._connection.execute(
-            "SELECT EXISTS (SELECT 1 FROM groups WHERE state IN ('consumed', 'retired'))"
-            " OR EXISTS (SELECT 1 FROM checkpoints)"
+            "SELECT EXISTS (SELECT 1 FROM groups WHERE state IN ('consumed', 'retired')) OR EXISTS (SELECT 1 FROM checkpoints)"
         ).fetchone()
         return bool(found)
 

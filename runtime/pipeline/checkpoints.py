@@ -85,8 +85,9 @@ class Checkpoints:
         """The checkpoint of version `step` as the run ends. Where that version is saved already, only where the run is then is
         written anew."""
         folder, position = checkpoint.folder_for(self._folder, step), await self.position(step)
-        if not self._history.folder or Path(self._history.folder).resolve() != folder.resolve():
-            return await self.save(step, position)
+        if not self._history.is_at(folder):
+            await self.save(step, position)
+            return
         with _faults_told(folder):
             await asyncio.to_thread(checkpoint.reposition, folder, position)
 
@@ -148,7 +149,7 @@ class Checkpoints:
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=time.time()))
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         with _faults_told(folder):
-            await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, {step, best})
+            await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best))
         oldest = min(checkpoint.steps(self._folder), default=step)
         await self._ledger.trim(oldest, self._retain_bytes)
 

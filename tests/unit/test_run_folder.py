@@ -22,7 +22,6 @@ from runtime.ledger.records import CheckpointSaved
 from runtime.position import Position
 from runtime.types import PolicyVersion
 
-
 STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
 
 
@@ -104,7 +103,9 @@ def test_a_ledger_whose_checkpoints_are_gone_is_not_begun_over(tmp_path: Path) -
 
     chosen = config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto"))
     asyncio.run(journal(trained=True))
-    with pytest.raises(UserError, match=r"^run.resume: auto finds no checkpoint in .*, which holds a ledger of steps that were"):
+    with pytest.raises(
+        UserError, match=r"^run.resume: auto finds no checkpoint in .*, which holds a ledger of steps that were"
+    ):
         run_folder.begin(tmp_path, chosen)
     assert (tmp_path / layout.LEDGER).is_dir()
     assert run_folder.begin(tmp_path, structs.replace(chosen, run=structs.replace(chosen.run, overwrite=True))) == ""
@@ -122,7 +123,9 @@ def test_a_checkpoint_of_a_branch_that_the_run_has_left_is_moved_back_first(tmp_
         save(checkpoint.folder_for(tmp_path, step))
     assert checkpoint.set_aside(tmp_path, 40, 1) == [50]
     dead = tmp_path / layout.CHECKPOINTS / "dead-1" / "step-00000050"
-    with pytest.raises(UserError, match=r"^run.resume: .*dead-1/step-00000050 is of a branch that the run has left; move it to"):
+    with pytest.raises(
+        UserError, match=r"^run.resume: .*dead-1/step-00000050 is of a branch that the run has left; move it to"
+    ):
         run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume=str(dead))))
     dead.rename(checkpoint.folder_for(tmp_path, 50))
     found = run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto")))
