@@ -16,9 +16,10 @@ from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.run import Run
 from runtime.pipeline.states import Phase
+from runtime.position import Position
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
-from tests.loopback.pipeline_fakes import Cast, FakeRollout, LongTail, RunFolder
+from tests.loopback.pipeline_fakes import DEADLINE, Cast, FakeRollout, LongTail, RunFolder
 
 T = TypeVar("T")
 Moment = tuple[str, int]
@@ -283,6 +284,29 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_its_own_new_ones(tmp_
     assert folder.position(9).version.incarnation == 2
     left = sorted(path.parent.name for path in (folder.path / "checkpoints" / "dead-1").rglob(checkpoint.POSITION))
     assert left == [folder.checkpoint(step).name for step in range(4, 13)]
+
+
+def test_a_checkpoint_that_is_being_completed_as_the_trainer_is_lost_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cast = RunFolder(tmp_path, steps=5, sections=SAVED), Cast.make()
+    troupe, complete, loops = Troupe(cast), checkpoint.complete, list[asyncio.AbstractEventLoop]()
+
+    async def course(run: Run) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    def lost_meanwhile(partial: Path, at: Path, position: Position) -> None:
+        if len(troupe.trainers) == 1:
+            loops[0].call_soon_threadsafe(troupe.trainers[0].die, "was killed")
+            for _ in range(100):  # it is heeded meanwhile
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loops[0]).result(DEADLINE)
+        complete(partial, at, position)
+
+    monkeypatch.setattr(checkpoint, "complete", lost_meanwhile)
+    folder.run(cast, course)
+    assert [trainer.restored for trainer in troupe.trainers] == ["", str(folder.checkpoint(3))]
+    assert checkpoint.steps(folder.path) == [3, 5]
+    assert not list((folder.path / "checkpoints").glob("dead-*"))
 
 
 def test_the_end_does_not_save_again_what_is_saved_already(tmp_path: Path) -> None:
