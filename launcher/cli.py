@@ -183,17 +183,23 @@ def told(work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        _tell(*str(error).splitlines())
         return 2
     except SluiceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(str(error))
         return 1
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _tell(*lines: str) -> None:
+    from runtime.shown import shown
+
+    for line in lines:
+        print(f"error: {shown(line)}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -215,18 +221,19 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
     from runtime import summary
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
+    from runtime.shown import say
 
     console = Console()
     try:
         with View(console, verbose=verbose) as view:
             result = asyncio.run(train(config, view, here))
     except Interrupted as how:
-        console.print(str(how))
+        say(console, str(how))
         return how.code
     console.print(summary.render(result))
     if found := evaluation.read(Path(config.run.dir)):
         console.print(render([found[0], *found[1:][-1:]]))
-    console.print(f"run folder: {config.run.dir}", highlight=False)
+    say(console, f"run folder: {config.run.dir}")
     return 0
 
 
@@ -239,6 +246,7 @@ def _eval(options: argparse.Namespace) -> int:
     from runtime.config import loading
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
+    from runtime.shown import say
 
     console = Console()
     config = own_folder(loading.resolve(loading.load(options.config, options.overrides)))
@@ -246,10 +254,10 @@ def _eval(options: argparse.Namespace) -> int:
         with View(console, verbose=options.verbose) as view:
             result = asyncio.run(evaluate(config, view))
     except Interrupted as how:
-        console.print(str(how))
+        say(console, str(how))
         return how.code
     console.print(render([result]))
-    console.print(f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}", highlight=False)
+    say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
     return 0
 
 
@@ -346,16 +354,19 @@ def _accept(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from launcher import accept
+    from runtime.shown import literal, say
 
     console = Console()
     folder = options.out or Path("accept") / options.device
     with console.status("starting") as status:
-        report = asyncio.run(accept.accept(options.device, folder, options.config, options.steps, status.update))
+
+        def show(told: str) -> None:
+            status.update(literal(told))
+
+        report = asyncio.run(accept.accept(options.device, folder, options.config, options.steps, show))
     for one in report.outcomes:
-        console.print(
-            f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""), highlight=False
-        )
-    console.print(f"to send back: {folder / 'report.md'} and {folder / 'report.json'}", highlight=False)
+        say(console, f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""))
+    say(console, f"to send back: {folder / 'report.md'} and {folder / 'report.json'}")
     return 0 if report.passed else 1
 
 

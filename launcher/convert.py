@@ -9,6 +9,7 @@ from rich.console import Console
 
 from launcher.view import View
 from runtime.errors import UserError
+from runtime.shown import say
 
 if TYPE_CHECKING:
     from runtime.engines.conversion_parts import Report, Show
@@ -38,8 +39,8 @@ def run(options: argparse.Namespace) -> None:
         else:
             report = _from_hf(options, show)
     for line in _told(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"folder: {options.target}", highlight=False, soft_wrap=True)
+        say(console, line)
+    say(console, f"folder: {options.target}")
 
 
 def _from_hf(options: argparse.Namespace, show: Show) -> Report:

@@ -8,7 +8,6 @@ import socket
 from importlib import metadata
 
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.machine import Machine, this_machine
 from runtime import network, os_process
@@ -17,6 +16,7 @@ from runtime.cluster.placement import NodeOffer, offers, place, table
 from runtime.config import Config, loading
 from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, UserError
+from runtime.shown import Table
 
 MEETINGS = len(GROUPS) * TRIES
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from runtime.errors import ConfigError, UserError
 from runtime.mindspeed import report
 from runtime.mindspeed.keys import essential
 from runtime.mindspeed.reading import read
 from runtime.mindspeed.translate import Translation, translate
+from runtime.shown import Table, say
 
 _PRINTED = 200  # columns, where nobody's terminal says how many
 _WIDEST = {"MindSpeed-RL": 60, "value": 30}  # columns of the table's
@@ -89,15 +88,15 @@ def _print(console: Console, file: Path, output: Path, told: Path | None, transl
     for column in report.COLUMNS:
         table.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
     for row in translation.rows:
-        table.add_row(*map(escape, report.cells(row)))
+        table.add_row(*report.cells(row))
     console.print(table)
     if translation.carried:
         defaults = Table("left to its default", "there", "here", title_justify="left")
         for each in translation.carried:
-            defaults.add_row(*map(escape, (each.path, each.value, ", ".join(each.ours))))
+            defaults.add_row(each.path, each.value, ", ".join(each.ours))
         console.print(defaults)
     for line in (report.totals(translation.rows), *translation.advice):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, line)
     for path in filter(None, (output, told)):
-        console.print(f"written: {path}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"next: sluice validate {output}", highlight=False, soft_wrap=True, markup=False)
+        say(console, f"written: {path}")
+    say(console, f"next: sluice validate {output}")

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
@@ -139,7 +139,7 @@ class Job(ABC, Generic[Result]):
         watching = asyncio.create_task(self._watch(address))
         following = asyncio.create_task(self._agent.follow())
         try:
-            await self.guarded(_unless(following, self._finished()))
+            await self.guarded(_unless({watching, following}, self._finished()))
         finally:
             for task in (watching, following):
                 task.cancel()
@@ -206,13 +206,17 @@ class Job(ABC, Generic[Result]):
             self._twice.set()
 
 
-async def _unless(failing: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Raises what `failing` raises before."""
+async def _unless(failing: Collection[asyncio.Task[None]], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Raises what one of `failing` raises before."""
     task = asyncio.create_task(work)
+    going = set(failing)
     try:
-        await asyncio.wait({failing, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            failing.result()
+        while not task.done():
+            done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                for ended in done:
+                    ended.result()
+            going -= done
         return await task
     finally:
         task.cancel()

@@ -11,6 +11,7 @@ from rich.console import Console
 from launcher.view import View
 from runtime.data import preparation
 from runtime.data.prepare import prepare
+from runtime.shown import say
 
 
 def run(path: Path, overrides: Sequence[str]) -> None:
@@ -27,4 +28,4 @@ def run(path: Path, overrides: Sequence[str]) -> None:
 
         outcome = prepare(settings, progress)
     for line in outcome.report():
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)

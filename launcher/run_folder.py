@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from runtime.config import Config, Run
 from runtime.data.chosen import sources
 from runtime.errors import UserError
 from runtime.evaluation.sets import evaluation_sets
+from runtime.ledger.reader import DATABASE, LedgerReader
 
 LOCK = ".lock"
 PROBE_BYTES = 1 << 16
@@ -76,16 +78,29 @@ def _alien(folder: Path) -> str:
 def _require_unneeded(folder: Path, config: Config) -> None:
     """Raises UserError."""
     run = config.run
-    if run.resume == "auto" and not run.overwrite and (folder / layout.MODEL).exists():
+    if run.resume == "auto" and not run.overwrite and (held := _trained(folder)):
         raise UserError(
-            f"run.resume: auto finds no checkpoint in {folder}, which holds a trained model; set run.overwrite=true to train "
-            "anew in its place, or choose another run.dir"
+            f"run.resume: auto finds no checkpoint in {folder}, which holds {held}; set run.overwrite=true to train anew in "
+            "its place, or choose another run.dir"
         )
     removed = [(folder / name).resolve() for name in layout.OF_ONE_RUN]
     for key, path in _inputs(config).items():
         place = Path(path).resolve()
         if any(place == gone or gone in place.parents for gone in removed):
             raise UserError(f"{key}: {path} lies in what a new run in {folder} removes; copy it, or choose another run.dir")
+
+
+def _trained(folder: Path) -> str:
+    """What there is of a run that has trained; "" for nothing."""
+    if (folder / layout.MODEL).exists():
+        return "a trained model"
+    if not (folder / layout.LEDGER / DATABASE).exists():
+        return ""
+    try:
+        with LedgerReader(folder / layout.LEDGER) as ledger:
+            return "a ledger of steps that were trained" if ledger.trained() else ""
+    except (UserError, sqlite3.Error) as error:
+        return f"a ledger that cannot be read ({error})"
 
 
 def _inputs(config: Config) -> dict[str, str]:
@@ -106,10 +121,12 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
     Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a run would
     remove what it is to read, or a run or trained model that nobody said is to be replaced.
     """
+    checkpoint.sweep(folder)
+    checkpoint.put_back(folder / layout.MODEL)
     resume = checkpoint.resolve(config.run.resume, folder, say)
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
-    if resume and Path(resume).resolve().parent == (folder / layout.CHECKPOINTS).resolve():
+    if resume and checkpoint.is_of(folder, Path(resume)):
         return resume
     if resume and not config.run.overwrite and (folder / layout.LEDGER).exists():  # which knows nothing of that checkpoint
         raise UserError(

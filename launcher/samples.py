@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from msgspec import Struct, structs
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from runtime import codec, layout
 from runtime.config import loading
@@ -25,6 +23,7 @@ from runtime.evaluation.generations import Generation
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.states import Phase
+from runtime.shown import Table, shown
 from runtime.types import GroupPayload
 
 N = TypeVar("N", int, float)
@@ -168,7 +167,7 @@ def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Ite
     try:
         payload = codec.decode(GroupPayload, reader.read(group.handles["payload"]))
     except PayloadLost as error:
-        print(f"group {group.group_id}: {error}", file=sys.stderr)
+        print(shown(f"group {group.group_id}: {error}"), file=sys.stderr)
         return
     scores = group.scores
     prompt = tokenizer.decode(payload.prompt, skip_special=False)
@@ -197,7 +196,7 @@ def _table(group: list[Row]) -> Table:
     first = group[0]
     step = "" if first.step is None else f", step {first.step}"
     state = first.state if first.why is None else f"{first.state}: {first.why}"
-    title = Text(f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}")
+    title = f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}"
     table = Table(title=title, title_justify="left", title_style="")
     rules = sorted({name for row in group for name in row.rules})
     table.add_column("reply", overflow="fold", min_width=16)
@@ -212,7 +211,7 @@ def _table(group: list[Row]) -> Table:
             oldest if oldest == newest else f"{oldest}–{newest}",
             row.finish,
         )
-        table.add_row(*map(Text, cells))
+        table.add_row(*cells)
     return table
 
 

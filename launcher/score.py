@@ -27,6 +27,7 @@ from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import RULES, Outcome, RewardRule, RuleContext, attempt
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits, withdraw
+from runtime.shown import shown
 
 FORMATS = ("think_answer", "think_prefix")  # what the truth of a case of kind `format` may name
 RIGHT = 1.0  # the value from which on a reply is right
@@ -96,7 +97,7 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
         sink = sys.stdout if output is None else files.enter_context(_opened(output, "w"))
         tally = asyncio.run(_score(_cases(source, verifier), rules, workers, limits, defaults.cache_entries, sink))
     for line in _summary(tally, time.perf_counter() - start):
-        print(line, file=sys.stderr)
+        print(shown(line), file=sys.stderr)
     if tally.bad_lines:
         more = [f"and {tally.bad_lines - NAMED} more lines"] if tally.bad_lines > NAMED else []
         raise UserError("\n".join(f"{path}: {fault}" for fault in (*tally.faults, *more)))

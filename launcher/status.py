@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from runtime import layout
 from runtime.errors import SluiceError, UserError
+from runtime.shown import Table, literal
 from runtime.status import Registration, Status, Topology
 from services import session, wire
 
@@ -70,7 +70,7 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
         place = str(restarted), str(status.pid), status.address
         processes.add_row(status.name, status.state, str(status.version), *place)
         if status.state == UNREACHABLE:
-            silent.append(Text(f"{status.name}: {status.detail}"))
+            silent.append(literal(f"{status.name}: {status.detail}"))
             continue
         mailbox = status.mailbox
         letters = f"{mailbox.depth}/{mailbox.capacity}", f"{mailbox.wait_seconds * 1000:.1f} ms", str(mailbox.handled)
@@ -87,8 +87,8 @@ def _columns(title: str, names: Sequence[str]) -> Table:
 
 def _rates(rates: Mapping[str, float]) -> str:
     busy = rates.get("busy_seconds")
-    shown = [f"busy {busy:.0%}"] if busy is not None else []
-    return ", ".join(shown + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
+    told = [f"busy {busy:.0%}"] if busy is not None else []
+    return ", ".join(told + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
 
 
 async def _status(process: Registration) -> Status:

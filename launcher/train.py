@@ -69,6 +69,10 @@ class _Training(Job[Summary]):
         return {child.pid: child.spec.name for child in self.supervisor.children} if hasattr(self, "supervisor") else {}
 
     async def _watch_memory(self) -> None:
-        while True:
-            await asyncio.to_thread(self._memory.sample)
-            await asyncio.sleep(MEMORY_INTERVAL)
+        """No run ends for want of these figures."""
+        try:
+            while True:
+                await asyncio.to_thread(self._memory.sample)
+                await asyncio.sleep(MEMORY_INTERVAL)
+        except Exception as error:  # noqa: BLE001 - it is said
+            self.view.say(f"the memory of the processes is not measured any more: {type(error).__name__}: {error}")

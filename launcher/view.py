@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column
 
 from runtime import status
+from runtime.shown import literal, say, shown
 
 LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 
@@ -26,11 +27,11 @@ class View:
         self._console = console
         self._line_interval = line_interval
         self._bars = Progress(
-            TextColumn("{task.description:<10}"),
+            TextColumn("{task.description:<10}", markup=False),
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
-            TextColumn("{task.fields[count]}", justify="right"),
+            TextColumn("{task.fields[count]}", justify="right", markup=False),
             TimeElapsedColumn(table_column=Column(min_width=7)),
-            TextColumn("{task.fields[detail]}", table_column=Column(ratio=1, no_wrap=True, overflow="crop")),
+            TextColumn("{task.fields[detail]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="crop")),
             console=console,
             disable=not console.is_terminal,
         )
@@ -47,6 +48,7 @@ class View:
 
     def phase(self, name: str, done: int = 0, total: int = 0, detail: str = "") -> None:
         """What is going on, and how far it is; `total` 0 is not known."""
+        name, detail = shown(name), shown(detail)
         fresh = name != self._phase
         if fresh:
             self._close()
@@ -62,11 +64,11 @@ class View:
             return
         if fresh or waits_for_another or now - self._last_line >= self._line_interval:
             self._line, self._last_line = text, now
-            self._console.print(text, highlight=False)
+            self._console.print(literal(text))
 
     def say(self, line: str) -> None:
         """A line of its own, which stays."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, line)
 
     def output(self, name: str, line: str) -> None:
         """What a process wrote, with its name before it. May be called from any thread."""

@@ -10,7 +10,7 @@ from runtime.types import PolicyVersion
 
 class Position(Struct, kw_only=True):
     """`version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids,
-    `pending` the problems of the groups that were on their way."""
+    `pending` the problems of the groups that were on their way. `files` are the checkpoint's other files: bytes by path."""
 
     version: PolicyVersion
     stream: StreamState
@@ -19,3 +19,4 @@ class Position(Struct, kw_only=True):
     accuracy: float | None = None  # the newest evaluation's
     best_accuracy: float | None = None
     best_step: int | None = None  # the checkpoint that had it
+    files: dict[str, int] = {}  # put in as the checkpoint is completed; version 0.1.0 named none

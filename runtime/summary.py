@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from rich.table import Table
 
 from runtime import layout, startup
 from runtime.errors import UserError
 from runtime.memory import Memory
+from runtime.shown import Table
 from runtime.startup import Startup
 
 LAUNCHER = "launcher"

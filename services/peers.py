@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from runtime.aio import still_missing
@@ -70,8 +71,14 @@ class Peers:
         if self._sessions and self._complete(unit):
             task = asyncio.create_task(self._take_in(unit, registration.incarnation))
             self._joining.add(task)
-            task.add_done_callback(self._joining.discard)
+            task.add_done_callback(partial(self._taken_in, unit[0].name, registration.incarnation))
         self._arrived.set()
+
+    def _taken_in(self, name: str, incarnation: int, task: asyncio.Task[None]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s (incarnation %d) could not be taken in", name, incarnation, exc_info=error)
+            self.lose(Loss(name=name, incarnation=incarnation, reason=f"{type(error).__name__}: {error}"))
 
     def _complete(self, unit: Sequence[Instance]) -> bool:
         return len({self._registered[instance].incarnation for instance in unit}) == 1

@@ -109,6 +109,8 @@ class Session:
         )
         rpc = method()
         self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     def when_broken(self, tell: Callable[[str], None]) -> None:
         """Call `tell(why)` once the stream breaks, at once if it is broken. Not after `close`."""
@@ -219,6 +221,11 @@ class Session:
             self._break(f"connection lost ({error.code().name}: {error.details()})")
         except errors.InvalidMessage as error:
             self._break(str(error))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What ends a task that is not the end of the stream is one for whoever waits."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(f"{type(error).__name__}: {error}")
 
     def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
         body = None if reply.HasField("error") else joiner.add(reply.id, reply.body, reply.more)

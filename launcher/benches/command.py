@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 from rich.console import Console
-from rich.table import Table
 
 from runtime.errors import UserError
+from runtime.shown import Table, literal
 
 FOLDER = Path("runs") / ".cache" / "bench"
 MATERIAL = FOLDER / "material"  # made at once by a rename, so that nothing else may lie in it
@@ -52,7 +52,7 @@ def run(name: str, options: Options) -> None:
     _check(name, options)
     console = Console()
     with console.status("starting") as status:
-        report, tables = BENCHES[name](options, status.update)
+        report, tables = BENCHES[name](options, lambda told: status.update(literal(told)))
     for table in tables:
         console.print(table)
     if options.json is not None:

@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.table import Table
 
 from launcher.benches.material import bench_config
 from launcher.benches.process import end
 from runtime import layout
 from runtime.config import Config, Evaluation, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.shown import Table
 from services import session
 
 DEADLINE = 300.0  # seconds of one run

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.benches.material import bench_config
 from launcher.benches.worker import Measured, Worker, total
+from runtime.shown import Table
 
 
 class Settings(Struct, frozen=True):

@@ -11,7 +11,6 @@ from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.table import Table
 
 from launcher.benches.intervals import Interval, t_interval
 from launcher.benches.packing import Settings as Samples
@@ -20,6 +19,7 @@ from launcher.benches.worker import Measured, Worker, total
 from runtime.config import Config
 from runtime.config.checks.megatron import megatron_faults
 from runtime.errors import UserError
+from runtime.shown import Table
 
 ENGINES: tuple[Literal["torch"], Literal["megatron"]] = ("torch", "megatron")
 PASSES, SAVE, LOAD = "passes", "save", "load"

@@ -21,12 +21,12 @@ from statistics import median
 from typing import Any
 
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.benches.staleness.runs import train_quickstart
 from launcher.benches.worker import Worker
 from runtime import layout
 from runtime.config import loading
+from runtime.shown import Table
 from runtime.trackers import read_jsonl
 
 SLUICE = "sluice train"

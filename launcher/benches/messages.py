@@ -17,11 +17,11 @@ import grpc
 import numpy as np
 import uvloop
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.benches.process import end
 from runtime.commands import CommitWeights
 from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.shown import Table
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services import wire
 from services.session import Session, call

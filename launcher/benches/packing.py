@@ -8,7 +8,6 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 from msgspec.structs import replace
-from rich.table import Table
 
 from launcher.benches.material import bench_config
 from launcher.benches.packing_trial import PACKED, SORTED, UNSORTED, WAYS, cut
@@ -16,6 +15,7 @@ from launcher.benches.worker import Measured, Worker, total
 from launcher.random_groups import Lengths, draw_lengths
 from runtime import batching
 from runtime.config import Config, Warmup
+from runtime.shown import Table
 
 
 class Shape(Struct, frozen=True):

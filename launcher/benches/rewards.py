@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.benches.rewards_trial import OURS, PLAIN, Judged
 from runtime.config import Rewards
@@ -23,6 +22,7 @@ from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import RuleContext, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
+from runtime.shown import Table
 
 CASES = Path("cases") / "verifier_open.jsonl"
 GSM8K = Path("data") / "gsm8k" / "example_model_solutions.jsonl"

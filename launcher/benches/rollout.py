@@ -13,12 +13,12 @@ from statistics import median
 
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.table import Table
 
 from launcher.benches.packing import Shape
 from launcher.benches.worker import Measured, Worker, total
 from runtime.config import Config, Rollout
 from runtime.errors import UserError
+from runtime.shown import Table
 
 ENGINES = ("torch", "vllm")
 TRIAL = "launcher.benches.rollout_trial"

@@ -18,11 +18,11 @@ from typing import IO
 import psutil
 from msgspec import Struct
 from rich.markup import escape
-from rich.table import Table
 
 from runtime import memory, startup
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.memory import Memory
+from runtime.shown import Table
 from runtime.summary import CONTROL, Summary
 
 CONFIG = Path("configs") / "quickstart.yaml"

@@ -12,7 +12,6 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
-from rich.table import Table
 
 from launcher.benches import train_trl
 from launcher.benches.material import bench_config
@@ -21,6 +20,7 @@ from launcher.train import train
 from launcher.view import View
 from runtime.config import Config
 from runtime.errors import ServiceFault
+from runtime.shown import Table
 from runtime.status import Progress
 
 ALONE = ("train", "generate", "reference")

@@ -28,10 +28,12 @@ class Run(Section, frozen=True):
     seed: NonNegative = 1234
     """Of the order of prompts, and of every sample."""
     resume: str = "never"
-    """`never`; `auto`: go on from the newest checkpoint in `dir`, or begin anew when there is none; or a checkpoint's folder. A
-    resumed run needs the same `seed`, `data.shuffle`, `data.curriculum` and training data."""
+    """`never`; `auto`: go on from the newest whole checkpoint in `dir`, or begin anew where there is none and nothing was
+    trained; or a checkpoint's folder. A resumed run needs the same `seed`, `data.shuffle`, `data.curriculum` and training
+    data."""
     overwrite: bool = False
-    """A new run refuses a folder that holds another; true replaces that run."""
+    """A new run refuses a folder that holds another; true replaces that run. With `resume: auto` only where there is no
+    checkpoint to go on from."""
 
 
 class Model(Section, frozen=True):

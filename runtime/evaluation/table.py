@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
-
 from runtime.evaluation.results import EvaluationResult, SetResult
+from runtime.shown import Table
 
 
 def render(results: Sequence[EvaluationResult]) -> Table:
     """The figures of every set in each of `results`, and below what is to be said of them."""
     by_name = [{each.name: each for each in result.sets} for result in results]
-    table = Table(title="Evaluation", title_justify="left", title_style="bold", caption_justify="left")
-    table.caption = "\n".join(
+    caption = "\n".join(
         f"{name}, step {result.step}: {note}"
         for result, sets in zip(results, by_name, strict=True)
         for name, each in sets.items()
         for note in _notes(each)
     )
+    table = Table(title="Evaluation", title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     table.add_column("set", style="cyan", no_wrap=True)
     table.add_column("figure")
     for result in results:

@@ -169,6 +169,15 @@ class LedgerReader:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")
         return [CheckpointRow(**dict(row)) for row in rows]
 
+    def trained(self) -> bool:
+        """Whether a step was ever trained, or a checkpoint saved. False where the run has not got as far as to have tables."""
+        if not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            return False
+        (found,) = self._connection.execute(
+            "SELECT EXISTS (SELECT 1 FROM groups WHERE state IN ('consumed', 'retired')) OR EXISTS (SELECT 1 FROM checkpoints)"
+        ).fetchone()
+        return bool(found)
+
     def counts(self) -> dict[str, int]:
         """The number of groups in each phase, 0 included."""
         found = dict(self._connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime import checkpoint, codec
+from runtime import checkpoint
 from runtime.cluster.topology import alternates
 from runtime.data.prompts import PromptStream
 from runtime.errors import ServiceFault
@@ -21,6 +22,8 @@ from runtime.ports import Answer, CriticPort, TrainerPort
 from runtime.position import Position
 from runtime.summary import Totals
 from runtime.types import PolicyVersion
+
+log = logging.getLogger("sluice")
 
 
 class Checkpoints:
@@ -41,9 +44,14 @@ class Checkpoints:
         self.accuracy = history.accuracy
 
     def resume(self, incarnation: int, position: Position) -> None:
-        """Go on after `position`, as `incarnation`."""
+        """Go on after `position`, as `incarnation`. Later checkpoints, of what is made again from here, are set aside."""
         self._incarnation = incarnation
-        checkpoint.sweep(self._folder)
+        step = position.version.step
+        with _faults_told(self._folder):
+            checkpoint.sweep(self._folder)
+            if left := checkpoint.set_aside(self._folder, step, incarnation):
+                steps = ", ".join(map(str, left))
+                log.warning("the run goes on from step %d: its checkpoints of steps %s are set aside", step, steps)
         if position.best_step is not None and position.best_accuracy is not None:
             self.accuracy[position.best_step] = position.best_accuracy
 
@@ -59,11 +67,11 @@ class Checkpoints:
         position = await self.position(step)
         return lambda finishing: self.save(step, position, finishing)
 
-    async def position(self, step: int) -> bytes:
+    async def position(self, step: int) -> Position:
         """Where the run is once version `step` is made."""
         best = self._best(self.accuracy)
         untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
-        position = Position(
+        return Position(
             version=PolicyVersion(self._incarnation, step),
             stream=self._stream.state(),
             trained=await self._ledger.trained(step),
@@ -72,9 +80,18 @@ class Checkpoints:
             best_accuracy=None if best is None else self.accuracy[best],
             best_step=best,
         )
-        return codec.encode(position)
 
-    def save(self, step: int, position: bytes, finishing: asyncio.Future[None] | None = None) -> Answer[None]:
+    async def save_end(self, step: int) -> None:
+        """The checkpoint of version `step` as the run ends. Where that version is saved already, only where the run is then is
+        written anew."""
+        folder, position = checkpoint.folder_for(self._folder, step), await self.position(step)
+        if not self._history.is_at(folder):
+            await self.save(step, position)
+            return
+        with _faults_told(folder):
+            await asyncio.to_thread(checkpoint.reposition, folder, position)
+
+    def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Answer[None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
         It counts only once its step is in the books, when `finishing` is done: who goes back to it repeats all that is not.
@@ -112,7 +129,7 @@ class Checkpoints:
         folder: Path,
         partial: Path,
         saving: list[Answer[None]],
-        position: bytes,
+        position: Position,
         entered: asyncio.Future[Totals],
     ) -> None:
         try:
@@ -122,11 +139,17 @@ class Checkpoints:
             checkpoint.discard(partial)
             raise
         with _faults_told(folder):
-            await asyncio.to_thread(checkpoint.complete, partial, folder, {checkpoint.POSITION: position})
-        self._history.saved(folder, totals)
+            completing = asyncio.ensure_future(asyncio.to_thread(checkpoint.complete, partial, folder, position))
+            try:
+                await asyncio.shield(completing)
+            finally:  # a thread cannot be cancelled: what it completes counts
+                await asyncio.wait({completing})
+                if completing.exception() is None:
+                    self._history.saved(folder, totals)
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=time.time()))
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
-        await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, best)
+        with _faults_told(folder):
+            await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best))
         oldest = min(checkpoint.steps(self._folder), default=step)
         await self._ledger.trim(oldest, self._retain_bytes)
 

@@ -32,6 +32,10 @@ class History:
         """A checkpoint is complete; `totals` are those of its steps."""
         self.folder, self._at_folder = str(folder.absolute()), totals
 
+    def is_at(self, folder: Path) -> bool:
+        """Whether what comes next begins with the checkpoint `folder`."""
+        return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
+
     def lost(self, step: int) -> None:
         """The lineage ended at `step`: what came after the checkpoint will be done again."""
         self.lineages += 1

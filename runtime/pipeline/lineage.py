@@ -329,7 +329,7 @@ class Lineage:
         await self._training.saved()  # it may be of the same step
         if self._turns is not None:
             await self._turns.take()
-        await self._checkpoints.save(step, await self._checkpoints.position(step))
+        await self._checkpoints.save_end(step)
         folder = self._material.folder / layout.MODEL
         await self._roles.trainer.export(str(folder.absolute()))
 

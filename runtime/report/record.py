@@ -11,7 +11,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from runtime import layout, startup
+from runtime import checkpoint, layout, startup
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
@@ -213,7 +213,7 @@ def _ledger(folder: Path) -> tuple[dict[str, int] | None, dict[str, int] | None]
 
 def _described(folder: Path, model: str) -> dict[str, Any] | None:
     """The policy's config.json: of the trained model, of a checkpoint, or of what training began with."""
-    checkpoints = sorted((folder / layout.CHECKPOINTS).glob("step-*"), reverse=True)
+    checkpoints = [checkpoint.folder_for(folder, step) for step in reversed(checkpoint.steps(folder))]
     places = [folder / layout.MODEL, *(each / layout.MODEL for each in checkpoints), *([Path(model)] if model else [])]
     for place in places:
         try:

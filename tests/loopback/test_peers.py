@@ -16,7 +16,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserErro
 from runtime.ports import Replaceable
 from runtime.status import Loss, Registration
 from runtime.types import PolicyVersion
-from services import group
+from services import group, peers
 from services.client import ReferenceGroupClient, TrainerClient
 from services.peers import Peers
 from services.server import Server
@@ -224,6 +224,20 @@ def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_
                 await trainer.apply(0)
             updated = await asyncio.wait_for(here.peers.regroup(), PATIENCE)
             assert updated.trainer.incarnation == 1
+
+    run(test())
+
+
+def test_one_that_cannot_be_taken_in_is_lost_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise ValueError("is odd")
+
+    async def test() -> None:
+        async with connected() as (here, _, _):
+            monkeypatch.setattr(peers, "client", refuses)
+            await here.register("rollout", 0, incarnation=1)
+            await until(lambda: "rollout-0" in here.peers.lost)
+            assert here.peers.lost["rollout-0"] == Loss(name="rollout-0", incarnation=1, reason="ValueError: is odd")
 
     run(test())
 

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from runtime import config
+from runtime import checkpoint, config
 from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.run import Run
 from runtime.pipeline.states import Phase
+from runtime.position import Position
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
-from tests.loopback.pipeline_fakes import Cast, FakeRollout, LongTail, RunFolder
+from tests.loopback.pipeline_fakes import DEADLINE, Cast, FakeRollout, LongTail, RunFolder
 
 T = TypeVar("T")
 Moment = tuple[str, int]
@@ -269,6 +270,54 @@ def test_a_resumed_run_goes_back_no_further_than_it_began_and_to_nothing_of_a_de
     assert cast.rollouts[0].version == PolicyVersion(2, 9)
     with LedgerReader(folder.path / "ledger") as reader:
         reader.check_final(folder.groups_per_step)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_its_own_new_ones(tmp_path: Path, keep: int) -> None:
+    RunFolder(tmp_path, steps=12, sections={"checkpoint": config.Checkpoint(every=1, keep=20)}).run(Cast.make())
+    folder, cast = RunFolder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=1, keep=keep)}), Cast.make(50)
+    troupe = Troupe(cast, ("apply", 7))
+    folder.run(cast, resume=str(folder.checkpoint(3)))
+    assert troupe.trainers[1].restored in {str(folder.checkpoint(6)), str(folder.checkpoint(7))}
+    assert checkpoint.steps(folder.path) == [8, 9][-keep:]
+    assert checkpoint.resolve("auto", folder.path) == str(folder.checkpoint(9))
+    assert folder.position(9).version.incarnation == 2
+    left = sorted(path.parent.name for path in (folder.path / "checkpoints" / "dead-1").rglob(checkpoint.POSITION))
+    assert left == [folder.checkpoint(step).name for step in range(4, 13)]
+
+
+def test_a_checkpoint_that_is_being_completed_as_the_trainer_is_lost_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cast = RunFolder(tmp_path, steps=5, sections=SAVED), Cast.make()
+    troupe, complete, loops = Troupe(cast), checkpoint.complete, list[asyncio.AbstractEventLoop]()
+
+    async def course(run: Run) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    def lost_meanwhile(partial: Path, at: Path, position: Position) -> None:
+        if len(troupe.trainers) == 1:
+            loops[0].call_soon_threadsafe(troupe.trainers[0].die, "was killed")
+            for _ in range(100):  # it is heeded meanwhile
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loops[0]).result(DEADLINE)
+        complete(partial, at, position)
+
+    monkeypatch.setattr(checkpoint, "complete", lost_meanwhile)
+    folder.run(cast, course)
+    assert [trainer.restored for trainer in troupe.trainers] == ["", str(folder.checkpoint(3))]
+    assert checkpoint.steps(folder.path) == [3, 5]
+    assert not list((folder.path / "checkpoints").glob("dead-*"))
+
+
+def test_the_end_does_not_save_again_what_is_saved_already(tmp_path: Path) -> None:
+    folder, cast = RunFolder(tmp_path, steps=6, sections=SAVED), Cast.make()
+    folder.run(cast)
+    assert [command for command in cast.trainer.posted if command[0] == "save"] == [("save", 3), ("save", 6)]
+    assert folder.position(6).version == PolicyVersion(0, 6)
+    again = Cast.make(50)
+    folder.run(again, resume=str(folder.checkpoint(6)))  # as a batch system starts a finished run
+    assert [command for command in again.trainer.posted if command[0] == "save"] == []
+    assert folder.position(6).version == PolicyVersion(1, 6) and not checkpoint.fault(folder.checkpoint(6))
 
 
 def test_evaluations_after_the_checkpoint_are_made_again_and_those_before_are_not(tmp_path: Path) -> None:

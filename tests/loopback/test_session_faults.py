@@ -63,6 +63,24 @@ def test_answers_of_another_schema_end_the_session() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("which", ["_settle", "_write"])
+def test_a_fault_of_our_own_ends_the_session_with_its_reason(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    def faulty(*_: object) -> None:
+        raise ValueError("is odd")
+
+    async def faulty_write(*_: object) -> None:
+        faulty()
+
+    monkeypatch.setattr(Session, which, faulty_write if which == "_write" else faulty)
+
+    async def test() -> None:
+        async with serving(echo) as address, connected(address) as session:
+            with pytest.raises(errors.Unreachable, match=r"reference-0: Logprobs: ValueError: is odd"):
+                await session.call("Logprobs", request(), PATIENCE)
+
+    run(test())
+
+
 def test_an_unknown_method_and_a_body_that_does_not_decode_are_refused_and_the_stream_goes_on() -> None:
     async def test() -> None:
         peer = Peer()

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from msgspec import structs
 
 pytest.importorskip("plotly")
 
 from launcher import cli
+from launcher import report as launcher_report
 from launcher.report import report
 from launcher.run_folder import LOCK
 from runtime import config, layout
@@ -26,9 +29,10 @@ from runtime.errors import UserError
 from runtime.ledger.journal import Ledger
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Mark
-from runtime.report import published
+from runtime.report import published, record
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket
+from tests.unit.test_shown import TEXTS
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp;"
 
@@ -133,6 +137,16 @@ def test_nothing_that_a_run_names_acts_as_html(tmp_path: Path) -> None:
     assert HOSTILE in "".join(found.words)
     names = {trace.get("name", "") for figure in found.figures() for trace in figure["data"]}
     assert any("&lt;script&gt;" in name for name in names) and not any("<" in name for name in names)
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(TEXTS)
+def test_whatever_a_run_says_of_its_end_is_shown_as_it_is(tmp_path: Path, said: str) -> None:
+    found = record.read(made(tmp_path, [step(1)]))
+    ended = record.Ended(stop_reason=f"<{said}>", groups={"dropped": 1}, dropped={said: 1})
+    page = Elements(launcher_report.text(structs.replace(found, ended=ended, startup=said), under_way=False))
+    assert len([kind for kind, _ in page.scripts if kind == "text/javascript"]) == 2
+    assert f"Stopped: <{said}>" in "".join(page.words)
 
 
 def test_a_run_that_was_resumed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import threading
 from pathlib import Path
@@ -14,7 +15,20 @@ from msgspec import structs
 from launcher import run_folder
 from runtime import checkpoint, config, layout
 from runtime.config import Run
+from runtime.data.prompts import StreamState
 from runtime.errors import UserError
+from runtime.ledger.journal import Ledger
+from runtime.ledger.records import CheckpointSaved
+from runtime.position import Position
+from runtime.types import PolicyVersion
+
+STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
+
+
+def save(folder: Path) -> None:
+    partial = checkpoint.begin(folder)
+    (partial / checkpoint.TRAINER).write_text("{}")
+    checkpoint.complete(partial, folder, Position(version=PolicyVersion(0, 10), stream=STREAM, trained=[]))
 
 
 @pytest.mark.parametrize("resume", ["never", ""])  # "" is what a run that began anew keeps in its own config.yaml
@@ -80,12 +94,49 @@ def test_a_trained_model_without_its_checkpoints_is_not_trained_over(tmp_path: P
     assert not (tmp_path / layout.MODEL).exists()
 
 
+def test_a_ledger_whose_checkpoints_are_gone_is_not_begun_over(tmp_path: Path) -> None:
+    async def journal(trained: bool) -> None:
+        ledger = await Ledger.open(tmp_path / layout.LEDGER, 1 << 20)
+        if trained:
+            ledger.record(CheckpointSaved(step=40, incarnation=0, path="there", at=0.0))
+        await ledger.close()
+
+    chosen = config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto"))
+    asyncio.run(journal(trained=True))
+    with pytest.raises(
+        UserError, match=r"^run.resume: auto finds no checkpoint in .*, which holds a ledger of steps that were"
+    ):
+        run_folder.begin(tmp_path, chosen)
+    assert (tmp_path / layout.LEDGER).is_dir()
+    assert run_folder.begin(tmp_path, structs.replace(chosen, run=structs.replace(chosen.run, overwrite=True))) == ""
+    assert not (tmp_path / layout.LEDGER).exists()
+    asyncio.run(journal(trained=False))  # which was killed before its first step
+    assert run_folder.begin(tmp_path, chosen) == ""
+    (tmp_path / layout.LEDGER).mkdir()
+    (tmp_path / layout.LEDGER / "ledger.sqlite").write_text("not a database")
+    with pytest.raises(UserError, match=r"which holds a ledger that cannot be read \("):
+        run_folder.begin(tmp_path, chosen)
+
+
+def test_a_checkpoint_of_a_branch_that_the_run_has_left_is_moved_back_first(tmp_path: Path) -> None:
+    for step in (40, 50):
+        save(checkpoint.folder_for(tmp_path, step))
+    assert checkpoint.set_aside(tmp_path, 40, 1) == [50]
+    dead = tmp_path / layout.CHECKPOINTS / "dead-1" / "step-00000050"
+    with pytest.raises(
+        UserError, match=r"^run.resume: .*dead-1/step-00000050 is of a branch that the run has left; move it to"
+    ):
+        run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume=str(dead))))
+    dead.rename(checkpoint.folder_for(tmp_path, 50))
+    found = run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto")))
+    assert Path(found).name == "step-00000050"
+
+
 def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs" / layout.CHECKPOINTS / "step-00000010"
     own = tmp_path / "own" / layout.CHECKPOINTS / "step-00000020"
     for folder in (theirs, own):
-        folder.mkdir(parents=True)
-        (folder / checkpoint.POSITION).write_text("{}")
+        save(folder)
     ours = tmp_path / "own"
     (ours / layout.LEDGER).mkdir()
 
@@ -104,8 +155,7 @@ def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) 
 
 def test_a_checkpoint_is_not_removed_by_the_run_that_begins_with_it(tmp_path: Path) -> None:
     kept = tmp_path / layout.CHECKPOINTS / "kept" / "step-00000010"
-    kept.mkdir(parents=True)
-    (kept / checkpoint.POSITION).write_text("{}")
+    save(kept)
     with pytest.raises(UserError, match=r"^run.resume: .* lies in what a new run in .* removes"):
         run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume=str(kept), overwrite=True)))
     assert kept.is_dir()

@@ -13,7 +13,6 @@ from typing import Any, cast
 import msgspec
 import psutil
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.benches.publication import changes, pauses, transfers
 from launcher.benches.publication.changes import Changes
@@ -24,6 +23,7 @@ from launcher.benches.publication.transfers import Passes, Published, Sized, Tra
 from runtime.config import Config, Publication, Rollout, Run, Services
 from runtime.errors import ServiceFault, UserError
 from runtime.pipeline.publisher import Publisher
+from runtime.shown import Table
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.benches.publication.trial"

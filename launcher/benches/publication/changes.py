@@ -11,12 +11,12 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.table import Table
 
 from launcher.benches.material import bench_config
 from launcher.benches.publication.peers import RolloutPeer, TrainerPeer, publisher
 from runtime.config import Config
 from runtime.errors import ServiceFault
+from runtime.shown import Table
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.benches.publication.changes_trial"

@@ -13,7 +13,6 @@ from statistics import median
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from rich.table import Table
 
 from launcher.benches.packing import Shape
 from launcher.benches.publication.peers import RolloutPeer, TrainerPeer, publisher
@@ -21,6 +20,7 @@ from launcher.benches.rollout import Pauses, rank, rollout_config
 from runtime.config import Config
 from runtime.metrics import PublicationFigures
 from runtime.pipeline.publisher import Publisher
+from runtime.shown import Table
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.benches.publication.engine_trial"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from msgspec import Struct
-from rich.table import Table
+
+from runtime.shown import Table
 
 GIGA = 1e9
 

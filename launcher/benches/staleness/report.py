@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from msgspec import Struct
-from rich.table import Table
 
 from launcher.benches.intervals import Interval, t_interval, wilson
 from launcher.benches.staleness.runs import LOSSES, Outcome, Settings, Trial, plan
+from runtime.shown import Table
 
 GOAL = 0.9  # the accuracy that "steps to" is about
 FIGURE_FILE = "staleness.png"
