@@ -22,7 +22,7 @@ from services.nodes import Nodes
 from services.peers import Peers
 from services.server import Server
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 JOIN = wire.METHODS["Coordinator", "Join"]
 PATHS = wire.METHODS["Coordinator", "ReportPaths"]
 

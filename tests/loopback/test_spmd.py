@@ -148,14 +148,14 @@ def test_what_is_sent_aside_goes_past_what_waits() -> None:
 
     joining = in_thread("follower", lambda: connect(store.clone(), 1, 2, on_aside=aside))
     relay = connect(store, 0, 2)
-    follower = joining.result(20)
+    follower = joining.result(PATIENCE)
     try:
         for step in (1, 2):
             relay.send(Begin(step))
         relay.send(Begin(3), aside=True)
-        assert there.wait(20)
+        assert there.wait(PATIENCE)
         relay.send(Begin(4))
-        assert [follower.receive(20) for _ in range(3)] == [Begin(1), Begin(2), Begin(4)]
+        assert [follower.receive(PATIENCE) for _ in range(3)] == [Begin(1), Begin(2), Begin(4)]
         assert past == [3]
     finally:
         relay.close()
