@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,4 +94,6 @@ def _torchrun(launch: Launch) -> tuple[str, ...]:
     if meeting is not None:
         where = ("--nnodes", str(meeting.nodes), "--node-rank", str(meeting.node_rank))
         where += ("--master-addr", meeting.host, "--master-port", str(meeting.port))
-    return ("torch.distributed.run", *where, "--nproc-per-node", str(len(launch.ranks)), "--max-restarts", "0", "-m")
+    ranks = ("--nproc-per-node", str(len(launch.ranks)), "--max-restarts", "0")
+    # What ranks print is in the group's log; a folder that torchrun makes for logs would stay in the temporary one.
+    return ("torch.distributed.run", *where, *ranks, "--log-dir", os.devnull, "-m")

@@ -73,5 +73,4 @@ class EngineTrial:
 
     @cached_property
     def _folder(self) -> Path:
-        self._scratch = tempfile.TemporaryDirectory(prefix="sluice-bench-")  # which goes with the process
-        return Path(self._scratch.name) / "checkpoint"
+        return Path(tempfile.mkdtemp()) / "checkpoint"  # in the worker's temporary folder, which goes with it

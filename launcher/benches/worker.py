@@ -69,16 +69,17 @@ class Worker:
     async def started(
         cls, config: Config, threads: int, python: str = sys.executable, module: str = "launcher.benches.worker"
     ) -> AsyncIterator[Worker]:
-        """A worker that computes with so many threads; it ends with the block, and with it all that it started."""
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(loading.to_yaml(config))
-            file.flush()
+        """A worker that computes with so many threads; it ends with the block, and with it all that it started. So does its
+        temporary folder, whatever it has left there."""
+        with tempfile.TemporaryDirectory(prefix="sluice-bench-", ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "config.yaml"
+            path.write_text(loading.to_yaml(config))
+            threaded = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", module, file.name),
+                *(python, "-m", module, str(path)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=env,
+                env={**os.environ, **threaded, "TMPDIR": folder},
                 start_new_session=True,
             )
             try:

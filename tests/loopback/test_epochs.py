@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,8 +36,8 @@ from services.trainer import TrainerService
 from tests.loopback.weight_cases import MANIFEST, expected, same
 
 DEADLINE = 100.0
-AT_ONCE = 40.0  # seconds, on however busy a machine: no deadline of a publication was waited for
-PUBLICATION = config.Publication(join_timeout=60.0, transfer_timeout=60.0, commit_timeout=60.0, abort_timeout=60.0)
+# Longer than a test may take: what waits for one of these deadlines fails.
+PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
 INPLACE = replace(PUBLICATION, staging="inplace")
 IMPATIENT = replace(PUBLICATION, transfer_timeout=4.0, abort_timeout=4.0)
 
@@ -251,16 +250,12 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts
         await here.publish(1)
-        began = time.monotonic()
         dying.cut()
         await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
-        assert time.monotonic() - began < AT_ONCE
         assert (await here.publish(2)).epoch == 2
         late = RolloutHere("rollout-1", settings, incarnation=1)
-        began = time.monotonic()
         here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
-        assert time.monotonic() - began < AT_ONCE
         assert late.engine.swapped == [2]
         assert staying.engine.swapped == [1, 2]  # what it has is not swapped in again
         assert here.trainer.worker.gathered == [1, 2]  # the buckets were sent once more as they were
@@ -297,7 +292,6 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         staying, failing = here.rollouts
         await here.publish(1)
         transaction = await here.publisher.begin(PolicyVersion(0, 2))
-        began = time.monotonic()
         if how == "dies":
             failing.cut()
         else:
@@ -307,7 +301,6 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         figures = await transaction.finish()
         transaction.close()
         assert (figures.aborts, figures.epoch) == (1, 2)
-        assert how != "dies" or time.monotonic() - began < AT_ONCE
         assert staying.engine.swapped == [1, 2]
         assert here.trainer.worker.gathered == [1, 2]
         assert [loss.name for loss in here.pool.losses.values()] == ["rollout-1"]
@@ -321,10 +314,8 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         dying.silent = True
         publishing = asyncio.create_task(here.publish(1))
         await until(lambda: staying.service.weights.epoch == 1)
-        began = time.monotonic()
         dying.cut()
         assert (await publishing).epoch == 2
-        assert time.monotonic() - began < AT_ONCE
         assert staying.engine.swapped == [1]
 
     run(test)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from runtime.errors import Cancelled, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import group
-from tests.loopback.test_epochs import AT_ONCE, PUBLICATION, RolloutHere, Stage, run, until
+from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
 
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory", "filesystem", "delta"])
@@ -33,7 +33,7 @@ def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.Mon
 
     def slow(*arguments: Any) -> group.PendingGroup:
         opening.set()
-        assert answered.wait(AT_ONCE), "the event loop waits for the store"
+        assert answered.wait(DEADLINE / 2), "the event loop waits for the store"
         return host(*arguments)
 
     monkeypatch.setattr(group, "host", slow)
@@ -53,7 +53,7 @@ def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(m
     def slow(epoch: int, *arguments: Any) -> group.PendingGroup:
         if epoch == 1:
             opening.set()
-            assert may_open.wait(AT_ONCE)
+            assert may_open.wait(DEADLINE / 2)
         opened.append(host(epoch, *arguments))
         return opened[-1]
 

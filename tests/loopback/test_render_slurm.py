@@ -16,7 +16,7 @@ from launcher.render_slurm import render
 from runtime.errors import ConfigError
 from tests.unit.render_cases import auto, listed, made, reloaded
 
-PATIENCE = 20.0  # seconds
+PATIENCE = 60.0  # seconds
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 PLANS = {
     "one": made(),

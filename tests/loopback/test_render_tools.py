@@ -36,5 +36,5 @@ def test_the_wait_for_a_name_ends_once_it_is_known_or_in_time(name: str, code: i
     *_, job = yaml.safe_load_all(render_kubernetes.render(PLANS["one"])["sluice.yaml"])
     (wait,) = job["spec"]["template"]["spec"]["initContainers"]
     timeout, _, *command, _ = wait["command"]
-    ended = subprocess.run([timeout, "2", *command, name], stdout=subprocess.DEVNULL, timeout=60, check=False)
+    ended = subprocess.run([timeout, "2" if code else "40", *command, name], stdout=subprocess.DEVNULL, timeout=60, check=False)
     assert ended.returncode == code

@@ -21,7 +21,7 @@ from tests.loopback.test_reward_pool import with_pool
 
 COUNTER = itertools.count()
 MIB = 1 << 20
-LIMITS = Limits(seconds=60.0, cpu_seconds=0.3, memory_bytes=128 * MIB)
+LIMITS = Limits(seconds=600.0, cpu_seconds=0.3, memory_bytes=128 * MIB)
 RULES = """
 import asyncio, os, sys, time
 from runtime.rewards.rules import rule
@@ -39,6 +39,9 @@ async def limited(text, label, context):
         return 3 ** 10 ** 9  # one call that no handler of Python's own interrupts
     if text == "sleep":
         await asyncio.sleep(0.4)
+    if text == "wait":
+        while not os.path.exists(os.path.join(label, "go")):
+            await asyncio.sleep(0.01)
     if text == "hoard":
         return len([bytes(1 << 20) for _ in range(1000)])
     if text == "block":
@@ -83,17 +86,17 @@ def test_a_task_has_so_much_cpu_time_and_no_more(rule: str, tmp_path: Path, text
     work = [task(rule, tmp_path, text), task(rule, tmp_path, "ok")]
     killed, after = with_pool(rule, lambda pool: verdicts(pool, work), workers=1, limits=LIMITS)
     assert killed.outcome == Outcome(error="timeout")
-    assert 0.25 < killed.seconds < LIMITS.seconds  # far from the clock's limit, on however busy a machine
+    assert killed.seconds > 0.25  # and it was not the clock's limit, which is longer than the test may take
     assert after.outcome == Outcome(2.0)
 
 
 def test_waiting_is_no_cpu_time_and_costs_nobody_behind_it(rule: str, tmp_path: Path) -> None:
     """Tasks of one batch wait for longer, together, than one of them may: each has the limit to itself."""
-    work = [task(rule, tmp_path, "sleep", tokens) for tokens in range(7)]
-    limits = Limits(seconds=2.5, cpu_seconds=0.3, memory_bytes=128 * MIB)
+    work = [task(rule, tmp_path, "sleep", tokens) for tokens in range(14)]
+    limits = Limits(seconds=5.0, cpu_seconds=0.3, memory_bytes=128 * MIB)
     found = with_pool(rule, lambda pool: verdicts(pool, work), workers=1, limits=limits)
-    assert [verdict.outcome for verdict in found] == [Outcome(5.0)] * 7
-    assert all(0.39 < verdict.seconds < 2.5 for verdict in found)
+    assert [verdict.outcome for verdict in found] == [Outcome(5.0)] * 14
+    assert all(verdict.seconds > 0.39 for verdict in found)
 
 
 @pytest.mark.parametrize("text", ["hoard", "block"])
@@ -193,10 +196,11 @@ def test_verdicts_come_as_they_are_known(rule: str, tmp_path: Path) -> None:
     """A long task holds up nothing that another worker can do."""
 
     async def use(pool: KillablePool) -> None:
-        slow = await pool.submit(task(rule, tmp_path, "spin"))
+        slow = await pool.submit(task(rule, tmp_path, "wait"))
         quick = [await pool.submit(task(rule, tmp_path, "quick", tokens)) for tokens in range(200)]
         await asyncio.gather(*quick)
         assert not slow.done()
-        assert (await slow).outcome == Outcome(error="timeout")
+        (tmp_path / "go").touch()
+        assert (await slow).outcome == Outcome(4.0)
 
-    with_pool(rule, use, workers=2, limits=Limits(60.0, 3.0, 128 * MIB))
+    with_pool(rule, use, workers=2, limits=LIMITS)

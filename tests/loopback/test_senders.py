@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,7 +25,8 @@ from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, expected, same, se
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("trainer-0", "trainer-1")
-DEADLINE = 20.0
+DEADLINE = 60.0  # seconds that something may take here
+LATER = 600.0  # seconds of a transfer's deadline, for which no test waits
 VERSION = PolicyVersion(0, 1)
 
 
@@ -64,14 +64,14 @@ def send(
     sending = []
     for number, (group, sender) in enumerate(zip(groups, senders, strict=False)):
         sender.begin(DEADLINE)
-        sending.append(sender.send(group, PolicyVersion(0, step), DEADLINE))
+        sending.append(sender.send(group, PolicyVersion(0, step), LATER))
         in_thread("fill", lambda sender=sender, number=number: sender.fill(share(manifest, number, step)))
     return sending
 
 
 def post(groups: Sequence[WeightGroup], receivers: Sequence[WeightReceiver], step: int) -> list[Future[Staged]]:
     version = PolicyVersion(0, step)
-    return [receiver.receive(group, version, DEADLINE) for group, receiver in zip(groups[2:], receivers, strict=True)]
+    return [receiver.receive(group, version, LATER) for group, receiver in zip(groups[2:], receivers, strict=True)]
 
 
 def hears(group: WeightGroup) -> threading.Event:
@@ -134,16 +134,14 @@ def test_a_sender_that_leaves_is_named_by_the_receivers_and_by_rank_0(groups: li
     receptions = post(groups, [WeightReceiver(SHARED) for _ in range(2)], 1)
     senders[0].fill(share(SHARED, 0, 1))
     senders[1].fill(share(SHARED, 1, 1)[:2])
-    sending = [sender.send(group, VERSION, DEADLINE) for sender, group in zip(senders, groups, strict=False)]
+    sending = [sender.send(group, VERSION, LATER) for sender, group in zip(senders, groups, strict=False)]
     assert all(each.wait(DEADLINE) for each in heard)
-    began = time.monotonic()
     senders[1].abort()
     for reception in receptions:
         with pytest.raises(ServiceFault, match=r"rollout-[23]: transfer: bucket \d+ of \d+ of version 0\.1 did not arrive"):
             reception.result(DEADLINE)
     with pytest.raises(ServiceFault, match="trainer: transfer: "):
         sending[0].result(DEADLINE)
-    assert time.monotonic() - began < DEADLINE / 2
 
 
 def test_a_sender_that_is_late_is_named_at_the_deadline(groups: list[WeightGroup]) -> None:
@@ -258,21 +256,19 @@ def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_a_sender_that_is_killed_within_a_transfer_is_named_at_once(transport: str) -> None:
-    with apart(transport, SHARED, 60.0) as (groups, process):
+    with apart(transport, SHARED, LATER) as (groups, process):
         heard = [hears(group) for group in groups[1:]]
-        receptions = [WeightReceiver(SHARED).receive(group, VERSION, 60.0) for group in groups[1:]]
+        receptions = [WeightReceiver(SHARED).receive(group, VERSION, LATER) for group in groups[1:]]
         sender = WeightSender(SHARED, number=0)
         sender.fill(share(SHARED, 0, 1))
-        sending = sender.send(groups[0], VERSION, 60.0)
+        sending = sender.send(groups[0], VERSION, LATER)
         assert all(each.wait(DEADLINE) for each in heard)
         process.kill()
-        began = time.monotonic()
         for reception in receptions:
             with pytest.raises(ServiceFault, match=r"transfer: bucket .* from rank 1 \(trainer-1\): "):
                 reception.result(DEADLINE)
         with pytest.raises(ServiceFault, match="trainer-0: transfer: "):  # nobody takes its part any more
             sending.result(DEADLINE)
-        assert time.monotonic() - began < 10.0
 
 
 def test_what_a_sender_says_of_its_failure_reaches_rank_0() -> None:

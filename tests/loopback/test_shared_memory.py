@@ -156,11 +156,11 @@ def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch:
     bucket.copy_(torch.arange(bucket.numel()) % 251)
     arrived = torch.zeros_like(bucket)
     pair[0].send(0, bucket)
-    assert pair[1].receive(0, arrived).wait(5.0) == xxhash.xxh3_64_intdigest(bucket.numpy()[:-16].data)
+    assert pair[1].receive(0, arrived).wait(PATIENCE) == xxhash.xxh3_64_intdigest(bucket.numpy()[:-16].data)
     with monkeypatch.context() as patch:
         patch.setattr(np, "copyto", faulty)
         pair[0].send(1, bucket)
-        digest = pair[1].receive(1, arrived).wait(5.0)
+        digest = pair[1].receive(1, arrived).wait(PATIENCE)
     assert not torch.equal(arrived, bucket)
     assert digest == xxhash.xxh3_64_intdigest(arrived.numpy()[:-16].data)
 
@@ -175,7 +175,7 @@ class Held:
         def hold(source: Any, target: Any, check: Any) -> int:
             if len(target) == nbytes:
                 self.begun.set()
-                assert self.go.wait(10)
+                assert self.go.wait(PATIENCE)
             return copy_and_hash(source, target, check)
 
         patch.setattr(shared_memory, "copy_and_hash", hold)
@@ -187,14 +187,14 @@ def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkey
     buffers = shared.arena((64, 128))
     sent = [pair[0].send(index, buffer) for index, buffer in enumerate(buffers)]
     copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(buffers)]
-    second = copies[1].digest.result(5.0)  # type: ignore[attr-defined]
+    second = copies[1].digest.result(PATIENCE)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="waited in vain for rollout-0"):
         sent[0].wait(0.1)
     held.go.set()
-    copies[0].wait(5.0)
-    sent[0].wait(5.0)
-    assert copies[1].wait(5.0) == second
-    sent[1].wait(5.0)
+    copies[0].wait(PATIENCE)
+    sent[0].wait(PATIENCE)
+    assert copies[1].wait(PATIENCE) == second
+    sent[1].wait(PATIENCE)
 
 
 def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,25 +203,25 @@ def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monke
     arrived = torch.zeros_like(buffer)
     pair[0].send(0, buffer)
     copy = pair[1].receive(0, arrived)
-    assert held.begun.wait(5)
+    assert held.begun.wait(PATIENCE)
     ended = in_thread("abort", pair[1].abort)
     with pytest.raises(RuntimeError, match=r"the group was aborted|waited in vain"):
         copy.wait(0.1)
     assert not ended.done()
     held.go.set()
-    ended.result(5)
+    ended.result(PATIENCE)
     assert not arrived.any()
     with pytest.raises(RuntimeError, match="the group was aborted"):
         pair[1].receive(1, arrived)
 
 
 def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
-    trainer, rollout = (member.result(10) for member in meeting(timeout=0.3))
+    trainer, rollout = (member.result(PATIENCE) for member in meeting(timeout=3.0))
     try:
-        copy = in_thread("wait", lambda: rollout.receive(0, torch.empty(64, dtype=torch.uint8)).wait(10.0))
-        assert not threading.Event().wait(0.5)
+        copy = in_thread("wait", lambda: rollout.receive(0, torch.empty(64, dtype=torch.uint8)).wait(PATIENCE))
+        assert not threading.Event().wait(3.2)
         trainer.send(0, shared.allocate(64))
-        assert copy.result(10) is not None
+        assert copy.result(PATIENCE) is not None
     finally:
         trainer.abort()
         rollout.abort()

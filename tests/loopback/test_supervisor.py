@@ -224,7 +224,8 @@ def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(tmp_path: Path) -> None:
     rank = tmp_path / "rank.py"
     rank.write_text(FAULTS.format(code=2))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(rank))
+    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", os.devnull)
+    torchrun = ("-m", "torch.distributed.run", *options, str(rank))
 
     async def test(supervisor: Supervisor) -> None:
         supervisor.replace_from_now_on({"trainer-0": Restarts()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from tests.system.runs import ROOT, Live, steps
 
 NAMES = ("first", "second", "third")
 PORT = 7077  # the coordinator's: in a namespace all ports are free
-AGENT = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "launcher.node")
+TORCHRUN = ("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", os.devnull)
+AGENT = ("-m", "torch.distributed.run", *TORCHRUN, "-m", "launcher.node")
 
 # What a shell that is itself within a torchrun would hand on, which the agents must not take for theirs.
 OUTER = {

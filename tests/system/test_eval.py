@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -129,9 +128,7 @@ def test_ctrl_c_stops_in_order_and_keeps_the_replies_so_far(config: Path, tmp_pa
     with started(config, *LONG, folder=tmp_path / "run", command="eval") as run:
         run.says("/32")
         run.interrupt()
-        before = time.monotonic()
         assert run.wait(TOLD) == 0, run.output + run.errors
-        assert time.monotonic() - before <= TOLD
         check_gone(run.folder)
         assert "the replies so far are in" in run.output
         assert not run.errors

@@ -14,7 +14,7 @@ from tests.system.runs import ROOT, eventually
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("namespaces")]
 
 PORT = 7000
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 # Answers every line of every connection with the same line.
 ECHO = f"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was(config: Path, tiny: Path,
     with started(config, LONG, folder=folder) as run:
         run.reaches(3)
         run.interrupt()
-        before = time.monotonic()
-        assert run.wait(RUN) == 0, run.output + run.errors
-        assert time.monotonic() - before <= ORDERLY
+        assert run.wait(ORDERLY) == 0, run.output + run.errors
         check_gone(folder)
     first = summary(folder)
     done = first["steps"]
@@ -77,9 +74,7 @@ def test_ctrl_c_before_training_ends_the_run_in_time(tiny: Path, tmp_path: Path,
     with started(config, LONG, folder=tmp_path / "run") as run:
         run.says(phase)
         run.interrupt()
-        before = time.monotonic()
-        assert run.wait(RUN) in codes, run.output + run.errors
-        assert time.monotonic() - before <= ORDERLY
+        assert run.wait(ORDERLY) in codes, run.output + run.errors
         check_gone(run.folder)
         assert not run.errors
         assert "Traceback" not in run.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from runtime.actor import Actor, Letter, Priority
 from runtime.errors import DeadlineExceeded, Overloaded
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
+from tests.unit.clock import run_by_clock
 
 # ----------------------------------------------------------------------------------------------------- order and limits
 
@@ -96,14 +96,14 @@ def test_the_delay_of_a_refusal_grows_with_the_time_that_letters_take() -> None:
             await first
             gate.clear()
             mean = actor.stats.service_seconds
-            assert mean >= 0.1 * 0.045  # of which the first letter is a tenth
+            assert mean == pytest.approx(0.1 * 0.05)  # of which the first letter is a tenth
             for _ in range(10):
                 actor.send("fill")
             with pytest.raises(Overloaded) as refused:
                 actor.send("one too many")
             assert refused.value.retry_after == pytest.approx(mean * 5)  # until half of the mailbox is served
 
-    run(test())
+    run_by_clock(test())
 
 
 # -------------------------------------------------------------------------------------- deadlines and withdrawn letters
@@ -131,7 +131,7 @@ def test_a_letter_whose_deadline_passed_in_the_mailbox_is_never_handed_over() ->
         assert desk.seen == [["first"], ["patient"]]
         assert (actor.stats.expired, actor.stats.handled, actor.stats.failed) == (1, 2, 0)
 
-    run(test())
+    run_by_clock(test())
 
 
 def test_a_withdrawn_letter_is_never_handed_over_and_is_counted() -> None:
@@ -244,15 +244,13 @@ def test_statistics_tell_waiting_from_service() -> None:
         actor = Actor("desk", Desk(serve), capacity=8)
         slow, waiting = actor.send("slow"), actor.send("waiting")
         assert (actor.stats.depth, actor.stats.handled) == (2, 0)
-        before = time.monotonic()
         async with running(actor):
             await asyncio.gather(slow, waiting)
-        took = time.monotonic() - before
         stats = actor.stats
         assert (stats.depth, stats.handled, stats.failed) == (0, 2, 0)
-        # Both means weigh the newest letter by a tenth: the slow letter served for 50 ms, the other waited as long.
-        # On a busy machine either may take longer, but not longer than the whole.
-        assert 0.9 * 0.1 * 0.049 < stats.service_seconds < 0.1 * took
-        assert 0.1 * 0.049 < stats.wait_seconds < 0.2 * took
+        # Both means weigh the newest letter by a tenth: the slow letter served for 50 ms, and then the other, which had waited
+        # for as long.
+        assert stats.service_seconds == pytest.approx(0.9 * 0.1 * 0.05)
+        assert stats.wait_seconds == pytest.approx(0.1 * 0.05)
 
-    run(test())
+    run_by_clock(test())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -246,3 +249,17 @@ def test_a_trial_of_trl_that_fails_says_why(config: Config, tmp_path: Path) -> N
     python = _fake_trl(tmp_path, "raise SystemExit('ModuleNotFoundError: no trl')")
     with pytest.raises(ServiceFault, match="ModuleNotFoundError: no trl"):
         asyncio.run(train_trl.trial(config, python, threads=1, warm=1, steps=1))
+
+
+def test_a_bench_that_is_terminated_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def measure() -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60.0)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setitem(command.BENCHES, "engine", lambda options, show: asyncio.run(measure()))  # type: ignore[arg-type, return-value]
+    with pytest.raises(KeyboardInterrupt):
+        command.run("engine", command.Options())
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before

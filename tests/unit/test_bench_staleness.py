@@ -267,7 +267,7 @@ def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> No
         pid = int(await asyncio.wait_for(asyncio.to_thread(patient.read_text), 60))
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(training, 10)
+            await asyncio.wait_for(training, 60)
         return pid
 
     assert not Path(f"/proc/{asyncio.run(body())}").exists()

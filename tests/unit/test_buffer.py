@@ -244,6 +244,6 @@ def test_events_wake_the_stages() -> None:
         task = asyncio.create_task(stage())
         await asyncio.sleep(0)
         h.finish(0)
-        return await asyncio.wait_for(task, 5)
+        return await asyncio.wait_for(task, 60)
 
     assert asyncio.run(scenario()) == [0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from runtime.rewards.extraction import closing_statement, final_answer, last_ans
 from runtime.rewards.format import format_answer
 from runtime.rewards.numeric import number
 from runtime.rewards.rules import RuleContext
+from tests.unit.counted_work import is_linear
 
 CONTEXT = RuleContext()
 
@@ -165,21 +166,32 @@ def test_format_answer_rule(reply: str, right: bool) -> None:
     assert format_answer(reply, "5", CONTEXT) is right
 
 
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        *("\\boxed{" * 300_000, "{" * 2_000_000, "\\boxed{" + "{" * 1_000_000 + "}" * 1_000_001, "#" * 2_000_000),
-        *("####" * 500_000, "#### \n" * 300_000, "#### 1 " * 300_000, "<answer>" * 250_000, "</answer>" * 220_000),
-        *("the answer " * 180_000, "answer is " * 200_000, "answer" + " *" * 1_000_000, "answer is " + "1." * 1_000_000),
-        *("answer is:" + "\n" * 2_000_000, "\\boxed{" + "9" * 2_000_000 + "}", "#### " + " " * 2_000_000 + "x"),
-    ],
-    ids=lambda bomb: f"{bomb[:12]!r}*{len(bomb)}",
-)
-def test_two_megabytes_of_anything_take_linear_time(bomb: str) -> None:
-    begun = time.process_time()
-    assert gsm8k(bomb, "5", CONTEXT) is False
-    assert format_answer(bomb, "5", CONTEXT) is False
-    assert time.process_time() - begun < 2.0
+# Of about so many characters.
+BOMBS: dict[str, Callable[[int], str]] = {
+    "boxes": lambda size: "\\boxed{" * (size // 7),
+    "braces": lambda size: "{" * size,
+    "braces in a box": lambda size: "\\boxed{" + "{" * (size // 2) + "}" * (size // 2 + 1),
+    "hashes": lambda size: "#" * size,
+    "hashes and lines": lambda size: "#### \n" * (size // 6),
+    "hashes and numbers": lambda size: "#### 1 " * (size // 7),
+    "answer tags": lambda size: "<answer>" * (size // 8),
+    "ends of answers": lambda size: "</answer>" * (size // 9),
+    "the answer": lambda size: "the answer " * (size // 11),
+    "answer is": lambda size: "answer is " * (size // 10),
+    "an answer and stars": lambda size: "answer" + " *" * (size // 2),
+    "an answer and points": lambda size: "answer is " + "1." * (size // 2),
+    "an answer and lines": lambda size: "answer is:" + "\n" * size,
+    "digits in a box": lambda size: "\\boxed{" + "9" * size + "}",
+    "spaces behind hashes": lambda size: "#### " + " " * size + "x",
+}
+
+
+@pytest.mark.parametrize("made", BOMBS.values(), ids=BOMBS)
+def test_two_megabytes_of_anything_take_linear_time(made: Callable[[int], str]) -> None:
+    whole = made(2_000_000)  # hours, for an expression that takes quadratic time
+    for rule in (gsm8k, format_answer):
+        assert rule(whole, "5", CONTEXT) is False
+        assert is_linear(lambda text, rule=rule: rule(text, "5", CONTEXT), made, 10_000)
 
 
 def shared(name: str) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from runtime.config import loading
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.closing_line import normal_form
 from runtime.rewards.rules import RULES, Outcome, RuleContext, attempt
+from tests.unit.counted_work import is_linear
 from tests.unit.test_rewards_scorer import request, score
 
 ROOT = Path(__file__).parents[2]
@@ -208,36 +210,34 @@ def test_the_open_cases_of_form_agree() -> None:
     assert wrong == []
 
 
-HOSTILE = {
-    "thoughts": "<think>" + "</think><answer>" * 60_000,
-    "open thoughts": "<think>" * 130_000,
-    "spaces after a thought": "<think></think>" + " " * 1_000_000,
-    "many spaces after many": ("</think>" + " " * 1000) * 1000,
-    "digits": "Step " + "1" * 1_000_000,
-    "lines of digits": "\n" + "1" * 1_000_000,
-    "boxes": "\\boxed{" * 140_000,
-    "empty boxes": "\\boxed{}" * 120_000,
-    "boxes and space": ("\\boxed" + " " * 9) * 60_000,
-    "hashes": "#### " * 200_000,
-    "answers": "answer is " * 100_000,
-    "answer colons": "Answer" + ":" * 1_000_000,
-    "braces": "\\boxed{" + "{" * 1_000_000,
-    "NUL": "\0" * 1_000_000,
+# Of about so many characters.
+HOSTILE: dict[str, Callable[[int], str]] = {
+    "thoughts": lambda size: "<think>" + "</think><answer>" * (size // 16),
+    "open thoughts": lambda size: "<think>" * (size // 7),
+    "spaces after a thought": lambda size: "<think></think>" + " " * size + "</answer>",
+    "many spaces after many": lambda size: "<think>" + ("</think>" + " " * (size // 32)) * 32 + "</answer>",
+    "digits": lambda size: "Step " + "1" * size,
+    "lines of digits": lambda size: "\n" + "1" * size,
+    "boxes": lambda size: "\\boxed{" * (size // 7),
+    "empty boxes": lambda size: "\\boxed{}" * (size // 8),
+    "boxes and space": lambda size: ("\\boxed" + " " * 9) * (size // 15),
+    "hashes": lambda size: "#### " * (size // 5),
+    "answers": lambda size: "answer is " * (size // 10),
+    "answer colons": lambda size: "Answer" + ":" * size,
+    "braces": lambda size: "\\boxed{" + "{" * size,
+    "NUL": lambda size: "\0" * size,
 }
+RULES_OF_FORM = ("format", "strict_format", "r1_zero_format", "think_answer", "think_prefix", "step", "format_answer")
+RULES_OF_ANSWERS = ("acc", "base_acc", "math_17k_acc", "r1_zero_acc", "acc_for_dapo", "gsm8k_answer", "gsm8k_format")
 
 
-@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in HOSTILE.items()])
-def test_a_megabyte_takes_no_rule_a_second(text: str) -> None:
-    slow = {}
-    for name in ("format", "strict_format", "r1_zero_format", "think_answer", "think_prefix", "step", "format_answer"):
-        before = time.process_time()
-        value(name, text)
-        slow[name] = time.process_time() - before
-    for name in ("acc", "base_acc", "math_17k_acc", "r1_zero_acc", "acc_for_dapo", "gsm8k_answer", "gsm8k_format"):
-        before = time.process_time()
-        value(name, text)
-        slow[name] = time.process_time() - before
-    assert {name: seconds for name, seconds in slow.items() if seconds > 1.0} == {}
+@pytest.mark.parametrize("made", HOSTILE.values(), ids=HOSTILE)
+def test_every_rule_takes_linear_time(made: Callable[[int], str]) -> None:
+    names = (*RULES_OF_FORM, *RULES_OF_ANSWERS)
+    whole = made(1_000_000)  # hours, for an expression that takes quadratic time
+    for name in names:
+        value(name, whole)
+    assert [name for name in names if not is_linear(partial(value, name), made, 10_000)] == []
 
 
 def test_r1_zeros_reward_is_half_form_and_half_answer() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from runtime import errors
 from services import stream
 from services.rpc import common_pb2
+from tests.unit.clock import run_by_clock
 
 # --------------------------------------------------------------------------------------------------------------- bodies
 
@@ -59,13 +59,6 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # --------------------------------------------------------------------------------------------------------------- frames
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(test, 10)
-
-    asyncio.run(within())
-
-
 def call(id_: int, size: int = 0) -> common_pb2.Call:
     return common_pb2.Call(id=id_, body=bytes(size))
 
@@ -83,13 +76,13 @@ def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
         outbox.put(call(1))
         loop.call_later(0.01, outbox.put, call(2))
         assert ids(await outbox.frame()) == [1, 2]
-        assert loop.time() - before >= 0.04
+        assert loop.time() - before == pytest.approx(0.05)
         outbox.put(call(3))
         before = loop.time()
         assert ids(await outbox.frame()) == [3]
-        assert loop.time() - before >= 0.04
+        assert loop.time() - before == pytest.approx(0.05)
 
-    run(test())
+    run_by_clock(test())
 
 
 def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +99,7 @@ def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(outbox.frame(), 0.02)
 
-    run(test())
+    run_by_clock(test())
 
 
 def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +111,7 @@ def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.Mo
         monkeypatch.setattr(stream, "WINDOW", 60.0)
         assert ids(await outbox.frame()) == [4]
 
-    run(test())
+    run_by_clock(test())
 
 
 def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +124,7 @@ def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.Monkey
         assert ids(await outbox.frame()) == list(range(stream.COMPANY))
         assert ids(await outbox.frame()) == [stream.COMPANY]
 
-    run(test())
+    run_by_clock(test())
 
 
 def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,4 +143,4 @@ def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.
         waiting.close()
         assert await frame == []
 
-    run(test())
+    run_by_clock(test())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
     ]
     (spec,) = (spec for spec in specs(group) if spec.role == "reference")
     assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
-    assert spec.command[8:10] == ("-m", "services.reference")
+    assert spec.command[8:12] == ("--log-dir", os.devnull, "-m", "services.reference")
     assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
@@ -133,7 +134,7 @@ def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
     config = make(critic={}, services={"critic": critic})
     (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "-m")
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 --log-dir /dev/null -m".split()
     arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
     assert spec.command == ("/own/python", "-m", *torchrun, "services.critic", *arguments)
     assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
