@@ -1,15 +1,15 @@
 """How far two computations of one number may lie apart when only the order of their additions differs.
 
-Another processor, another shape of a batch or another number of ranks adds in another order. What two results may then differ by
-is bounded by Higham, "Accuracy and Stability of Numerical Algorithms" (2nd ed.), chapter 3: a sum of n products, in any order, is
-off by at most γ_n Σ|x_i y_i|, where γ_n = n·u / (1 - n·u) and u is the unit round-off of the arithmetic. A chain of such sums, as
-a forward pass is, adds up their lengths (lemma 3.3: γ_j + γ_k + γ_j γ_k ≤ γ_{j+k}), so that `terms` is the total length of the
-sums between the inputs and the number.
+Another processor, another shape of a batch or another number of ranks adds in another order. What two results may then differ
+by is bounded by Higham, "Accuracy and Stability of Numerical Algorithms" (2nd ed.), chapter 3: a sum of n products, in any
+order, is off by at most γ_n Σ|x_i y_i|, where γ_n = n·u / (1 - n·u) and u is the unit round-off of the arithmetic. A chain of
+such sums, as a forward pass is, adds up their lengths (lemma 3.3: γ_j + γ_k + γ_j γ_k ≤ γ_{j+k}), so that `terms` is the
+total length of the sums between the inputs and the number.
 
-The size to multiply with is that of the result, not Σ|x_i y_i|: with signs at random the result is smaller than that sum by about
-√n, and so is the error smaller than its bound (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019:
-√n·u instead of n·u). It is the size of the whole tensor, or of what was added up: one element may be as small as a cancellation
-makes it, and its error does not become smaller by that.
+The size to multiply with is that of the result, not Σ|x_i y_i|: with signs at random the result is smaller than that sum by
+about √n, and so is the error smaller than its bound (Higham and Mary, "A New Approach to Probabilistic Rounding Error
+Analysis", 2019: √n·u instead of n·u). It is the size of the whole tensor, or of what was added up: one element may be as
+small as a cancellation makes it, and its error does not become smaller by that.
 
 `pytest.approx` with its own tolerance of 1e-6 stays where Python floats or float64 are compared: that is 10^10 round-offs.
 """
@@ -51,8 +51,9 @@ def gamma(terms: int, unit: float = FLOAT32) -> float:
 def assert_close(
     actual: Any, expected: Any, *, terms: int, scale: float | None = None, unit: float = FLOAT32, what: str = ""
 ) -> None:
-    """No element of `actual` is further from that of `expected` than rounding takes it: 2 γ_n · scale, as each of them may be off
-    by γ_n. Both have any shape, the same; `scale` is the size of what is compared, else the largest magnitude in `expected`.
+    """No element of `actual` is further from that of `expected` than rounding takes it: 2 γ_n · scale, as each may be off by γ_n.
+
+    Both have any shape, the same. `scale` is the size of what is compared; without it, the largest magnitude in `expected`.
 
     Raises AssertionError, with the element that is the furthest off and the bound.
     """

@@ -16,6 +16,8 @@ from runtime.errors import UserError
 from tests.closeness import assert_close, forward_terms
 from tests.unit.tiny_models import FAMILIES, VOCABULARY, WITH_EXPERTS, save_model
 
+pytestmark = pytest.mark.numeric
+
 ALL = [*FAMILIES, *WITH_EXPERTS]
 
 CPU = torch.device("cpu")

@@ -20,6 +20,8 @@ from tests.closeness import assert_close, forward_terms
 from tests.unit.test_decoder import CPU, LAYERS, load, whole_logits
 from tests.unit.tiny_models import FAMILIES, WITH_EXPERTS, save_model
 
+pytestmark = pytest.mark.numeric
+
 ALL = [*FAMILIES, *WITH_EXPERTS]
 
 TOKENS = torch.arange(12).view(1, -1)

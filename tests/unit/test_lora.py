@@ -23,6 +23,8 @@ from tests.unit.test_train_torch import Oracle
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, comparable, run_step, weights
 
+pytestmark = pytest.mark.numeric
+
 ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 STEPS = 3
 

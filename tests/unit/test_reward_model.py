@@ -25,6 +25,8 @@ from tests.unit.reward_cases import make_request
 from tests.unit.tiny_models import VOCABULARY, save_classifier, save_model
 from tests.unit.training_cases import VOCAB, make_config, make_policy
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 POLICY_IDS = 256 + len(tiny_model.SPECIAL_TOKENS)
 OTHER_TEMPLATE = (

@@ -27,6 +27,8 @@ from tests.unit.actor_desk import run, running
 from tests.unit.rollout_cases import drain, never, request, update
 from tests.unit.tiny_models import save_model
 
+pytestmark = pytest.mark.numeric
+
 OLD, NEW = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
 

@@ -24,6 +24,8 @@ from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.rollout_cases import drain, never, request, run, tokens_of, update
 from tests.unit.tiny_models import VOCABULARY, save_model
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 Make = Callable[..., TorchRolloutEngine]
 

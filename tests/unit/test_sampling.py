@@ -12,6 +12,8 @@ from runtime.engines.sampling import RowSampling, as_row, sample, uniforms
 from runtime.types import SamplingParams
 from tests.closeness import assert_close
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 

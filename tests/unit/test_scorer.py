@@ -19,6 +19,8 @@ from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, Sa
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.tiny_models import VOCABULARY, save_model
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 
 

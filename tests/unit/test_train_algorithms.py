@@ -22,6 +22,8 @@ from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics, assert_updated, comparable, run_step, weights
 
+pytestmark = pytest.mark.numeric
+
 SMOOTH = {"eps": 1e-2, "max_grad_norm": 0.0}
 REINFORCE = {"advantage": "reinforce_plus_plus", "gamma": 0.9, "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1}
 CAP = 0.05  # below the weights of some samples of a random policy

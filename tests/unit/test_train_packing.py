@@ -20,6 +20,8 @@ from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, comparable, run_step, weights
 
+pytestmark = pytest.mark.numeric
+
 # Adam's first step is lr · g / (|g| + eps): with a large eps it is plain gradient descent at a rate of lr / eps.
 RATE = 100.0
 DESCENT = {"learning_rate": RATE * 1e6, "eps": 1e6, "weight_decay": 0.0, "max_grad_norm": 0.0}

@@ -21,6 +21,8 @@ from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, assert_updated, comparable, run_step, weights
 
+pytestmark = pytest.mark.numeric
+
 
 class Oracle:
     """One step of GRPO written out: one sample a forward pass, stock attention, float64."""

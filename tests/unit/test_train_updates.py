@@ -24,6 +24,8 @@ from tests.unit import training_oracle as oracle
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import assert_metrics, assert_updated, comparable, run_step, weights
 
+pytestmark = pytest.mark.numeric
+
 GROUPS = 4
 SMOOTH = {"eps": 1e-2, "learning_rate": 3e-3, "max_grad_norm": 0.5}
 PPO = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}

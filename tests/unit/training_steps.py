@@ -50,8 +50,7 @@ def assert_metrics(got: Mapping[str, float], expected: Mapping[str, float], *, s
 def _summands(name: str, mean: float) -> float:
     """How large the numbers are that a metric is the mean of, where they cancel.
 
-    Losses and advantages are about 1. k3 of a difference x of log-probabilities is about x² / 2, and takes on an error of x times
-    theirs.
+    Losses and advantages are about 1. k3 of a difference x of log-probabilities is about x² / 2, and its error x times theirs.
     """
     if name.endswith(("pg_loss", "ppo_kl", "advantages/mean")):
         return max(mean, 1.0)
@@ -66,11 +65,12 @@ def assert_updated(
     steps: int = 1,
     norm: float | None = None,
 ) -> None:
-    """Weights after so many steps of Adam are the same but for rounding. `norm`: of the gradients, else what they are clipped to.
+    """Weights after so many steps of Adam are the same but for rounding.
 
-    Adam moves a weight by rate · m / (√v + eps). Where a gradient is small against eps, an error δ in it moves the weight by
-    rate · δ / eps more, and where it is large by less; δ is relative to the norm of all gradients. The weight is rounded too, once
-    a step. An eps near 0 makes a sign of the rounding of a gradient near 0, and no two orders of addition agree on that.
+    Adam moves a weight by rate · m / (√v + eps). Where a gradient is small against eps, an error δ in it moves the weight
+    by rate · δ / eps more, and where it is large by less. δ is relative to `norm`, of all gradients: what they are clipped
+    to, unless it is given. The weight is rounded too, once a step. With an eps near 0 the rounding of a gradient near 0
+    decides the sign of its update, and no two orders of addition agree on that.
     """
     assert optimizer.eps >= 1e-3
     assert left.keys() == right.keys()
