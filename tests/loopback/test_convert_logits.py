@@ -18,6 +18,8 @@ from runtime.engines.families import Layout, blocks, qwen2
 from runtime.errors import InvariantViolated
 from tests.unit.family_cases import CONFIGS, write_folder
 
+pytestmark = pytest.mark.numeric
+
 LLAMA_3_1 = {
     "rope_type": "llama3",
     "factor": 8.0,

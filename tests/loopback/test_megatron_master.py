@@ -13,6 +13,8 @@ from runtime.engines import train_rank
 from tests.loopback.ranks import as_rank, run_ranks
 from tests.unit.training_cases import make_config, make_policy
 
+pytestmark = pytest.mark.numeric
+
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 
 RATE, UPDATES = 1e-6, 60

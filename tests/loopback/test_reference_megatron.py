@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.loopback.reference_member import TEMPERATURES, alone, spread
 from tests.unit.tiny_models import save_model
+
+pytestmark = pytest.mark.numeric
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 
@@ -22,4 +25,5 @@ def test_every_layout_is_the_torch_engine(tmp_path: Path) -> None:
         assert found.keys() == expected.keys(), layout
         for group, values in expected.items():
             assert found[group].dtype == values.dtype
-            np.testing.assert_allclose(found[group], values, rtol=0, atol=2e-5, err_msg=layout)
+            scale = LOGITS / TEMPERATURES[group]
+            assert_close(found[group], values, terms=forward_terms(36), scale=scale, what=layout)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -24,6 +23,7 @@ from runtime.weights.group import WeightGroup, host
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.sender import WeightSender, in_thread, stamp
 from services.rollout import RolloutService
+from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.loopback.weight_cases import settles
 from tests.unit.actor_desk import running
 from tests.unit.rollout_cases import request
@@ -153,7 +153,7 @@ class Site:
         (sample,) = samples(await self.generate(limit=20)[0])
         assert {PolicyVersion.unpack(int(each)).step for each in sample.versions} == {step}
         expected = from_scratch(self.models.weights[step], request(0).prompt, sample)
-        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+        assert_close(sample.logprobs, expected, terms=forward_terms(256), scale=LOGITS)
 
     def holder(self, tensor: torch.Tensor) -> Any:
         """The set of the receiver's buckets in which `tensor` lies, or None."""
@@ -218,7 +218,7 @@ def test_a_version_is_published_while_samples_are_generated(models: Models, stag
             (sample,) = samples(await group)
             after = sample.versions == version(1).pack()
             expected = from_scratch(models.weights[1], request(0).prompt, sample)
-            np.testing.assert_allclose(sample.logprobs[after], expected[after], atol=1e-4)
+            assert_close(sample.logprobs[after], expected[after], terms=forward_terms(256), scale=LOGITS)
         await site.check(1)
 
     run(models, test, staging=staging, in_flight=in_flight)

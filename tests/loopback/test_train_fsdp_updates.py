@@ -18,10 +18,14 @@ from runtime.engines.train_torch import TorchTrainEngine
 from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import ServiceFault
 from runtime.types import TrainGroup, ValueRequest
+from tests.closeness import STEP, assert_close
 from tests.loopback.ranks import as_rank, run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.training_steps import assert_metrics
 
-STEPS = 2
+pytestmark = pytest.mark.numeric
+
+STEPS, UPDATES = 2, 4  # updates of each step: two epochs of two mini-batches
 PPO = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1}
 SMOOTH = {"eps": 1e-2, "max_grad_norm": 0.5}
 CASES: dict[str, tuple[type[TorchUpdateEngine], dict[str, Any]]] = {
@@ -106,8 +110,8 @@ def results(folder: Path) -> dict[str, Any]:
 def test_steps_are_those_of_one_rank(folder: Path, results: dict[str, Any], name: str):
     engine_class, sections = CASES[name]
     engine = engine_class(settings(folder, sections))  # type: ignore[call-arg]
-    for got, expected in zip(results[name], train(engine, slice(None)), strict=True):
-        assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for step, (got, expected) in enumerate(zip(results[name], train(engine, slice(None)), strict=True)):
+        assert_metrics(got, expected, steps=UPDATES * (step + 1))
 
 
 def test_values_are_those_of_one_rank(folder: Path, results: dict[str, Any]):
@@ -115,7 +119,7 @@ def test_values_are_those_of_one_rank(folder: Path, results: dict[str, Any]):
     train(engine, slice(None))
     expected = engine.values(requests())[0].values
     assert np.abs(expected).max() > 0.01
-    np.testing.assert_allclose(results["values"], expected, rtol=1e-4, atol=1e-5)
+    assert_close(results["values"], expected, terms=UPDATES * STEPS * STEP)
 
 
 def test_every_rank_names_the_samples_of_the_rank_whose_loss_is_not_finite(folder: Path, results: dict[str, Any]):

@@ -12,6 +12,8 @@ from runtime.algorithms.logprobs import token_logprobs
 from runtime.engines.megatron import vocab_parallel
 from tests.loopback.ranks import as_rank, run_two
 
+pytestmark = pytest.mark.numeric
+
 SHARES = (7, 4)  # of the vocabulary: the last rank has fewer, as padding is left out
 TOKENS = torch.tensor([0, 6, 7, 10, 3, 8])
 TEMPERATURES = (1.0, 0.7)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from runtime.config import Config, Lora, Reference, Run
 from runtime.engines.train_torch import TorchTrainEngine
 from tests.unit.training_cases import make_config
+from tests.unit.training_steps import assert_updated
 
 LORA = Lora(rank=4, alpha=12.0)
 
@@ -32,3 +35,13 @@ def saved(engine: TorchTrainEngine, folder: Path) -> Path:
 def adapter_tensors(engine: TorchTrainEngine, folder: Path) -> dict[str, Any]:
     """The adapters by their names in PEFT's files, by way of a checkpoint."""
     return load_file(saved(engine, folder) / "adapter" / "adapter_model.safetensors")
+
+
+def assert_merged(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], config: Config, steps: int) -> None:
+    """Weights with adapters in them, after so many steps, are the same but for rounding.
+
+    An element of them moves by alpha / rank times the sum over `rank` products, by what either factor moves times the other,
+    none of which is larger than 1.
+    """
+    assert config.lora is not None
+    assert_updated(left, right, config.training.optimizer, steps=2 * steps * round(config.lora.alpha))

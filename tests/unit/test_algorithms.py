@@ -37,6 +37,8 @@ from runtime.algorithms.policy_losses import clipped_surrogate, decoupled, ppo
 from runtime.algorithms.token_returns import token_rewards
 from runtime.errors import UserError
 
+pytestmark = pytest.mark.numeric
+
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 

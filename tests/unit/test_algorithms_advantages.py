@@ -19,6 +19,8 @@ from runtime.algorithms.shaping import has_signal, missing_eos_penalty, soft_ove
 from runtime.algorithms.token_returns import gae, returns_to_go, token_rewards
 from runtime.algorithms.whitening import whiten
 
+pytestmark = pytest.mark.numeric
+
 
 def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)

@@ -21,6 +21,8 @@ from runtime.algorithms.proximal import interpolated_proximal
 from runtime.algorithms.sapo import sapo
 from runtime.algorithms.value_losses import clipped_value_loss
 
+pytestmark = pytest.mark.numeric
+
 MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
 
 

@@ -18,6 +18,8 @@ from launcher.benches.worker import Bench, Measured, Worker
 from launcher.random_groups import Lengths, draw_lengths
 from runtime.config import Config
 
+pytestmark = pytest.mark.numeric
+
 TINY = Settings(
     shapes=(Shape(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48),),
     budgets=(300,),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.engines.megatron.context import packing_of, tokens_of
 from runtime.engines.packed_attention import Packing, packed_attention
+
+pytestmark = pytest.mark.numeric
 
 HEADS, KV_HEADS, SIZE = 4, 2, 3
 CPU = torch.device("cpu")

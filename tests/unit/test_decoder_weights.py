@@ -16,8 +16,11 @@ from runtime.engines.hf_weights import read_config
 from runtime.errors import InvalidMessage
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import allocate, views
-from tests.unit.test_decoder import CPU, load, whole_logits
+from tests.closeness import assert_close, forward_terms
+from tests.unit.test_decoder import CPU, LAYERS, load, whole_logits
 from tests.unit.tiny_models import FAMILIES, WITH_EXPERTS, save_model
+
+pytestmark = pytest.mark.numeric
 
 ALL = [*FAMILIES, *WITH_EXPERTS]
 
@@ -73,7 +76,7 @@ def test_adopted_weights_compute_what_transformers_computes(tmp_path: Path, name
     for order, copied in ((names_of(model), always), (sorted(names_of(model)), always | {"qkv", "qkv_bias"})):
         received = Received(tmp_path, order)
         decoder = received.adopted(tmp_path)
-        torch.testing.assert_close(whole_logits(decoder, TOKENS), logits(model), atol=1e-4, rtol=0)
+        assert_close(whole_logits(decoder, TOKENS), logits(model), terms=forward_terms(TOKENS.shape[1], layers=LAYERS))
         assert torch.equal(whole_logits(decoder, TOKENS), whole_logits(load(tmp_path), TOKENS))
         has = {field for field, each in vars(decoder.weights.layers[0]).items() if each is not None}
         assert received.copies(decoder.weights) == copied & has
@@ -84,7 +87,7 @@ def test_what_a_boundary_of_buckets_separates_is_copied(tmp_path: Path) -> None:
     received = Received(tmp_path, names_of(model), bucket_bytes=1)
     decoder = received.adopted(tmp_path)
     assert received.copies(decoder.weights) == {"qkv", "qkv_bias", "gate_up"}
-    torch.testing.assert_close(whole_logits(decoder, TOKENS), logits(model), atol=1e-4, rtol=0)
+    assert_close(whole_logits(decoder, TOKENS), logits(model), terms=forward_terms(TOKENS.shape[1], layers=LAYERS))
 
 
 def test_tensors_that_lie_side_by_side_by_chance_are_not_taken_for_one(tmp_path: Path) -> None:
@@ -97,7 +100,7 @@ def test_tensors_that_lie_side_by_side_by_chance_are_not_taken_for_one(tmp_path:
     received.tensors[transposed] = received.tensors[transposed].t()
     decoder = received.adopted(tmp_path)
     assert received.copies(decoder.weights) == {"qkv"}
-    torch.testing.assert_close(whole_logits(decoder, TOKENS), logits(model), atol=1e-4, rtol=0)
+    assert_close(whole_logits(decoder, TOKENS), logits(model), terms=forward_terms(TOKENS.shape[1], layers=LAYERS))
 
 
 def test_another_dtype_is_copied(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_new_weights_are_loaded_in_place_part_by_part(tmp_path: Path, name: str)
     for each, tensor in tensors.items():
         decoder.weights.require({each: tensor})
         decoder.weights.load({each: tensor})
-    torch.testing.assert_close(whole_logits(decoder, TOKENS), logits(model), atol=1e-4, rtol=0)
+    assert_close(whole_logits(decoder, TOKENS), logits(model), terms=forward_terms(TOKENS.shape[1], layers=LAYERS))
 
 
 def test_a_tied_head_may_come_along(tmp_path: Path) -> None:

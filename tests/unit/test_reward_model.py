@@ -20,9 +20,12 @@ from runtime.engines.reward_model_torch import TorchRewardModel
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.rewards.model_scorer import ModelScorer
 from runtime.types import Scores
+from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.reward_cases import make_request
 from tests.unit.tiny_models import VOCABULARY, save_classifier, save_model
 from tests.unit.training_cases import VOCAB, make_config, make_policy
+
+pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 POLICY_IDS = 256 + len(tiny_model.SPECIAL_TOKENS)
@@ -40,6 +43,11 @@ def load(folder: Path, budget: int = 4096, dtype: torch.dtype = torch.float32) -
 def expected(model: Any, text: np.ndarray) -> float:
     with torch.no_grad():
         return float(model(torch.from_numpy(np.asarray(text, np.int64)[None])).logits[0, 0])
+
+
+def assert_score(found: Any, wanted: Any) -> None:
+    """A score is a sum over a normed state, as a logit is."""
+    assert_close(found, wanted, terms=forward_terms(42), scale=LOGITS)
 
 
 def make_groups(vocabulary: int = VOCABULARY) -> list[list[np.ndarray]]:
@@ -73,7 +81,7 @@ def test_scores_equal_transformers(tmp_path: Path, name: str, budget: int, pad: 
     assert [len(found) for found in scores] == [4, 2, 0, 3, 3]
     for texts, found in zip(groups, scores, strict=True):
         assert found.dtype == np.float32
-        np.testing.assert_allclose(found, [expected(model, text) for text in texts], atol=1e-5)
+        assert_score(found, [expected(model, text) for text in texts])
     assert np.ptp(np.concatenate(scores)) > 0.5
 
 
@@ -88,7 +96,7 @@ def test_a_text_that_shares_all_its_tokens_may_end_in_padding(tmp_path: Path) ->
     model = save_classifier(tmp_path, pad_token_id=7)
     text = np.array([3, 4, 5, 7, 7])
     (found,) = load(tmp_path).score([[text, text, np.array([7, 7])]])
-    np.testing.assert_allclose(found, [expected(model, t) for t in (text, text, np.array([7, 7]))], atol=1e-5)
+    assert_score(found, [expected(model, t) for t in (text, text, np.array([7, 7]))])
 
 
 def test_scores_in_bfloat16_are_close_and_not_rounded_to_it(tmp_path: Path) -> None:
@@ -113,7 +121,7 @@ def test_a_critics_checkpoint_is_a_reward_model(tmp_path: Path) -> None:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     texts = make_groups(VOCAB)[0]
     (found,) = load(folder).score([texts])
-    np.testing.assert_allclose(found, [expected(model, text[:-1]) for text in texts], atol=1e-5)
+    assert_score(found, [expected(model, text[:-1]) for text in texts])
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
@@ -177,8 +185,8 @@ def test_a_model_with_the_policys_tokenizer_reads_its_tokens(tmp_path: Path, pol
         texts = [[*encoded("2+3="), *reply] for reply in (encoded("5"), encoded("6 or 7"), [])]
         wanted = np.array([expected(model, np.array(text)) for text in texts])
         assert (first.group_id, second.group_id) == (3, 4)
-        np.testing.assert_allclose(first.rules["reward_model"], wanted, atol=1e-5)
-        np.testing.assert_allclose(first.rewards, 0.5 * wanted, atol=1e-5)
+        assert_score(first.rules["reward_model"], wanted)
+        assert_score(first.rewards, 0.5 * wanted)
         assert first.rewards.dtype == np.float32
         assert first.valid.tolist() == [1, 1, 1]
         assert first.errors == {}
@@ -197,7 +205,7 @@ def test_a_model_with_another_tokenizer_reads_the_conversation(tmp_path: Path, p
         tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": reply}]) for messages, reply in conversations
     ]
     wanted = [expected(model, np.array(text)) for text in texts]
-    np.testing.assert_allclose(np.concatenate([scores.rewards for scores in found]), wanted, atol=1e-5)
+    assert_score(np.concatenate([scores.rewards for scores in found]), wanted)
     with pytest.raises(InvalidMessage, match="group 5: no messages"):
         make_scorer(folder, policy).score([make_request(5, [1], [[2]])])
 
@@ -221,7 +229,7 @@ def test_a_sample_that_is_too_long_is_masked_and_counted(tmp_path: Path, policy:
     assert scores.errors == {"model:too long": 1}
     assert scores.rewards[0] == 0
     assert np.isnan(scores.rules["reward_model"][0])
-    assert scores.rewards[1] == pytest.approx(expected(model, np.array([1] * 10 + [2] * 10)), abs=1e-5)
+    assert_score(scores.rewards[1], expected(model, np.array([1] * 10 + [2] * 10)))
     (scores,) = make_scorer(folder, policy, max_tokens=11).score([request])
     assert scores.valid.tolist() == [0, 0, 1]
 

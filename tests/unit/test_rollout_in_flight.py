@@ -22,9 +22,12 @@ from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.errors import ServiceFault
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 from services.rollout import RolloutService
+from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.actor_desk import run, running
 from tests.unit.rollout_cases import drain, never, request, update
 from tests.unit.tiny_models import save_model
+
+pytestmark = pytest.mark.numeric
 
 OLD, NEW = PolicyVersion(0, 0), PolicyVersion(0, 1)
 
@@ -113,7 +116,7 @@ def test_recomputed_sequences_go_on_as_the_new_weights_would(
         for sample in done[each.group_id]:
             before = sample.versions == OLD.pack()
             expected = np.where(before, *(from_scratch(model, each.prompt, sample) for model in (models.old, models.new)))
-            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+            assert_close(sample.logprobs, expected, terms=forward_terms(64), scale=LOGITS)
             mixed += len(set(before)) == 2
     assert mixed >= 7
 
@@ -229,7 +232,7 @@ def test_recompute_reaches_the_engine(models: Models) -> None:
             (sample,) = samples(await groups[0])
         after = sample.versions == NEW.pack()
         expected = from_scratch(models.new, request(1).prompt, sample)
-        np.testing.assert_allclose(sample.logprobs[after], expected[after], atol=1e-4)
+        assert_close(sample.logprobs[after], expected[after], terms=forward_terms(256), scale=LOGITS)
 
     run(test())
 

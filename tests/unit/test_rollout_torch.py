@@ -20,8 +20,11 @@ from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.engines.sampling import uniforms
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.rollout_cases import drain, never, request, run, tokens_of, update
 from tests.unit.tiny_models import VOCABULARY, save_model
+
+pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 Make = Callable[..., TorchRolloutEngine]
@@ -100,7 +103,7 @@ def test_log_probabilities_are_those_of_the_model(make: Make, model: Any, temper
             with torch.no_grad():
                 logits = model(text).logits[0, len(each.prompt) - 1 : -1].double()
             expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, text[0, len(each.prompt) :, None])[:, 0]
-            np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
+            assert_close(sample.logprobs, expected, terms=forward_terms(64), scale=LOGITS / (temperature or 1.0))
 
 
 @pytest.mark.parametrize("worth_splitting", [0, 10**9])
@@ -221,7 +224,7 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, tmp_path
     text = torch.tensor([[*each.prompt.tolist(), *samples[2].tokens.tolist()]])
     with torch.no_grad():
         logp = torch.log_softmax(other(text).logits[0, 2:-1], -1)
-    np.testing.assert_allclose(samples[2].logprobs, logp.gather(1, text[0, 3:, None])[:, 0].numpy(), atol=1e-4)
+    assert_close(samples[2].logprobs, logp.gather(1, text[0, 3:, None])[:, 0], terms=forward_terms(64), scale=LOGITS)
 
 
 @pytest.mark.parametrize("adopts", [True, False], ids=["in their memory", "copied"])

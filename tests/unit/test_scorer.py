@@ -16,7 +16,10 @@ from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.engines.scorer_torch import TorchScorer
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams, Segment
+from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.tiny_models import VOCABULARY, save_model
+
+pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 
@@ -73,7 +76,8 @@ def test_values_equal_transformers(
     assert [result.group_id for result in results] == [1, 2, 3]
     for (request, payload), result in zip(groups, results, strict=True):
         assert result.values.dtype == np.float32
-        np.testing.assert_allclose(result.values, expected(model, payload, request.temperature), atol=2e-5)
+        scale = LOGITS / request.temperature
+        assert_close(result.values, expected(model, payload, request.temperature), terms=forward_terms(71), scale=scale)
 
 
 def test_empty_replies_and_empty_batches_have_no_values(tmp_path: Path) -> None:
@@ -82,7 +86,7 @@ def test_empty_replies_and_empty_batches_have_no_values(tmp_path: Path) -> None:
     assert scorer.logprobs([]) == []
     request, payload = make_group(1, 4, [0, 5, 0])
     (result,) = scorer.logprobs([request])
-    np.testing.assert_allclose(result.values, expected(model, payload, 1.0), atol=2e-5)
+    assert_close(result.values, expected(model, payload, 1.0), terms=forward_terms(9), scale=LOGITS)
     (result,) = scorer.logprobs([make_group(2, 4, [0])[0]])
     assert result.values.shape == (0,)
 
@@ -107,7 +111,7 @@ def test_the_scorer_agrees_with_the_rollout_engine(tmp_path: Path) -> None:
     results = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=0, payload=each, temperature=0.7) for each in payloads])
     for payload, result in zip(payloads, results, strict=True):
         own = np.concatenate([sample.logprobs for sample in codec.decode(GroupPayload, payload).samples])
-        np.testing.assert_allclose(result.values, own, atol=1e-4)
+        assert_close(result.values, own, terms=forward_terms(70), scale=LOGITS / 0.7)
 
 
 def test_bad_requests_are_refused(tmp_path: Path) -> None:

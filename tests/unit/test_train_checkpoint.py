@@ -12,6 +12,8 @@ from runtime.errors import UserError
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import LOSS_TERMS, assert_same, run_step, weights
 
+pytestmark = pytest.mark.numeric
+
 
 class TestCheckpoint:
     def test_next_steps_are_bit_equal(self, policy: str, tmp_path: Path):

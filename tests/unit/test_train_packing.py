@@ -16,8 +16,11 @@ from runtime import codec
 from runtime.config import Algorithm
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import GroupPayload, Logprobs, Sample, Segment, TrainGroup
+from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups
-from tests.unit.training_steps import LOSS_TERMS, comparable, run_step, weights
+from tests.unit.training_steps import LOSS_TERMS, assert_metrics, comparable, run_step, weights
+
+pytestmark = pytest.mark.numeric
 
 # Adam's first step is lr · g / (|g| + eps): with a large eps it is plain gradient descent at a rate of lr / eps.
 RATE = 100.0
@@ -124,8 +127,8 @@ def test_a_packed_step_is_a_padded_one(policy: str, loss: str, aggregation: str,
     groups = make_groups(20, SIZES, longest=LONGEST)
     expected, wanted = padded_step(policy, groups, Algorithm(**algorithm))
     metrics, gradient = step_and_gradient(make_engine(policy, algorithm, budget=300), groups)
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+    assert_metrics({name: metrics[name] for name in expected}, expected)
+    assert_close(gradient, wanted, terms=STEP)
 
 
 # ---------------------------------------------------------------------------------------------- no sequence sees another
@@ -219,8 +222,8 @@ def test_cuts_and_orders_change_nothing(
     calls = [groups[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(groups)], strict=True)]
     budget = data.draw(st.sampled_from([1, 60, 150, 400, 1 << 20]), label="budget")
     metrics, gradient = step_and_gradient(make_engine(policy, algorithm, budget), *calls)
-    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+    assert_metrics(metrics, expected)
+    assert_close(gradient, wanted, terms=STEP)
 
 
 def test_padding_waste_is_what_attention_rows_hold_beyond_their_tokens(policy: str):

@@ -11,6 +11,8 @@ import torch
 from runtime.engines.train_histogram import BINS_PER_OCTAVE
 from runtime.engines.train_statistics import Reduced, StepStatistics
 
+pytestmark = pytest.mark.numeric
+
 
 def reduced(values: np.ndarray, counted: np.ndarray) -> Reduced:
     statistics = StepStatistics(torch.device("cpu"))

@@ -19,9 +19,12 @@ from runtime.engines.train_torch import TorchTrainEngine
 from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
+from tests.closeness import STEP, assert_close, forward_terms
 from tests.unit import training_oracle as oracle
 from tests.unit.training_cases import make_config, make_groups
-from tests.unit.training_steps import comparable, run_step, weights
+from tests.unit.training_steps import assert_metrics, assert_updated, comparable, run_step, weights
+
+pytestmark = pytest.mark.numeric
 
 GROUPS = 4
 SMOOTH = {"eps": 1e-2, "learning_rate": 3e-3, "max_grad_norm": 0.5}
@@ -51,10 +54,9 @@ def state(engine: TorchUpdateEngine) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().double() for name, parameter in engine._parameters.items()}
 
 
-def assert_equals(engine: TorchUpdateEngine, model: torch.nn.Module) -> None:
-    expected = dict(model.named_parameters())
-    for name, tensor in state(engine).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+def assert_equals(engine: TorchUpdateEngine, model: torch.nn.Module, optimizer: Any, updates: int) -> None:
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters() if name in engine._parameters}
+    assert_updated(state(engine), expected, optimizer, steps=updates)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +83,15 @@ class TestSeveralUpdates:
         made = settings(policy, algorithm={"proximal": proximal, "clip_low": 0.02, "clip_high": 0.03}, **training)
         engine = TorchTrainEngine(made)
         plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        updates = 0
         for step in range(4):
             groups = batch(step, made, step=max(0, step - 1))
             plain.norms.clear()
             result = run_step(engine, groups[:1], groups[1:])
             plain.step(groups, step, oracle.group_norm(groups))
-            assert result.metrics["grad_norm"] == pytest.approx(np.mean(plain.norms), rel=1e-3)
-        assert_equals(engine, plain.model)
+            updates += len(plain.norms)
+            assert_close(result.metrics["grad_norm"], np.mean(plain.norms), terms=updates * STEP)
+        assert_equals(engine, plain.model, made.training.optimizer, updates)
         assert engine.step == 4
 
     def test_seconds_of_its_parts_are_those_of_this_step(self, policy: str):
@@ -123,9 +127,8 @@ class TestSeveralUpdates:
             made = settings(policy, epochs=2, mini_batch_size=2, max_tokens_per_microbatch=budget)
             engine = TorchTrainEngine(made)
             results.append((comparable(run_step(engine, batch(1, made))), weights(engine)))
-        assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-6)
-        for name, tensor in results[0][1].items():
-            torch.testing.assert_close(tensor, results[1][1][name], rtol=1e-5, atol=1e-6)
+        assert_metrics(results[0][0], results[1][0], steps=4)
+        assert_updated(results[0][1], results[1][1], made.training.optimizer, steps=4)
 
 
 class TestPpo:
@@ -146,15 +149,15 @@ class TestPpo:
             advantages, returns = oracle.gae(groups, 0.9, 0.8)
             plain_actor.step(groups, step, oracle.whitened(advantages))
             plain_critic.step(groups, step, returns)
-            assert metrics["critic/returns/mean"] == pytest.approx(np.mean(list(returns.values())), rel=1e-5)
-            assert metrics["critic/returns/max"] == pytest.approx(max(returns.values()), rel=1e-5)
-            assert metrics["critic/returns/min"] == pytest.approx(min(returns.values()), rel=1e-5)
+            plain = list(returns.values())
+            told = [metrics[f"critic/returns/{part}"] for part in ("mean", "max", "min")]
+            assert_close(told, [np.mean(plain), max(plain), min(plain)], terms=len(plain))
             assert metrics["critic/values/min"] < metrics["critic/values/mean"] < metrics["critic/values/max"]
             white = list(oracle.whitened(advantages).values())
             told = [taken[f"critic/advantages/{part}"] for part in ("mean", "max", "min")]
-            assert told == pytest.approx([np.mean(white), max(white), min(white)], rel=1e-5, abs=1e-6)
-        assert_equals(actor, plain_actor.model)
-        assert_equals(critic, plain_critic.model)
+            assert_close(told, [np.mean(white), max(white), min(white)], terms=2 * len(white))  # mean and deviation
+        assert_equals(actor, plain_actor.model, made.training.optimizer, len(plain_actor.norms))
+        assert_equals(critic, plain_critic.model, made.critic.optimizer, len(plain_critic.norms))
         assert metrics["critic/lr"] == 5e-3
         assert all(name.startswith("critic/") for name in metrics)
 
@@ -172,7 +175,7 @@ class TestPpo:
         for g, group in enumerate(groups):
             samples = codec.decode(GroupPayload, group.payload).samples
             plain = [expected[g, i].detach().numpy() * sample.loss_mask for i, sample in enumerate(samples)]
-            np.testing.assert_allclose(found[g].values, np.concatenate(plain), rtol=1e-4, atol=1e-5)
+            assert_close(found[g].values, np.concatenate(plain), terms=forward_terms(18))
         assert engine.values([]) == []
 
     def test_a_language_model_starts_with_values_of_0(self, policy: str):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 
+from runtime.config import Optimizer
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
+from tests.closeness import STEP, assert_close
 
 LOSS_TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
@@ -28,9 +33,48 @@ def weights(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
     return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
     assert left.keys() == right.keys()
     for name, tensor in left.items():
-        torch.testing.assert_close(
-            tensor, right[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_metrics(got: Mapping[str, float], expected: Mapping[str, float], *, steps: int = 1) -> None:
+    """But for the rounding of so many steps, each of which begins with what the last one left."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(got[name], value, terms=steps * STEP, scale=_summands(name, abs(value)), what=name)
+
+
+def _summands(name: str, mean: float) -> float:
+    """How large the numbers are that a metric is the mean of, where they cancel.
+
+    Losses and advantages are about 1. k3 of a difference x of log-probabilities is about x² / 2, and its error x times theirs.
+    """
+    if name.endswith(("pg_loss", "ppo_kl", "advantages/mean")):
+        return max(mean, 1.0)
+    return max(mean, math.sqrt(2 * mean)) if name in ("actor/kl", "actor/kl_loss") else mean
+
+
+def assert_updated(
+    left: Mapping[str, torch.Tensor],
+    right: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    *,
+    steps: int = 1,
+    norm: float | None = None,
+) -> None:
+    """Weights after so many steps of Adam are the same but for rounding.
+
+    Adam moves a weight by rate · m / (√v + eps). Where a gradient is small against eps, an error δ in it moves the weight
+    by rate · δ / eps more, and where it is large by less. δ is relative to `norm`, of all gradients: what they are clipped
+    to, unless it is given. The weight is rounded too, once a step. With an eps near 0 the rounding of a gradient near 0
+    decides the sign of its update, and no two orders of addition agree on that.
+    """
+    assert optimizer.eps >= 1e-3
+    assert left.keys() == right.keys()
+    moved = optimizer.learning_rate * (optimizer.max_grad_norm if norm is None else norm) / optimizer.eps
+    for name, tensor in right.items():
+        stored = float(tensor.abs().max()) / STEP
+        assert_close(left[name], tensor, terms=STEP, scale=steps * (moved + stored), what=name)
