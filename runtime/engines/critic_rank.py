@@ -42,7 +42,7 @@ class CriticRank(UpdateRank[CriticEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> CriticRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(world_size, config.deadlines.train)
+    device = join_group("critic", config.services.critic, world_size, config.deadlines.train)
     engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return CriticRank(engine, config, rank, world_size)
 

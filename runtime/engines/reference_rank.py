@@ -36,7 +36,7 @@ class ReferenceRank(GroupRank):
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
     """Build this rank's scorer; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(world_size, config.deadlines.score)
+    device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
     use_megatron(config.services.reference, device)
     from runtime.engines.scorer_megatron import MegatronScorer
 

@@ -116,7 +116,7 @@ class TrainRank(UpdateRank[TrainEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(world_size, config.deadlines.train)
+    device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
     engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return TrainRank(engine, config, rank, world_size, device)
 
