@@ -89,6 +89,17 @@ def collective_backend(
     raise UserError(f"{key}: {name!r} does not work on {where.type}; must be one of {allowed}")
 
 
+def process_group_class(backend: str) -> Any:
+    """The class of a process group over "nccl" or "hccl", to be made beside torch's default group."""
+    if backend == "nccl":
+        import torch.distributed as dist
+
+        return dist.ProcessGroupNCCL
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    return ProcessGroupHCCL
+
+
 def memory(where: torch.device) -> Memory:
     """Total and available bytes of a device."""
     if where.type == "cpu":
