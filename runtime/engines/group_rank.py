@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from runtime import platform
 from runtime.config import Config, Spread
-from runtime.errors import InvalidMessage
+from runtime.engines import limits
+from runtime.engines.hf_config import read_raw
+from runtime.errors import InvalidMessage, UserError
 from runtime.spmd import Relay
 from runtime.types import PolicyVersion
 
@@ -75,6 +77,17 @@ def backend_of(role: str, settings: Spread, device: torch.device) -> platform.Co
     """
     staged = device.type == "cuda" and settings.engine == "torch"
     return platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
+
+
+def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
+    """Before anything is loaded: raises UserError when a rank of `role` with the model of folder `source` is known to hold more
+    than its device has."""
+    if getattr(config.services, role).engine != "megatron":
+        return
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
+    if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
+        raise UserError(fault)
 
 
 def use_megatron(settings: Spread, device: torch.device) -> bool:

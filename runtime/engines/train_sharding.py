@@ -24,7 +24,7 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Of the group that there is: a mesh made by init_device_mesh has one over NCCL beside a gloo group, where torch sees CUDA.
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     precision = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
