@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from runtime.config.base import (
     DType,
+    GroupBackend,
     Layers,
     NonNegative,
     Port,
@@ -144,9 +145,6 @@ class Parallel(Section, frozen=True):
     sequence: bool = False
     """The ranks of `tensor` also share the activations between the parts that they compute together; a mixture of experts with
     `tensor` above 1 needs it."""
-
-
-GroupBackend = Literal["auto", "gloo", "nccl", "hccl"]
 
 
 class Trainer(Computing, frozen=True):

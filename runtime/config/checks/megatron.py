@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.cluster.topology import block_size
+from runtime.cluster.topology import block_size, model_key
 from runtime.config import Config, Parallel, Spread, Trainer
 from runtime.engines import hf_config
 from runtime.engines.families import FAMILIES, family_for
@@ -96,10 +96,7 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
             "intermediate_size": config.warmup.intermediate_size,
             "tie_word_embeddings": True,
         }
-    own = {"reference": config.model.reference, "critic": config.critic.path if config.critic is not None else ""}
-    role = key.removeprefix("services.")
-    apart = own.get(role, "") not in ("", config.model.path)
-    where = {"reference": "model.reference", "critic": "critic.path"}[role] if apart else "model.path"
+    where = model_key(config, key.removeprefix("services."))
     try:
         described = {**made, **policy} if not config.model.path else policy
         family = family_for(described, where)

@@ -14,7 +14,7 @@ from runtime.config.checks.models import policy_model, spread_models
 from runtime.engines.limits import kv_cache_bytes, memory_fault
 
 _HINT = "; if it is to run on devices, cluster.nodes says so (name, devices)"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:

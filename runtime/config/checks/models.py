@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from runtime.cluster.topology import fleets, uses_reference
-from runtime.config import Config, RewardModel, Warmup
+from runtime.cluster.topology import fleets, model_key, uses_reference
+from runtime.config import Config, RewardModel, Spread, Warmup
 from runtime.engines import hf_config, tiny_family
 from runtime.errors import UserError
 
@@ -122,24 +122,18 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
         if fleet.engine == "torch" and (fault := _undecodable(policy, "model.path")):
             yield f"{key}.engine: torch: {fault}; or take engine vllm"
     if config.rewards.model is not None and not services.reward_model.python:
-        scorer = _model_config(config.rewards.model.path, scores=True)
-        yield from _unpackable(scorer, "rewards.model.path", _CLASSIFIERS)
-    if not trains:
-        return
-    reference = config.model.reference
-    if uses_reference(config) and services.reference.engine == "torch" and (path or reference):
-        where = "model.path" if reference in ("", path) else "model.reference"
-        model = policy if where == "model.path" else _model_config(reference)
-        if fault := _undecodable(model, where):
-            yield f"services.reference.engine: torch: {fault}"
-    if path and services.trainer.engine == "torch" and not services.trainer.python:
-        for fault in _unpackable(policy, "model.path", _CAUSAL):
-            yield f"services.trainer.engine: torch: {fault}"
-    own = config.critic.path if config.critic is not None else ""
-    if config.critic is not None and (own or path) and services.critic.engine == "torch" and not services.critic.python:
-        model, where = (_model_config(own), "critic.path") if own else (policy, "model.path")
-        for fault in _unpackable(model, where, _CLASSIFIERS):
-            yield f"services.critic.engine: torch: {fault}"
+        yield from _unpackable(_model_config(config.rewards.model.path, scores=True), "rewards.model.path", _CLASSIFIERS)
+    for role, model in spread_models(config).items() if trains else ():
+        settings: Spread = getattr(services, role)
+        where = model_key(config, role)
+        if settings.engine != "torch" or (where == "model.path" and not path):
+            continue
+        if role == "reference":
+            faults = [fault] if (fault := _undecodable(model, where)) else []
+        else:
+            table = _CLASSIFIERS if role == "critic" else _CAUSAL
+            faults = [] if settings.python else list(_unpackable(model, where, table))
+        yield from (f"services.{role}.engine: torch: {fault}" for fault in faults)
 
 
 def _undecodable(model: ModelConfig | None, where: str) -> str:
