@@ -53,14 +53,16 @@ def _jemalloc(role: Process, machine: Machine) -> str:
     return machine.jemalloc if role.jemalloc is True else role.jemalloc or ""
 
 
-def hccl_ports(network: Network, used: Mapping[str, Sequence[int]]) -> dict[str, dict[str, str]]:
-    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on.
+def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
+    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether, on
+    this node or another, what these start uses HCCL on one NPU with them.
 
     Where no NPU has two processes HCCL's defaults do, and there are none. Otherwise every process gets ranges of its own, since
-    all members of a communicator have to have them, and those of one NPU must not have the same.
+    all members of a communicator have to have them, and those of one NPU must not have the same. What a process starts takes
+    ports of the process's ranges.
     """
     taken = [npu for npus in used.values() for npu in npus]
-    if len(taken) == len(set(taken)):
+    if not used or (not shared and len(taken) == len(set(taken))):
         return {}
     host = port_ranges(network.hccl_host_ports, len(used))
     npu = port_ranges(network.hccl_npu_ports, len(used))

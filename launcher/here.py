@@ -7,13 +7,15 @@ import os
 import socket
 from importlib import metadata
 
+import psutil
 from msgspec import Struct
 
 from launcher.machine import Machine, this_machine
 from runtime import network, os_process
 from runtime.cluster.nodes import GROUPS, TRIES, NodeRegistration
 from runtime.cluster.placement import NodeOffer, offers, place, table
-from runtime.config import Config, loading
+from runtime.cluster.topology import processes
+from runtime.config import Computing, Config, loading
 from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, UserError
 from runtime.shown import Table
@@ -41,6 +43,13 @@ class Here(Struct, frozen=True):
     @property
     def offer(self) -> NodeOffer:
         return NodeOffer(self.name, len(self.machine.devices) if self.devices is None else self.devices)
+
+    def memory(self, config: Config) -> int | None:
+        """Bytes that are available to a run on this machine's CPUs alone; None where it is to run elsewhere, or on devices."""
+        on_devices = any(isinstance(role, Computing) and role.devices for role in processes(config).values())
+        if self.machine.kind != "cpu" or on_devices or has_several_nodes(config.cluster):
+            return None
+        return None if any(node.devices for node in offers(config, self.offer)) else psutil.virtual_memory().available
 
     def registration(self, given: Config, own: Config) -> NodeRegistration:
         """`given`: the configuration that this node was started with; `own`: with the node's address."""

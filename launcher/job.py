@@ -97,7 +97,7 @@ class Job(ABC, Generic[Result]):
             (self.folder / layout.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     def check(self, config: Config) -> None:
-        faults = semantic_faults(config, known_names(), trains=self.trains)
+        faults = semantic_faults(config, known_names(), self._here.memory(config), trains=self.trains)
         faults += environment.faults(config, self._here.machine)
         if faults := faults or placement_faults(config, self._here.offer, self.trains):
             raise ConfigError(faults)

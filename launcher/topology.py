@@ -13,6 +13,7 @@ from launcher.machine import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, settings_of
 from runtime.config import Config, Restarts
+from runtime.config.checks.devices import hccl_beside_workers
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ def service_specs(
     computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role != "reward")
     threads = max(1, cores // max(1, computing))
     npus = {launch.name: launch.devices for launch in launches if machine.kind == "npu" and launch.devices}
-    ports = hccl_ports(config.network, npus)
+    ports = hccl_ports(config.network, npus, hccl_beside_workers(config))
     specs = {}
     for launch in launches:
         role = settings_of(config, Instance(launch.role, launch.name))

@@ -72,17 +72,32 @@ def _accelerator(kind: str) -> Any:
     return getattr(torch, kind)
 
 
-def collective_backend(name: str, where: torch.device) -> CollectiveBackend:
-    """The backend of a process group whose tensors live on `where`; "auto" is the device's own.
+def collective_backend(
+    name: str, where: torch.device, key: str = "publication.backend", *, gloo: bool = True
+) -> CollectiveBackend:
+    """The backend of a process group for tensors of `where`; "auto" is the device's own. `key` is where `name` comes from.
 
-    gloo is possible everywhere, as it stages through the host. Raises UserError when backend and device do not match.
+    `gloo`: whether gloo does too, which stages through the host; on the CPU it always does. Raises UserError when backend and
+    device do not match.
     """
     own = _BACKENDS[where.type]
     if name in ("auto", own):
         return own
-    if name == "gloo":
+    if name == "gloo" and gloo:
         return "gloo"
-    raise UserError(f"publication.backend: {name!r} does not work on {where.type}; must be one of auto, {own}, gloo")
+    allowed = ", ".join(("auto", own, "gloo") if gloo else ("auto", own))
+    raise UserError(f"{key}: {name!r} does not work on {where.type}; must be one of {allowed}")
+
+
+def process_group_class(backend: str) -> Any:
+    """The class of a process group over "nccl" or "hccl", to be made beside torch's default group."""
+    if backend == "nccl":
+        import torch.distributed as dist
+
+        return dist.ProcessGroupNCCL
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    return ProcessGroupHCCL
 
 
 def memory(where: torch.device) -> Memory:

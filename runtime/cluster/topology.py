@@ -155,3 +155,9 @@ def named_paths(config: Config) -> dict[str, str]:
         "rewards.model.path": config.rewards.model.path if config.rewards.model is not None else "",
     }
     return {key: path for key, path in named.items() if path}
+
+
+def model_key(config: Config, role: str) -> str:
+    """The key that names the folder of the model of trainer, critic or reference: the policy's where there is no other."""
+    key = {"reference": "model.reference", "critic": "critic.path"}.get(role, "model.path")
+    return key if named_paths(config).get(key, config.model.path) != config.model.path else "model.path"

@@ -24,6 +24,7 @@ PositiveRate = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 DType = Literal["auto", "float32", "bfloat16"]
+GroupBackend = Literal["auto", "gloo", "nccl", "hccl"]
 
 Seconds = Annotated[float, in_unit("seconds", gt=0)]
 SecondsOr0 = Annotated[float, in_unit("seconds", ge=0)]

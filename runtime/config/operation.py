@@ -72,8 +72,8 @@ class Network(Section, frozen=True):
     """First and last of the ports that services listen on. The ports of gloo's and NCCL's own connections cannot be chosen.
     Null: any free ones."""
     hccl_host_ports: tuple[Port, Port] = (60000, 60999)
-    """First and last port for HCCL on the host. Where some NPU has several processes, each process is given ranges of its own,
-    equally long and of at most 51 ports, as `HCCL_HOST_SOCKET_PORT_RANGE` and `HCCL_NPU_SOCKET_PORT_RANGE`;
+    """First and last port for HCCL on the host. Where some NPU has several processes that may use HCCL, each process is given
+    ranges of its own, equally long and of at most 51 ports, as `HCCL_HOST_SOCKET_PORT_RANGE` and `HCCL_NPU_SOCKET_PORT_RANGE`;
     `services.ROLE.env` stands over them."""
     hccl_npu_ports: tuple[Port, Port] = (61000, 61999)
     """The same on the NPUs' own interfaces."""

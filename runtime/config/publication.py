@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runtime.config.base import Bytes, DType, Seconds, Section, Versions
+from runtime.config.base import Bytes, DType, GroupBackend, Seconds, Section, Versions
 
 
 class Publication(Section, frozen=True):
@@ -19,7 +19,7 @@ class Publication(Section, frozen=True):
     it are removed."""
     full_every: Versions = 50
     """Of `delta`: of how many versions one is sent whole."""
-    backend: Literal["auto", "gloo", "nccl", "hccl"] = "auto"
+    backend: GroupBackend = "auto"
     """Of the collective, `delta`'s too. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl
     refuse two members on one device."""
     bucket_bytes: Bytes = 16 << 20

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from runtime.config.base import (
     DType,
+    GroupBackend,
     Layers,
     NonNegative,
     Port,
@@ -155,6 +156,9 @@ class Trainer(Computing, frozen=True):
     engine: Literal["torch", "megatron"] = "torch"
     """`torch` is embedded; `megatron` is megatron-core, for models that are spread over many devices."""
     parallel: Parallel = Parallel()
+    backend: GroupBackend = "auto"
+    """Of the ranks' own process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo. `gloo` on CUDA, for virtual GPUs and
+    slices (vGPU, MIG), on which NCCL does not work: engine torch alone, and slow, since it goes through the host."""
     restarts: Restarts = Restarts()
     overlap: bool = True
     """Engine megatron, with several blocks: gradients are summed during the backward pass, and new weights gathered during the
@@ -190,6 +194,8 @@ class ReferenceScorer(Scorer, frozen=True):
     engine: Literal["torch", "megatron"] = "torch"
     """`torch`, or `megatron`: one group of ranks that share the model, forward only."""
     parallel: Parallel = Parallel()
+    backend: GroupBackend = "auto"
+    """Engine megatron: of the ranks' own process group. `auto`: hccl on NPUs, nccl on CUDA, else gloo."""
 
 
 Spread = Trainer | ReferenceScorer

@@ -12,7 +12,7 @@ from runtime import checkpoint, codec
 from runtime.cluster.topology import alternates
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
 from runtime.config import Config
-from runtime.engines.group_rank import join_group, use_megatron
+from runtime.engines.group_rank import join_group, require_memory, use_megatron
 from runtime.engines.train_base import CriticEngine
 from runtime.engines.update_rank import UpdateRank
 
@@ -42,7 +42,9 @@ class CriticRank(UpdateRank[CriticEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> CriticRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(world_size, config.deadlines.train)
+    device = join_group("critic", config.services.critic, world_size, config.deadlines.train)
+    assert config.critic is not None
+    require_memory("critic", config, config.critic.path or config.model.path, device)
     engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return CriticRank(engine, config, rank, world_size)
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from runtime.engines.decoder_weights import DecoderWeights, mismatch
-from runtime.engines.hf_weights import ModelConfig, WeightFiles, read_config
+from runtime.engines.hf_config import ModelConfig, read_config
+from runtime.engines.hf_weights import WeightFiles
 from runtime.engines.kv_cache import KVCache
 from runtime.engines.routed_experts import routed
 from runtime.errors import UserError

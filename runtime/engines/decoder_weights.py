@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.engines.hf_weights import ModelConfig
+from runtime.engines.hf_config import ModelConfig
 from runtime.errors import InvalidMessage
 
 _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"

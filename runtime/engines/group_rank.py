@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from runtime import platform
 from runtime.config import Config, Spread
-from runtime.errors import InvalidMessage
+from runtime.engines import limits
+from runtime.engines.hf_config import read_raw
+from runtime.errors import InvalidMessage, UserError
 from runtime.spmd import Relay
 from runtime.types import PolicyVersion
 
@@ -55,13 +57,37 @@ class GroupRank(ABC):
         """Carry out one command; returns its answer. Raises InvalidMessage for what is no command of this role."""
 
 
-def join_group(world_size: int, timeout: float) -> torch.device:
-    """This rank's device; with several ranks, join torchrun's default group first. `timeout`: seconds of its collectives."""
+def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
+    """This rank's device; with several ranks, join torchrun's default group first. `timeout`: seconds of its collectives.
+
+    Raises UserError when the role's `backend` does not work on that device.
+    """
     device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
+    backend = backend_of(role, settings, device)
     if world_size > 1:
-        backend = platform.collective_backend("auto", device)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
+
+
+def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:
+    """What the ranks of `role` meet over. Raises UserError when that does not work on `device`.
+
+    torch's gloo knows no NPUs; on CUDA it has what FSDP2 needs, but neither the sends between stages nor the coalesced gathers
+    of megatron-core.
+    """
+    staged = device.type == "cuda" and settings.engine == "torch"
+    return platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
+
+
+def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
+    """Before anything is loaded: raises UserError when a rank of `role` with the model of folder `source` is known to hold more
+    than its device has."""
+    if getattr(config.services, role).engine != "megatron":
+        return
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
+    if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
+        raise UserError(fault)
 
 
 def use_megatron(settings: Spread, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from runtime.engines import packed_attention
+from runtime.engines import hf_config, packed_attention
 from runtime.errors import UserError
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 4 << 30
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_policy(path: str) -> Any:
@@ -72,12 +71,12 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
 
 
 def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
-    """Layers that mix tokens otherwise than by the attention function would mix the packed sequences."""
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - _PACKABLE_LAYERS
-    if not getattr(model, "_supports_attention_backend", False) or kinds:
+    if fault := hf_config.unpackable(model.config.to_dict()):
+        raise UserError(f"{key}: {path!r}: {fault}")
+    if not getattr(model, "_supports_attention_backend", False):
         raise UserError(
-            f"{key}: {path!r}: a {model.config.model_type} model cannot run packed "
-            f"({', '.join(sorted(kinds)) or 'its attention is not exchangeable'}); all layers must be full or sliding attention"
+            f"{key}: {path!r}: a {model.config.model_type} model cannot run packed (its attention is not exchangeable); all "
+            "layers must be full or sliding attention"
         )
 
 

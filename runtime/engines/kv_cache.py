@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from runtime import platform
-from runtime.engines.hf_weights import ModelConfig
+from runtime.engines.hf_config import ModelConfig
 from runtime.errors import UserError
 
 

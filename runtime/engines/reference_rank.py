@@ -8,7 +8,7 @@ from runtime import codec
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
-from runtime.engines.group_rank import GroupRank, join_group, use_megatron
+from runtime.engines.group_rank import GroupRank, join_group, require_memory, use_megatron
 from runtime.engines.lent_scorer import LentScorer
 from runtime.errors import InvalidMessage
 
@@ -36,7 +36,8 @@ class ReferenceRank(GroupRank):
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
     """Build this rank's scorer; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(world_size, config.deadlines.score)
+    device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
+    require_memory("reference", config, config.model.reference or config.model.path, device)
     use_megatron(config.services.reference, device)
     from runtime.engines.scorer_megatron import MegatronScorer
 

@@ -52,7 +52,7 @@ def place(model: Any, settings: Trainer, key: str, compute: torch.dtype, rank_pl
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     if world_size > 1:
-        train_sharding.shard(model, device, world_size, compute, settings.cpu_offload)
+        train_sharding.shard(model, device, compute, settings.cpu_offload)
     else:
         model.to(device)
 

@@ -26,7 +26,7 @@ from runtime.commands import (
     SendWeights,
 )
 from runtime.config import Config
-from runtime.engines.group_rank import join_group, use_megatron
+from runtime.engines.group_rank import join_group, require_memory, use_megatron
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.update_rank import UpdateRank
 from runtime.weights.part import SenderPart
@@ -116,7 +116,8 @@ class TrainRank(UpdateRank[TrainEngine]):
 
 def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
-    device = join_group(world_size, config.deadlines.train)
+    device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
+    require_memory("trainer", config, config.model.path, device)
     engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
     return TrainRank(engine, config, rank, world_size, device)
 

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from runtime.errors import UserError
 
 
-def shard(model: torch.nn.Module, device: torch.device, world_size: int, compute: torch.dtype, cpu_offload: bool) -> None:
+def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cpu_offload: bool) -> None:
     """Apply FSDP2 in place over the default process group: one unit a decoder layer, and one for the rest.
 
-    float32 master shards, gathered and computed in `compute`, gradients summed (not averaged) in float32. Raises UserError for
-    a mixture of experts where torch cannot spread one.
+    float32 master shards, gathered and computed in `compute`, gradients reduced in float32: summed (not averaged), of losses
+    that `loss_factor` has multiplied. Raises UserError for a mixture of experts where torch cannot spread one.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    mesh = init_device_mesh(device.type, (world_size,))
+    # Of the group that there is: a mesh made by init_device_mesh has one over NCCL beside a gloo group, where torch sees CUDA.
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     precision = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
@@ -31,11 +32,33 @@ def shard(model: torch.nn.Module, device: torch.device, world_size: int, compute
     for unit in [*units, model]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
         assert isinstance(unit, FSDPModule)
-        # A sum over ranks is what the step's one division at its end expects, and gloo has no other reduction.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        if _sums(unit):  # which is what the step's one division at its end expects, and all that gloo has in older torch
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
     if getattr(model.config, "num_experts", 0):
         _sum_unused(model)
+
+
+def loss_factor(device: torch.device, world_size: int) -> float:
+    """By what each rank multiplies its loss, so that gradients come out as sums over the ranks. Collective.
+
+    torch 2.7, which MindSpeed is declared for, has an FSDP2 that asks for the average and cannot be told otherwise; its gloo
+    sums all the same. So what that reduction makes of ones says it.
+    """
+    if world_size == 1:
+        return 1.0
+    from torch.distributed.fsdp import FSDPModule
+
+    if _sums(FSDPModule):
+        return 1.0
+    reduced = torch.empty(1, device=device)
+    dist.reduce_scatter_tensor(reduced, torch.ones(world_size, device=device), dist.ReduceOp.AVG)
+    return world_size / reduced.item()
+
+
+def _sums(unit: Any) -> bool:
+    """Whether this torch's FSDP2 can be told to sum."""
+    return hasattr(unit, "set_gradient_divide_factor") and hasattr(unit, "set_force_sum_reduction_for_comms")
 
 
 def _sum_unused(model: Any) -> None:
@@ -58,9 +81,16 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter or moment, on every rank."""
-    detached: Any = tensor.detach()
-    return detached.full_tensor() if _is_sharded(tensor) else detached
+    """The whole of a parameter or moment, on every rank. Not by `full_tensor`, whose gather crashes over gloo on CUDA."""
+    own = local(tensor)
+    if not _is_sharded(tensor):
+        return own
+    ranks = dist.get_world_size()
+    padded = own.new_zeros(-(-tensor.shape[0] // ranks), *tensor.shape[1:])
+    padded[: len(own)] = own
+    whole = own.new_empty(ranks * len(padded), *tensor.shape[1:])
+    dist.all_gather(list(whole.chunk(ranks)), padded)
+    return whole[: tensor.shape[0]]
 
 
 def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

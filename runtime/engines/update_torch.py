@@ -40,6 +40,7 @@ class TorchUpdateEngine(UpdateLoop):
         settings: Trainer = getattr(config.services, self.role)
         # What is on the host already is not taken there.
         self._lent = settings.offloaded if rank_place.device.type != "cpu" else ()
+        self._loss_factor = train_sharding.loss_factor(rank_place.device, rank_place.world_size)
         self._shelves: dict[str, Shelf] = {}
         self._shelved: dict[str, int] = {}  # how many tensors each holds
         super().__init__(config, options, needs, rank_place, model.config.vocab_size)
@@ -54,7 +55,7 @@ class TorchUpdateEngine(UpdateLoop):
             with torch.set_grad_enabled(backward):
                 loss = self._loss(batch, self._forward(batch))
             if backward:
-                loss.backward()
+                (loss * self._loss_factor).backward()
             losses.append(loss.detach())
         return losses
 

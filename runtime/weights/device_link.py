@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime import platform
 from runtime.weights.link import Link
 
 KINDS = {"nccl": "cuda", "hccl": "npu"}
@@ -60,7 +61,7 @@ class DeviceLink(Link):
         self.module = torch.get_device_module(kind)
         self._device = torch.device(kind, self.module.current_device())
         self.stream = self.module.Stream(device=self._device)
-        group = _group_class(backend)
+        group = platform.process_group_class(backend)
         options = group.Options()
         options._timeout = timedelta(seconds=backstop)
         self._pg: Any = group(dist.PrefixStore(backend, store), rank, size, options)
@@ -109,11 +110,3 @@ def _abort(pg: Any) -> None:
         pg.abort_hccl_comm("reinit")  # torch_npu's own, as in its reinit_process_group; it does not implement `abort`
     else:
         pg.abort()
-
-
-def _group_class(backend: str) -> Any:
-    if backend == "nccl":
-        return dist.ProcessGroupNCCL
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-    return ProcessGroupHCCL

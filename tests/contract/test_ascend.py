@@ -93,7 +93,7 @@ def device_module_uses() -> list[Use]:
 
 
 def group_uses() -> list[Use]:
-    return uses(r"_group_class\(.*\)|group\(dist\.PrefixStore.*\)|group\.Options\(\)|self\._pg")
+    return uses(r"platform\.process_group_class\(.*\)|group\(dist\.PrefixStore.*\)|group\.Options\(\)|self\._pg")
 
 
 def accepts(definition: ast.stmt, call: ast.Call) -> str:

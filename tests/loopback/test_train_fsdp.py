@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime.engines import train_sharding
 from runtime.engines.train_torch import TorchTrainEngine
@@ -116,9 +118,21 @@ class LentEngine(TorchTrainEngine):
         super().begin_step(step)
 
 
+def averaging_engine(policy: str, rank: int) -> TorchTrainEngine:
+    """On an FSDP2 as torch 2.7 has it, which can only average. It stays so in this process."""
+    from torch.distributed.fsdp import FSDPModule
+
+    del FSDPModule.set_gradient_divide_factor, FSDPModule.set_force_sum_reduction_for_comms
+    return TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+
+
 def two_ranks(rank: int, folder: Path) -> None:
     """What each of the two processes runs; rank 0 writes its results to `folder`."""
     policy = str(folder / "policy")
+    # The first of this process, since torch keeps meshes.
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        beside_cuda = TorchTrainEngine(make_config(policy), rank=rank, world_size=2, device="cpu")
+    of_mesh = next(iter(beside_cuda._parameters.values())).device_mesh.get_group().group_name  # type: ignore[attr-defined]
     engine = TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
     results = steps_of(engine, rank)
     lent = LentEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
@@ -145,10 +159,20 @@ def two_ranks(rank: int, folder: Path) -> None:
             calls = ([groups[:1], groups[2:]] if step else [groups]) if rank == 0 else ([[], groups[1:2]] if step else [])
             batch_wide.append(run_step(whole, calls).metrics)
     uneven, uneven_weights = uneven_steps(policy, rank)
+    averaging = averaging_engine(policy, rank)
+    averaged = steps_of(averaging, rank)
+    averaged_weights = flat_weights(averaging, rank)
     if rank == 0:
-        torch.save({"weights": weights, "loaded": loaded, "uneven": torch.stack(uneven_weights)}, folder / "tensors.pt")
+        kept = {"weights": weights, "averaged": averaged_weights, "loaded": loaded, "uneven": torch.stack(uneven_weights)}
+        torch.save(kept, folder / "tensors.pt")
         everything = {"steps": results, "resumed": resumed, "forward_only": forward_only, "batch_wide": batch_wide}
-        everything |= {"uneven": uneven, "lent": of_lent, "kept": lent.kept}
+        everything |= {
+            "uneven": uneven,
+            "lent": of_lent,
+            "kept": lent.kept,
+            "averaged": averaged,
+            "of_mesh": [of_mesh, dist.group.WORLD.group_name],
+        }
         (folder / "results.json").write_text(json.dumps(everything))
 
 
@@ -187,6 +211,17 @@ def test_steps_are_those_of_one_rank(folder: Path, results: dict, tensors: dict[
         expected = run_step(engine, [step_groups(step)]).metrics
         assert_metrics(results["steps"][step], expected, steps=step + 1)
     assert_trained(tensors["weights"], engine)
+
+
+def test_an_fsdp2_that_only_averages_gives_the_same(results: dict, tensors: dict[str, torch.Tensor]):
+    for averaged, summed in zip(results["averaged"], results["steps"], strict=True):
+        assert averaged == pytest.approx(summed, rel=1e-6)
+    torch.testing.assert_close(tensors["averaged"], tensors["weights"], rtol=1e-6, atol=1e-7)
+
+
+def test_shards_meet_in_the_ranks_own_group_where_torch_sees_cuda_beside_gloo(results: dict):
+    of_mesh, own = results["of_mesh"]
+    assert of_mesh == own
 
 
 def test_shards_that_were_on_the_host_between_steps_are_the_same(results: dict):

@@ -29,7 +29,8 @@ from runtime.commands import SendWeights
 from runtime.config import Config
 from runtime.engines import rollout_torch  # noqa: F401 - imported before the forks
 from runtime.engines.decoder_weights import DecoderWeights
-from runtime.engines.hf_weights import WeightFiles, read_config
+from runtime.engines.hf_config import read_config
+from runtime.engines.hf_weights import WeightFiles
 from runtime.startup import Phases
 from runtime.types import PolicyVersion
 from runtime.weights import store_group  # noqa: F401

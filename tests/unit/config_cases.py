@@ -28,6 +28,8 @@ def faults_of(loading: Loading, text: str | bytes, *overrides: str) -> list[str]
 def model_folder(path: Path, **changes: Any) -> Path:
     path.mkdir(parents=True)
     config = {
+        "model_type": "llama",
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -155,6 +155,10 @@ def test_the_critics_model_is_its_own() -> None:
             {"parallel": {"tensor": 2}},
             "services.reference.parallel: is for engine megatron; engine torch has one process a replica",
         ),
+        (
+            {"backend": "gloo"},
+            "services.reference.backend: gloo is for engine megatron; engine torch has one process a replica",
+        ),
     ],
 )
 def test_the_reference_is_spread_or_has_replicas(tmp_path: Path, settings: dict[str, Any], fault: str | None) -> None:

@@ -1,12 +1,14 @@
-"""Configuration: folders of models and the memory that they need, checked without torch."""
+"""Configuration: folders of models, and the engines that take them, checked without torch."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from runtime.engines.limits import kv_cache_bytes
+import pytest
+
 from tests.unit.config_cases import PPO, checked, model_folder
 
 
@@ -38,35 +40,79 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     ]
 
 
-def test_other_experts_are_generated_and_referenced_by_no_embedded_engine(sound: dict[str, Any], tmp_path: Path) -> None:
-    sparse = str(model_folder(tmp_path / "sparse", model_type="qwen2_moe", num_experts=4))
-    rollouts = "services.rollout.engine: torch has experts of qwen3_moe alone, and model.path is a qwen2_moe; must be vllm"
-    reference = "services.reference.engine: torch has experts of qwen3_moe alone, and the model is a qwen2_moe; must be another"
-    ours = str(model_folder(tmp_path / "ours", model_type="qwen3_moe", num_experts=4))
-    assert checked(sound, model={"path": ours}, algorithm={"kl_coefficient": 0.1}) == []
-    assert checked(sound, model={"path": sparse}) == [rollouts]
-    diverging = {"algorithm": {"kl_coefficient": 0.1}}
-    assert checked(sound, model={"path": sparse}, **diverging) == [rollouts, reference]
-    assert checked(sound, model={"reference": sparse}, **diverging) == [reference]
-    assert checked(sound, model={"path": sparse, "reference": sound["model"]["path"]}, **diverging) == [rollouts]
+DECODED = "must be one of llama, qwen2, qwen3, qwen3_moe"
+DIVERGING = {"algorithm": {"kl_coefficient": 0.1}}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-def test_kv_cache(sound: dict[str, Any]) -> None:
-    # Qwen2.5-7B: 28 layers, 4 KV heads of 128; bf16 costs 57,344 bytes a token.
-    qwen = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584}
-    assert kv_cache_bytes(qwen, 1, 1, 2) == 57_344
-    assert kv_cache_bytes(qwen, 16, 1000, 4) == 57_344 * 2 * 16_000
-    del qwen["num_key_value_heads"]
-    assert kv_cache_bytes(qwen | {"head_dim": 64}, 1, 1, 2) == 57_344 * 7 // 2
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "qwen2_moe"])
+def test_embedded_rollouts_and_references_take_the_decoders_families_alone(
+    sound: dict[str, Any], tmp_path: Path, kind: str
+) -> None:
+    other = str(model_folder(tmp_path / "other", model_type=kind, **EXPERTS))
+    unknown = f"model_type '{kind}' is not supported; {DECODED}"
+    rollouts = f"services.rollout.engine: torch: model.path: {unknown}; or take engine vllm"
+    assert checked(sound, model={"path": other}) == [rollouts]
+    assert checked(sound, model={"path": other}, **DIVERGING) == [
+        rollouts,
+        f"services.reference.engine: torch: model.path: {unknown}",
+    ]
+    assert checked(sound, model={"reference": other}, **DIVERGING) == [
+        f"services.reference.engine: torch: model.reference: {unknown}"
+    ]
+    assert checked(sound, model={"path": other, "reference": sound["model"]["path"]}, **DIVERGING) == [rollouts]
+    assert checked(sound, model={"path": other}, services={"rollout": {"engine": "vllm", "python": sys.executable}}) == []
+    ours = str(model_folder(tmp_path / "ours", model_type="qwen3_moe", **EXPERTS))
+    assert checked(sound, model={"path": ours}, **DIVERGING) == []
 
-    needed = 2 * (2 * 2 * 2 * 16 * 2) * 64 * 128  # 2 replicas of bf16
-    services = {"rollout": {"replicas": 2, "dtype": "bfloat16"}}
-    assert checked(sound, available_bytes=needed, services=services) == []
-    (fault,) = checked(sound, available_bytes=needed - 1, services=services)
-    assert fault.startswith("services.rollout.slots: 64 slots of 128 tokens in 2 replica(s) need 0.0 GiB of KV cache")
-    fleets = {"rollout": [{"dtype": "bfloat16"}, {"replicas": 1, "dtype": "bfloat16"}]}
-    assert checked(sound, available_bytes=needed, services=fleets) == []
-    (fault,) = checked(sound, available_bytes=needed - 1, services=fleets)
-    assert fault.startswith("services.rollout.1.slots: 64 slots")
-    (fault,) = checked(sound, available_bytes=3 << 30, services={"rollout": {"slots": 1 << 18, "dtype": "float32"}})
-    assert fault.endswith("need 16.0 GiB of KV cache; 3.0 GiB are available")
+
+def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:
+    stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+    assert checked(sound, model={"path": stretched}) == [
+        "services.rollout.engine: torch: model.path: rope_type 'yarn' is not supported; must be one of default, llama3; "
+        "or take engine vllm"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("described", "fault"),
+    [
+        ({"model_type": "qwen2_5_vl"}, "the installed transformers has no "),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            "a qwen3_next model cannot run packed (linear_attention); all layers must be full or sliding attention",
+        ),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a gemma2 model cannot run packed (its attention has soft"),
+        ({"model_type": "gpt_oss"}, "a gpt_oss model cannot run packed (its attention has sinks"),
+    ],
+)
+def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
+    sound: dict[str, Any], tmp_path: Path, described: dict[str, Any], fault: str
+) -> None:
+    other = str(
+        model_folder(tmp_path / "other", **described, architectures=["XForSequenceClassification"], id2label={"0": "a"})
+    )
+    vllm = {"rollout": {"engine": "vllm", "python": sys.executable}}
+    (of_trainer,) = checked(sound, model={"path": other}, services=vllm)
+    assert of_trainer.startswith(f"services.trainer.engine: torch: model.path: {fault}")
+    (of_critic,) = checked(sound, **PPO | {"critic": {"path": other}})
+    assert of_critic.startswith(f"services.critic.engine: torch: critic.path: {fault}")
+    (of_scorer,) = checked(sound, rewards={"model": {"path": other, "max_tokens": 128}})
+    assert of_scorer.startswith(f"rewards.model.path: {fault}")
+    for role in ("trainer", "critic", "reward_model"):  # another interpreter has another transformers
+        own = {"services": vllm | {role: {"python": sys.executable}}}
+        elsewhere = {"trainer": {"model": {"path": other}}, "critic": PPO | {"critic": {"path": other}}}
+        settings = elsewhere.get(role, {"rewards": {"model": {"path": other, "max_tokens": 128}}})
+        assert checked(sound, **own, **settings) == []
+
+
+def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tmp_path: Path) -> None:
+    other = str(model_folder(tmp_path / "other", model_type="mistral"))
+    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+    spread = {"engine": "megatron", "python": sys.executable}
+    assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
+        "critic.path: model_type 'mistral' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe"
+    ]
+    assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
+        "model.reference: rope_type 'yarn' is not supported; must be one of default, llama3"
+    ]

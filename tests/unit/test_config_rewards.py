@@ -25,7 +25,8 @@ def policy(tmp_path: Path) -> Path:
 
 def write_folder(folder: Path, tokenizer: bool = True, **settings: Any) -> Path:
     folder.mkdir()
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 100, **settings}
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "vocab_size": 100, "intermediate_size": 8}
+    shape |= {"model_type": "qwen2", **settings}  # type: ignore[dict-item]
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes(b"")
     if tokenizer:

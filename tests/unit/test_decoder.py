@@ -10,7 +10,7 @@ import torch
 
 from runtime.engines import decoder as decoder_module
 from runtime.engines.decoder import Decoder, Span
-from runtime.engines.hf_weights import read_config
+from runtime.engines.hf_config import read_config
 from runtime.engines.kv_cache import KVCache, kv_bytes
 from runtime.errors import UserError
 from tests.closeness import assert_close, forward_terms

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from runtime.engines.decoder import Decoder
 from runtime.engines.decoder_weights import DecoderWeights, mismatch
-from runtime.engines.hf_weights import read_config
+from runtime.engines.hf_config import read_config
 from runtime.errors import InvalidMessage
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import allocate, views

@@ -13,7 +13,7 @@ import pytest
 from launcher.environment import faults, port_ranges
 from launcher.machine import Machine, jemalloc_paths, this_machine
 from launcher.topology import service_specs
-from runtime.cluster.nodes import NodeRegistration, launches
+from runtime.cluster.nodes import Launch, NodeRegistration, launches
 from runtime.cluster.placement import NodeOffer, place
 from runtime.config import Config, loading
 from runtime.config.checks.devices import device_faults
@@ -57,6 +57,42 @@ class TestPorts:
     def test_there_are_none_where_each_npu_has_one_process(self) -> None:
         for env in environments(npus(4), services={"rollout": {"replicas": 2}, "trainer": {"processes": 2}}).values():
             assert not set(PORTS) & env.keys()
+
+    OVER_HCCL: Any = {"publication": {"backend": "hccl"}, "services": {"rollout": {"engine": "vllm", "tensor_parallel": 2}}}  # noqa: RUF012
+
+    def test_a_rollout_that_receives_beside_its_workers_has_ports_and_so_have_all(self) -> None:
+        """vLLM's first worker and the rollout's own process are on one NPU, and take ports of one range."""
+        found = environments(npus(4), **self.OVER_HCCL)
+        assert [tuple(found[name][port] for port in PORTS) for name in ("rollout-0", "trainer-0")] == [
+            ("60000-60050", "61000-61050"),
+            ("60051-60101", "61051-61101"),
+        ]
+        trainer_alone = {"rollout": {"replicas": 1, "placement": ["other"]} | self.OVER_HCCL["services"]["rollout"]}
+        there = make(**self.OVER_HCCL | {"services": trainer_alone})
+        launch = Launch(role="trainer", name="trainer-0", ranks=[0], devices=[0])
+        env = service_specs(there, [launch], Path("c.yaml"), "python", "host:1", 8, npus(1))["trainer-0"].env
+        assert env[PORTS[0]] == "60000-60050"
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"publication": {}},  # shared memory, on one machine
+            {"publication": {"backend": "gloo", "transport": "collective"}},
+            {"services": {"rollout": {"engine": "vllm"}}},  # whose one worker meets nobody
+        ],
+    )
+    def test_there_are_none_where_it_does_not(self, other: dict[str, Any]) -> None:
+        for env in environments(npus(4), **self.OVER_HCCL | other).values():
+            assert not set(PORTS) & env.keys()
+
+    def test_between_machines_auto_is_hccl(self) -> None:
+        sections = self.OVER_HCCL | {"publication": {}, "network": {"interface": "10.1.0.1"}}
+        assert set(PORTS) <= environments(npus(4), **sections)["rollout-0"].keys()
+
+    def test_both_need_a_port_of_the_range(self) -> None:
+        network = {"network": {"hccl_host_ports": [60_000, 60_004]}}  # for rollout, reward and trainer
+        (fault,) = device_faults(make(**self.OVER_HCCL, **network), trains=True)
+        assert fault.endswith("has fewer ports than the run needs, 6")
 
     def test_there_are_none_without_npus(self) -> None:
         for env in environments(Machine(), services=self.SHARED).values():

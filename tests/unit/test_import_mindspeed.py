@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from launcher import cli
+from launcher.here import Here
 from runtime.config import Config
 from runtime.config.checks import megatron
 from runtime.config.loading import load
@@ -95,8 +96,9 @@ def test_the_report_has_every_key_of_the_file_with_a_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_made_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model's description in the place of its folder, and problems in that of the prepared data."""
+    """With a model's description in the place of its folder, problems in that of the prepared data, and devices."""
     monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(Here, "memory", lambda self, config: None)
     model = model_folder(tmp_path / "model", MODELS[name])
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     overrides = {

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
+from launcher.here import Here
 from runtime.config import Parallel
 from runtime.config.checks import megatron
 from runtime.config.checks.megatron import memory_of_ranks
-from runtime.config.checks.semantic import spread_models
+from runtime.config.checks.models import spread_models
 from runtime.config.loading import load, preset_names, resolve
 from runtime.engines.families import Layout, family_for
 from runtime.engines.families.memory import RankBytes, Work, rank_bytes
@@ -51,7 +52,9 @@ def arguments(preset: str, folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with megatron-core and devices, whose memory is not known."""
     monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(Here, "memory", lambda self, config: None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
 
 from runtime import platform
+from runtime.config import Trainer
+from runtime.engines import group_rank
 from runtime.errors import UserError
 
 CPU = torch.device("cpu")
@@ -59,6 +62,47 @@ def test_the_collective_backend_follows_the_device(kind: str, own: str) -> None:
     other = "hccl" if own == "nccl" else "nccl"
     with pytest.raises(UserError, match=rf"backend: '{other}' does not work on {kind}; must be one of auto, {own}"):
         platform.collective_backend(other, where)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "backend", "joined"),
+    [
+        ("cpu", "torch", "auto", "gloo"),
+        ("cuda", "torch", "auto", "nccl"),
+        ("cuda", "torch", "gloo", "gloo"),
+        ("cuda", "megatron", "nccl", "nccl"),
+        ("npu", "torch", "hccl", "hccl"),
+    ],
+)
+def test_a_groups_backend_is_the_roles(
+    monkeypatch: pytest.MonkeyPatch, kind: str, engine: Any, backend: Any, joined: str
+) -> None:
+    seen = []
+    monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
+    monkeypatch.setattr(
+        group_rank.dist, "init_process_group", lambda name, timeout: seen.append((name, timeout.total_seconds()))
+    )
+    group_rank.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
+    assert seen == [(joined, 7.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "backend", "allowed"),
+    [
+        ("cpu", "torch", "nccl", "auto, gloo"),
+        ("cuda", "torch", "hccl", "auto, nccl, gloo"),
+        ("cuda", "megatron", "gloo", "auto, nccl"),  # which has no sends between devices
+        ("npu", "torch", "gloo", "auto, hccl"),  # of whose devices gloo knows nothing
+        ("npu", "megatron", "nccl", "auto, hccl"),
+    ],
+)
+def test_a_groups_backend_that_its_device_has_not_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, kind: str, engine: Any, backend: Any, allowed: str
+) -> None:
+    monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
+    with pytest.raises(UserError) as refused:
+        group_rank.join_group("trainer", Trainer(engine=engine, backend=backend), 2, 7.0)
+    assert str(refused.value) == f"services.trainer.backend: '{backend}' does not work on {kind}; must be one of {allowed}"
 
 
 def test_dtypes() -> None:

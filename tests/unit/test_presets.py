@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from launcher import cli
+from launcher.here import Here
 from runtime.cluster.placement import NodeOffer, offers, place
-from runtime.config.checks import megatron, semantic
+from runtime.config.checks import megatron
 from runtime.config.checks.megatron import memory_of_ranks
-from runtime.config.checks.semantic import spread_models
+from runtime.config.checks.models import spread_models
 from runtime.config.loading import load, resolve
 from runtime.engines.tiny_family import described
 from tests.unit.model_dimensions import CONFIGS
@@ -89,9 +89,9 @@ def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with megatron-core and memory for the embedded engine's cache, which this one may not be."""
+    """As on a machine with megatron-core and devices, whose memory is not known."""
     monkeypatch.setattr(megatron, "_installed", lambda: True)
-    monkeypatch.setattr(semantic.psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
+    monkeypatch.setattr(Here, "memory", lambda self, config: None)
 
 
 def test_all_are_here() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.cluster.topology import Instance, instances, place_in_fleet, processes, replicas, takes_turns
+from runtime.cluster.topology import Instance, fleets, instances, place_in_fleet, processes, replicas, takes_turns
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
+from runtime.network import is_loopback
 from runtime.weights.transports import resolve
 
+_COLLECTIVE = ("collective", "delta")
 RESERVED = 1024  # ports below belong to the system
 
 
@@ -43,7 +45,7 @@ def _shared_device(config: Config) -> Iterator[str]:
     """NCCL and HCCL refuse two members on one device. Who names none has its own."""
     settings = config.publication
     transport = resolve(settings.transport, settings.backend, {"trainer-0": "this"})
-    if settings.backend == "gloo" or transport not in ("collective", "delta"):
+    if settings.backend == "gloo" or transport not in _COLLECTIVE:
         return
     taken: dict[int, str] = {}
     for name, devices in _publishing(config):
@@ -68,15 +70,27 @@ def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
         yield name, fleet.devices[place * size : (place + 1) * size]
 
 
+def hccl_beside_workers(config: Config) -> bool:
+    """Whether, on NPUs, a rollout receives weights over HCCL on the NPU on which the first of vLLM's workers meets the others
+    over HCCL too."""
+    settings = config.publication
+    if takes_turns(config) or settings.backend not in ("auto", "hccl"):
+        return False
+    machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
+    if settings.transport == "shared_memory" or resolve(settings.transport, settings.backend, machines) not in _COLLECTIVE:
+        return False
+    return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
+
+
 def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:
     network, port = config.network, config.services.coordinator.port
     ranges = {"hccl_host_ports": network.hccl_host_ports, "hccl_npu_ports": network.hccl_npu_ports}
-    needed = sum(instance.rank == 0 for instance in instances(config, trains))
+    needed = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
     for name, (first, last) in ranges.items():
         if not RESERVED <= first <= last:
             yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
         elif last - first + 1 < needed:
-            yield f"network.{name}: [{first}, {last}] has fewer ports than the run has processes, {needed}"
+            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
         elif first <= port <= last:
             yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
     (first, last), (other, end) = ranges.values()

@@ -7,11 +7,12 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.cluster.topology import block_size
+from runtime.cluster.topology import block_size, model_key
 from runtime.config import Config, Parallel, Spread, Trainer
-from runtime.engines.families import family_for
-from runtime.engines.families.memory import RankBytes, Work, rank_bytes
-from runtime.engines.limits import MEGATRON_NEEDS_CORE, layout_of, uncut
+from runtime.engines import hf_config
+from runtime.engines.families import FAMILIES, family_for
+from runtime.engines.families.memory import RankBytes
+from runtime.engines.limits import MEGATRON_NEEDS_CORE, layout_of, rank_memory, uncut
 from runtime.errors import UserError
 
 _SHARDS = "engine torch spreads models over all its processes"
@@ -33,6 +34,8 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
                 yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
             if isinstance(settings, Trainer):
                 yield from _megatrons_own(key, config, settings)
+            elif settings.backend != "auto":
+                yield f"{key}.backend: {settings.backend} is for engine megatron; {_ON_TORCH[role]}"
 
 
 def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:
@@ -93,8 +96,11 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
             "intermediate_size": config.warmup.intermediate_size,
             "tie_word_embeddings": True,
         }
+    where = model_key(config, key.removeprefix("services."))
     try:
-        family = family_for({**made, **policy} if not config.model.path else policy, "model.path")
+        described = {**made, **policy} if not config.model.path else policy
+        family = family_for(described, where)
+        hf_config.parse(described, where, FAMILIES)
     except UserError as error:
         yield str(error)
         return
@@ -105,7 +111,7 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
     if len(set(stages[1:-1])) > 1:
         yield f"{key}.parallel.layers_per_stage: {stages}: all but the first and the last number must be equal in megatron-core"
     version = "" if settings.python else _version()
-    if key == "services.trainer" and (fault := uncut(family.tied, parallel.pipeline, version)):
+    if key != "services.critic" and (fault := uncut(family.tied, parallel.pipeline, version)):
         yield f"{key}.{fault}"
 
 
@@ -117,29 +123,15 @@ def _version() -> str:
         return ""
 
 
-def memory_of_ranks(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> dict[str, RankBytes]:
-    """By role, of those on megatron-core whose model is known: what a rank holds on accelerators."""
+def memory_of_ranks(
+    config: Config, models: Mapping[str, Mapping[str, Any] | None], on_cpus: bool = False
+) -> dict[str, RankBytes]:
+    """By role, of those on megatron-core whose model is known: what a rank holds."""
     return {
-        role: _memory(role, config, getattr(config.services, role), model)
+        role: rank_memory(config, role, model, on_cpus)
         for role, model in models.items()
         if model is not None and "model_type" in model and getattr(config.services, role).engine == "megatron"
     }
-
-
-def _memory(role: str, config: Config, settings: Spread, model: Mapping[str, Any]) -> RankBytes:
-    family = family_for(model, value_head=role == "critic")
-    trains = isinstance(settings, Trainer)
-    dtype = config.model.dtype if isinstance(settings, Trainer) else settings.dtype
-    tokens = config.training if isinstance(settings, Trainer) else settings
-    work = Work(
-        ranks=settings.processes,
-        tokens=tokens.max_tokens_per_microbatch // settings.parallel.context,
-        width=4 if dtype == "float32" else 2,
-        trains=trains,
-        sequence=settings.parallel.sequence,
-        checkpointing=isinstance(settings, Trainer) and settings.activation_checkpointing,
-    )
-    return rank_bytes(family, layout_of(settings.parallel), work)
 
 
 def _installed() -> bool:

@@ -10,33 +10,26 @@ import importlib.util
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import psutil
-
-from runtime.cluster.topology import data_leaders, fleets, processes, uses_reference
-from runtime.config import Algorithm, Config, RewardModel, Sampling, Warmup
+from runtime.cluster.topology import data_leaders, fleets, processes
+from runtime.config import Algorithm, Config, Sampling
 from runtime.config.checks.colocation import colocation_faults
 from runtime.config.checks.data import data_faults, evaluation_faults
 from runtime.config.checks.devices import device_faults
 from runtime.config.checks.megatron import megatron_faults
+from runtime.config.checks.memory import kv_faults, rank_faults
+from runtime.config.checks.models import model_faults, policy_model, spread_models
 from runtime.config.checks.network import network_faults
 from runtime.config.checks.publication import publication_faults
 from runtime.config.checks.rewards import reward_faults
 from runtime.config.checks.rollout import rollout_faults
 from runtime.data.chosen import sources
-from runtime.engines import tiny_family
-from runtime.engines.limits import LORA_NEEDS_PEFT, kv_cache_bytes
+from runtime.engines.limits import LORA_NEEDS_PEFT
 from runtime.registry import OWN
 from runtime.trackers import missing_package
 
-ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
-
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
-_EXPERTS = "qwen3_moe"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def semantic_faults(
@@ -50,23 +43,19 @@ def semantic_faults(
     `known` lists the registered names under "algorithm.advantage", "algorithm.loss", "algorithm.correction",
     "algorithm.aggregation", "algorithm.kl", "data.handler" and "rewards.rules", and under "critic" those of the advantages that
     need a critic's values; what it leaves out is not checked.
-    `available_bytes` is the memory for KV slots: this host's when None. With a `warmup` section, paths that the warm-up will
-    name may be empty. `trains`: False for an evaluation alone, which needs problems to evaluate on, and nothing that only
-    training does.
+    `available_bytes`: the memory of the machine on whose CPUs all runs; None where it runs elsewhere or on accelerators, whose
+    memory is not known. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
+    evaluation alone, which needs problems to evaluate on, and nothing that only training does.
     """
-    policy = _policy(config)
-    if available_bytes is None:
-        available_bytes = psutil.virtual_memory().available
+    policy = policy_model(config)
     faults = [
         *_run(config),
         *_names(config, known or {}),
         *reward_faults(config, trains),
         *evaluation_faults(config, trains),
         *data_faults(config, trains),
-        *_models(config, policy, trains),
-        *_lengths(config, policy),
-        *_kv_memory(config, policy, available_bytes),
-        *_experts(config, policy, trains),
+        *model_faults(config, trains),
+        *kv_faults(config, available_bytes),
         *_processes(config),
         *device_faults(config, trains),
         *network_faults(config, trains),
@@ -75,6 +64,7 @@ def semantic_faults(
     ]
     if not trains:
         return faults
+    of_layouts = [*megatron_faults(config, spread_models(config))]
     return [
         *faults,
         *_algorithm(config.algorithm, config.sampling),
@@ -84,7 +74,8 @@ def semantic_faults(
         *_updates(config),
         *_lora(config),
         *publication_faults(config, policy),
-        *megatron_faults(config, spread_models(config)),
+        *of_layouts,
+        *(() if of_layouts else rank_faults(config, available_bytes)),
     ]
 
 
@@ -195,123 +186,6 @@ def _values(config: Config) -> Iterator[str]:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 
 
-def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
-    path, reference = config.model.path, config.model.reference
-    if path:
-        yield from _folder_faults("model.path", path, needs_tokenizer=True)
-    elif config.warmup is None:
-        yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
-    else:
-        yield from _warmup_faults(config.warmup)
-    if config.rewards.model is not None:
-        yield from _reward_model(config.rewards.model, policy)
-    others = {"model.reference": reference, "critic.path": config.critic.path if config.critic else ""}
-    for key, folder in others.items() if trains else ():
-        if folder and folder != path:
-            yield from _folder_faults(key, folder, needs_tokenizer=False)
-            wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")
-            if None not in (wanted, found) and wanted != found:
-                yield f"{key}: '{folder}' has a vocabulary of {found} tokens, the policy one of {wanted}"
-
-
-def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:
-    key, folder = "rewards.model.path", settings.path
-    yield from _folder_faults(key, folder, needs_tokenizer=settings.input == "text")
-    found = _model_config(folder, scores=True)
-    if found is None:
-        return
-    if not any(str(name).endswith("ForSequenceClassification") for name in found.get("architectures") or ()):
-        yield f"{key}: '{folder}' is not a sequence classifier (architectures in its config.json)"
-    elif len(found.get("id2label") or "two") != 1:
-        yield f"{key}: '{folder}' has not one label (id2label in its config.json); a reward is one number"
-    wanted, ids, limit = (policy or {}).get("vocab_size"), found["vocab_size"], found.get("max_position_embeddings")
-    reads_text = settings.input == "text" or (settings.input == "auto" and (Path(folder) / "tokenizer.json").is_file())
-    if wanted is not None and ids < wanted and not reads_text:
-        yield f"{key}: '{folder}' has a vocabulary of {ids} tokens, the policy one of {wanted}, and it is to read its tokens"
-    if limit is not None and settings.max_tokens > limit:
-        yield f"rewards.model.max_tokens: {settings.max_tokens} is above the model's {limit} positions"
-
-
-def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
-    if folder.startswith(tiny_family.PREFIX):
-        if wrong := tiny_family.fault(folder):
-            yield f"{key}: {wrong}"
-        return
-    path = Path(folder)
-    if not path.is_dir():
-        yield f"{key}: '{folder}' is not a folder"
-        return
-    if _model_config(folder) is None:
-        yield f"{key}: '{folder}' has no config.json of a Llama-like model"
-    if needs_tokenizer and not (path / "tokenizer.json").is_file():
-        yield f"{key}: '{folder}' has no tokenizer.json"
-    index = path / "model.safetensors.index.json"
-    shards = sorted(set(((_json(index) or {}).get("weight_map") or {}).values()))
-    missing = [shard for shard in shards if not (path / shard).is_file()]
-    if missing:
-        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names" + f", and {len(missing) - 1} more" * (
-            len(missing) > 1
-        )
-    elif not shards and not any(path.glob("*.safetensors")):
-        yield f"{key}: '{folder}' has no weights (*.safetensors)"
-
-
-def _warmup_faults(warmup: Warmup) -> Iterator[str]:
-    if warmup.hidden_size % (2 * warmup.heads):
-        yield f"warmup.hidden_size: {warmup.hidden_size} is not a multiple of 2 · heads = {2 * warmup.heads}"
-    if warmup.heads % warmup.kv_heads:
-        yield f"warmup.kv_heads: {warmup.kv_heads} does not divide heads = {warmup.heads}"
-
-
-def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
-    limit = (policy or {}).get("max_position_embeddings")
-    if limit is None:
-        return
-    prompt = config.data.max_prompt_tokens
-    for key, reply in (
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
-    ):
-        if prompt + reply > limit:
-            yield f"{key}: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
-
-
-def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> Iterator[str]:
-    if policy is None:
-        return
-    length = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
-    free = available
-    for path, fleet in fleets(config).items():
-        if fleet.engine != "torch":  # vLLM divides its own memory
-            continue
-        dtype = "float32" if fleet.dtype == "auto" else fleet.dtype  # what auto is on a CPU, whose memory this is
-        needed = fleet.replicas * kv_cache_bytes(policy, fleet.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
-        if needed > free:
-            yield (
-                f"{path}.slots: {fleet.slots} slots of {length} tokens in {fleet.replicas} replica(s) need "
-                f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available"
-            )
-        free -= min(needed, free)
-
-
-def _experts(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
-    """What does without transformers, and without vLLM, has the experts of one family."""
-    kind = _other_experts(policy)
-    for path in (path for path, fleet in fleets(config).items() if kind and fleet.engine == "torch"):
-        yield f"{path}.engine: torch has experts of {_EXPERTS} alone, and model.path is a {kind}; must be vllm"
-    reference = config.model.reference
-    kind = _other_experts(_model_config(reference)) if reference else kind
-    if kind and trains and uses_reference(config) and config.services.reference.engine == "torch":
-        yield f"services.reference.engine: torch has experts of {_EXPERTS} alone, and the model is a {kind}; must be another"
-
-
-def _other_experts(model: ModelConfig | None) -> str:
-    """The model_type of a model with experts that are not _EXPERTS; "" for any other model."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    kind = str((model or {}).get("model_type"))
-    return kind if kind != _EXPERTS and any((model or {}).get(count) for count in counts) else ""
-
-
 def _updates(config: Config) -> Iterator[str]:
     """Every update must share its groups out evenly over the ranks."""
     groups, mini_batch = config.training.groups_per_step, config.training.mini_batch_size
@@ -347,47 +221,3 @@ def _lora(config: Config) -> Iterator[str]:
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
     if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
-
-
-def spread_models(config: Config) -> dict[str, ModelConfig | None]:
-    """By role, of those that may be on megatron-core: the contents of the model's config.json, as far as it is known."""
-    policy = _policy(config)
-    models = {"trainer": policy}
-    if config.critic is not None:
-        models["critic"] = _model_config(config.critic.path) if config.critic.path else policy
-    if uses_reference(config):
-        models["reference"] = _model_config(config.model.reference) if config.model.reference else policy
-    return models
-
-
-def _policy(config: Config) -> ModelConfig | None:
-    return _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
-
-
-def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
-    """What of the warm-up's model is known before it exists."""
-    if warmup is None:
-        return None
-    return {
-        "num_hidden_layers": warmup.layers,
-        "num_attention_heads": warmup.heads,
-        "num_key_value_heads": warmup.kv_heads,
-        "hidden_size": warmup.hidden_size,
-    }
-
-
-def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
-    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read. `scores`: what a tiny
-    one is of, a reward model."""
-    if tiny := tiny_family.described(folder, scores=scores):
-        return tiny
-    found = _json(Path(folder) / "config.json")
-    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-    return found if found and all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
-        return None

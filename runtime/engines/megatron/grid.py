@@ -28,7 +28,7 @@ class Grid:
         self.device = device
         self.layout = layout_of(parallel)
         if not dist.is_initialized():
-            backend = platform.collective_backend("auto", device)
+            backend = platform.collective_backend(settings.backend, device)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout))
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.config import Trainer
-from runtime.engines import hf_weights, train_batch
+from runtime.engines import hf_config, train_batch
 from runtime.engines.families import FAMILIES, Family
 from runtime.engines.families.family import EMBEDDING
-from runtime.engines.hf_weights import ModelConfig
+from runtime.engines.hf_config import ModelConfig
 from runtime.engines.megatron import facade
 from runtime.engines.packed_attention import Packing
 from runtime.errors import InvariantViolated, UserError
@@ -42,7 +42,7 @@ def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Pat
 
     Raises InvariantViolated when it is more than rounding, UserError for a rope scaling that the trainer has not.
     """
-    shape = hf_weights.read_config(hf, FAMILIES)
+    shape = hf_config.read_config(hf, FAMILIES)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     dtype = weights[EMBEDDING].dtype
     logits = _core_logits(family, shape, weights, tokens)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from runtime.config import Spread, Trainer
 from runtime.engines import decoder
 from runtime.engines.families.shape import Experts
-from runtime.engines.hf_weights import ModelConfig
+from runtime.engines.hf_config import ModelConfig
 from runtime.engines.limits import uncut
 from runtime.engines.packed_attention import packed_attention
 from runtime.engines.train_batch import MicroBatch

@@ -10,7 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime.config import Spread
-from runtime.engines import hf_weights, train_batch
+from runtime.engines import hf_config, train_batch
 from runtime.engines.families import FAMILIES
 from runtime.engines.megatron import context, facade
 from runtime.engines.megatron.grid import Grid
@@ -40,7 +40,7 @@ class Passes:
 
         `timeout`: seconds of a collective. Raises UserError for what the folder or the layout gets wrong.
         """
-        family, shape = read_family(source, value_head), hf_weights.read_config(source, FAMILIES)
+        family, shape = read_family(source, value_head), hf_config.read_config(source, FAMILIES)
         grid = Grid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if not value_head:

@@ -1,0 +1,215 @@
+"""Checks of the folders of models: whether they are whole, and whether the engines that are to run them can. Loads no torch.
+
+What transformers, vLLM and megatron-core of an interpreter of its own can is left to the role's process.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.cluster.topology import fleets, model_key, uses_reference
+from runtime.config import Config, RewardModel, Spread, Warmup
+from runtime.engines import hf_config, tiny_family
+from runtime.errors import UserError
+
+ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
+
+_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+_MEANT = {_CAUSAL: "causal language model", _CLASSIFIERS: "sequence classifier"}
+
+
+def model_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line per fault."""
+    policy = policy_model(config)
+    yield from _models(config, policy, trains)
+    yield from _lengths(config, policy)
+    yield from _engines(config, policy, trains)
+
+
+def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
+    path, reference = config.model.path, config.model.reference
+    if path:
+        yield from _folder_faults("model.path", path, needs_tokenizer=True)
+    elif config.warmup is None:
+        yield "model.path: missing; name a Hugging Face folder, or give a warmup section"
+    else:
+        yield from _warmup_faults(config.warmup)
+    if config.rewards.model is not None:
+        yield from _reward_model(config.rewards.model, policy)
+    others = {"model.reference": reference, "critic.path": config.critic.path if config.critic else ""}
+    for key, folder in others.items() if trains else ():
+        if folder and folder != path:
+            yield from _folder_faults(key, folder, needs_tokenizer=False)
+            wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")
+            if None not in (wanted, found) and wanted != found:
+                yield f"{key}: '{folder}' has a vocabulary of {found} tokens, the policy one of {wanted}"
+
+
+def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:
+    key, folder = "rewards.model.path", settings.path
+    yield from _folder_faults(key, folder, needs_tokenizer=settings.input == "text")
+    found = _model_config(folder, scores=True)
+    if found is None:
+        return
+    if not any(str(name).endswith("ForSequenceClassification") for name in found.get("architectures") or ()):
+        yield f"{key}: '{folder}' is not a sequence classifier (architectures in its config.json)"
+    elif len(found.get("id2label") or "two") != 1:
+        yield f"{key}: '{folder}' has not one label (id2label in its config.json); a reward is one number"
+    wanted, ids, limit = (policy or {}).get("vocab_size"), found["vocab_size"], found.get("max_position_embeddings")
+    reads_text = settings.input == "text" or (settings.input == "auto" and (Path(folder) / "tokenizer.json").is_file())
+    if wanted is not None and ids < wanted and not reads_text:
+        yield f"{key}: '{folder}' has a vocabulary of {ids} tokens, the policy one of {wanted}, and it is to read its tokens"
+    if limit is not None and settings.max_tokens > limit:
+        yield f"rewards.model.max_tokens: {settings.max_tokens} is above the model's {limit} positions"
+
+
+def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
+    if folder.startswith(tiny_family.PREFIX):
+        if wrong := tiny_family.fault(folder):
+            yield f"{key}: {wrong}"
+        return
+    path = Path(folder)
+    if not path.is_dir():
+        yield f"{key}: '{folder}' is not a folder"
+        return
+    if _model_config(folder) is None:
+        yield f"{key}: '{folder}' has no config.json of a Llama-like model"
+    if needs_tokenizer and not (path / "tokenizer.json").is_file():
+        yield f"{key}: '{folder}' has no tokenizer.json"
+    index = path / "model.safetensors.index.json"
+    shards = sorted(set(((_json(index) or {}).get("weight_map") or {}).values()))
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names" + f", and {len(missing) - 1} more" * (
+            len(missing) > 1
+        )
+    elif not shards and not any(path.glob("*.safetensors")):
+        yield f"{key}: '{folder}' has no weights (*.safetensors)"
+
+
+def _warmup_faults(warmup: Warmup) -> Iterator[str]:
+    if warmup.hidden_size % (2 * warmup.heads):
+        yield f"warmup.hidden_size: {warmup.hidden_size} is not a multiple of 2 · heads = {2 * warmup.heads}"
+    if warmup.heads % warmup.kv_heads:
+        yield f"warmup.kv_heads: {warmup.kv_heads} does not divide heads = {warmup.heads}"
+
+
+def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
+    limit = (policy or {}).get("max_position_embeddings")
+    if limit is None:
+        return
+    prompt = config.data.max_prompt_tokens
+    for key, reply in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
+        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
+    ):
+        if prompt + reply > limit:
+            yield f"{key}: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
+
+
+def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
+    """What engines would refuse once they have loaded. A warm-up's model is one that all take."""
+    path, services = config.model.path, config.services
+    for key, fleet in fleets(config).items() if path else ():
+        if fleet.engine == "torch" and (fault := _undecodable(policy, "model.path")):
+            yield f"{key}.engine: torch: {fault}; or take engine vllm"
+    if config.rewards.model is not None and not services.reward_model.python:
+        yield from _unpackable(_model_config(config.rewards.model.path, scores=True), "rewards.model.path", _CLASSIFIERS)
+    for role, model in spread_models(config).items() if trains else ():
+        settings: Spread = getattr(services, role)
+        where = model_key(config, role)
+        if settings.engine != "torch" or (where == "model.path" and not path):
+            continue
+        if role == "reference":
+            faults = [fault] if (fault := _undecodable(model, where)) else []
+        else:
+            table = _CLASSIFIERS if role == "critic" else _CAUSAL
+            faults = [] if settings.python else list(_unpackable(model, where, table))
+        yield from (f"services.{role}.engine: torch: {fault}" for fault in faults)
+
+
+def _undecodable(model: ModelConfig | None, where: str) -> str:
+    """Why Sluice's own decoder cannot compute a model; "" where it can, or nothing is known of the model."""
+    try:
+        if model is not None:
+            hf_config.parse(model, where)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _unpackable(model: ModelConfig | None, where: str, table: str) -> Iterator[str]:
+    """Why a model cannot be run packed by transformers, which knows the model_types of `table`."""
+    if model is None:
+        return
+    kind, known = model.get("model_type"), _known_to_transformers(table)
+    if known and kind not in known:
+        yield f"{where}: the installed transformers has no {_MEANT[table]} of model_type {kind!r}; must be another model"
+    elif fault := hf_config.unpackable(model):
+        yield f"{where}: {fault}"
+
+
+@cache
+def _known_to_transformers(table: str) -> frozenset[str]:
+    """The model_types that a table of transformers' names, read from its source, as its import takes seconds. Empty where it is
+    not installed, or the table is not found."""
+    found = importlib.util.find_spec("transformers")
+    for folder in (found.submodule_search_locations if found is not None else None) or ():
+        tree = ast.parse((Path(folder) / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and table in ast.unparse(node).partition("=")[0]:
+                pairs = [pair for pair in ast.walk(node) if isinstance(pair, ast.Tuple) and len(pair.elts) == 2]
+                return frozenset(str(pair.elts[0].value) for pair in pairs if isinstance(pair.elts[0], ast.Constant))
+    return frozenset()
+
+
+def spread_models(config: Config) -> dict[str, ModelConfig | None]:
+    """By role, of those that may be on megatron-core: the contents of the model's config.json, as far as it is known."""
+    policy = policy_model(config)
+    models = {"trainer": policy}
+    if config.critic is not None:
+        models["critic"] = _model_config(config.critic.path) if config.critic.path else policy
+    if uses_reference(config):
+        models["reference"] = _model_config(config.model.reference) if config.model.reference else policy
+    return models
+
+
+def policy_model(config: Config) -> ModelConfig | None:
+    return _model_config(config.model.path) if config.model.path else _warmup_config(config.warmup)
+
+
+def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
+    """What of the warm-up's model is known before it exists."""
+    if warmup is None:
+        return None
+    return {
+        "num_hidden_layers": warmup.layers,
+        "num_attention_heads": warmup.heads,
+        "num_key_value_heads": warmup.kv_heads,
+        "hidden_size": warmup.hidden_size,
+    }
+
+
+def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
+    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read. `scores`: what a tiny
+    one is of, a reward model."""
+    if tiny := tiny_family.described(folder, scores=scores):
+        return tiny
+    found = _json(Path(folder) / "config.json")
+    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    return found if found and all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        return None
