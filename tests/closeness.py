@@ -51,7 +51,7 @@ def gamma(terms: int, unit: float = FLOAT32) -> float:
 def assert_close(
     actual: Any, expected: Any, *, terms: int, scale: float | None = None, unit: float = FLOAT32, what: str = ""
 ) -> None:
-    """No element of `actual` is further from that of `expected` than rounding takes it: 2 γ_n · scale, as each may be off by γ_n.
+    """No element of `actual` is further from that of `expected` than 2 γ_n · scale, as each of the two may be off by γ_n.
 
     Both have any shape, the same. `scale` is the size of what is compared; without it, the largest magnitude in `expected`.
 

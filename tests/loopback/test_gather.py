@@ -25,8 +25,6 @@ from runtime.weights.sender import in_thread
 from tests.loopback.ranks import as_rank, run_ranks
 from tests.unit.training_cases import make_config, make_groups, make_policy
 
-pytestmark = pytest.mark.numeric
-
 DEADLINE = 60.0
 BUCKET = 1 << 11  # the tensors are of some dozen buckets
 

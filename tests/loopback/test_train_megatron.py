@@ -11,8 +11,6 @@ from tests.loopback.megatron_equality import assert_equal, assert_published
 from tests.loopback.megatron_member import STEPS, Layout, train
 from tests.unit.training_cases import make_policy
 
-pytestmark = pytest.mark.numeric
-
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 
 TORCH, TENSOR, CONTEXT = Layout(0), Layout(2, processes=2), Layout(1, processes=2, context=2)

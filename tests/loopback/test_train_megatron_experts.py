@@ -13,8 +13,6 @@ from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
 from tests.unit.tiny_models import save_model
 
-pytestmark = pytest.mark.numeric
-
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 
 TORCH, EXPERT = Layout(0), Layout(1, processes=2, expert=2)
