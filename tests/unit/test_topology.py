@@ -134,7 +134,8 @@ def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
     config = make(critic={}, services={"critic": critic})
     (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"
-    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 --log-dir /dev/null -m".split()
+    options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", os.devnull)
+    torchrun = ("torch.distributed.run", "--standalone", *options, "-m")
     arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
     assert spec.command == ("/own/python", "-m", *torchrun, "services.critic", *arguments)
     assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
