@@ -97,7 +97,7 @@ class Follower:
             await asyncio.sleep(AGAIN)
 
 
-def main() -> None:
+def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m launcher.node", description="Run one node of a cluster.")
     parser.add_argument("config", type=Path, help="a YAML file, the same on every node")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="the same on every node")
@@ -105,7 +105,11 @@ def main() -> None:
     parser.add_argument("--address", default="", metavar="IP", help="this node's, instead of what network.interface gives")
     parser.add_argument("--devices", type=int, metavar="N", help="how many of its accelerators are for the run (default: all)")
     parser.add_argument("-v", "--verbose", action="store_true", help="show what each process of this node writes to its log")
-    options = parser.parse_intermixed_args()
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_intermixed_args()
     for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
         del os.environ[variable]
     sys.exit(told(lambda: run_node(options)))

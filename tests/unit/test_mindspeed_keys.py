@@ -151,3 +151,13 @@ def test_every_option_of_the_command_is_in_the_guide() -> None:
     for action in parser._actions:
         name = action.option_strings[-1] if action.option_strings else action.dest.upper()
         assert f"`{name}" in table_of_options or name == "--help", name
+
+
+def test_the_run_on_gsm8k_in_the_guide_has_the_rewards_of_its_preset() -> None:
+    (block,) = (
+        each for each in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL) if "gsm8k" in each
+    )
+    shown = yaml.safe_load(block)
+    preset = yaml.safe_load((HERE.parents[1] / "configs" / "gsm8k_qwen25_1_5b.yaml").read_text(encoding="utf-8"))
+    assert shown["rewards"]["rules"] == preset["rewards"]["rules"]
+    assert shown["data"]["prompt_type"] == preset["data"]["prompt_type"]

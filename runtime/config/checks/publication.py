@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from runtime.config import Config, Publication
+from runtime.config.base import DType
 
 _DEFAULT = Publication()
+_OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "float32")]
 
 
 def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
@@ -36,7 +38,7 @@ def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iter
         of = " (the policy's own)" if settings.dtype == "auto" else ""
         yield (
             f"publication.dtype: float32{of} changes in nearly every element, and transport delta would send it all; "
-            "must be bfloat16 or float16"
+            f"must be {' or '.join(_OF_16_BITS)}"
         )
 
 
