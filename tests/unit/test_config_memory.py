@@ -106,7 +106,7 @@ def test_memory_is_known_where_all_is_on_the_cpus_of_this_machine(
 
 
 def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[int, str]:
-    """Of the example in docs/guides/verl-and-trl.md, with a model's description in the place of its folder."""
+    """Of the example in docs/guides/verl-and-trl.md with embedded rollouts, and a model's description in the place of its folder."""
     page = (Path(__file__).parents[2] / "docs" / "guides" / "verl-and-trl.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(run: .*?)```", page, re.DOTALL)
     (folder / "run.yaml").write_text(example)
@@ -115,8 +115,9 @@ def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str)
     model = model_folder(folder / "model")
     (model / "config.json").write_text(json.dumps(CONFIGS["qwen25_7b"] | {"max_position_embeddings": 32768}))
     named = {"model.path": model, "data.train": folder / "rows.jsonl", "evaluation.sets.0.path": folder / "other.jsonl"}
+    given = ["services.rollout={slots: 16}", *(f"{key}={value}" for key, value in named.items()), *overrides]
     with pytest.raises(SystemExit) as end:
-        cli.main(["validate", str(folder / "run.yaml"), *(f"{key}={value}" for key, value in named.items()), *overrides])
+        cli.main(["validate", str(folder / "run.yaml"), *given])
     said = capsys.readouterr()
     assert isinstance(end.value.code, int)
     return end.value.code, said.out + said.err
