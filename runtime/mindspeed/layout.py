@@ -312,7 +312,7 @@ def token_limit(keys: Settings) -> Setting | None:
 
 
 def _budgets(keys: Settings) -> None:
-    """max_tokens_to_oom if there is one, the packed size with use_dynamic_bsz, else micro_batch_size samples in tokens."""
+    """With use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
     micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
     scored = "services.reference.max_tokens_per_microbatch"
     dynamic, update, reference = (
@@ -320,14 +320,16 @@ def _budgets(keys: Settings) -> None:
         for name in ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
     )
     has_reference = "services.reference.engine" in keys.values
-    if limit is not None:
-        keys.put(own, limit.value, limit)
+    if limit is not None and dynamic.value:
+        keys.put(own, limit.value, limit, dynamic)
         keys.say(f"samples; {limit.path} is the budget", micro)
     elif dynamic.value:
         keys.put(own, update.value, update, dynamic)
         keys.say("samples; with use_dynamic_bsz the packed size is the budget", micro)
     else:
         keys.put(own, tokens(keys, micro), micro)
+        keys.say("samples; of which length, FILE does not say", micro)
+        keys.say("of use_dynamic_bsz: without it micro_batch_size is the budget", *([limit] if limit is not None else []))
     keys.say(f"{limit.path} is the budget" if limit is not None and dynamic.value else "of use_dynamic_bsz", update)
     keys.say("there is no reference" if not has_reference else "of use_dynamic_bsz", reference)
     keys.say("off: micro_batch_size samples, in tokens", dynamic)

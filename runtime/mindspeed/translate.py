@@ -56,6 +56,7 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     _training(settings)
     layout.services(settings)
     _trackers(settings)
+    _profiler(settings)
     if not settings.faults:
         settings.faults += _schema_faults(settings)
     if settings.faults:
@@ -151,6 +152,20 @@ def _lengths(keys: Settings) -> None:
             keys.put("sampling.max_new_tokens", both.value - prompt.value, both, prompt)
     elif rl:
         keys.put("sampling.max_new_tokens", reply.value, reply)
+    else:
+        missing = " and ".join(each.path for each in (both, prompt) if each.value is None)
+        keys.advice.append(
+            f"{missing} is missing: what length prompts and replies had there FILE does not say; data.max_prompt_tokens, "
+            "sampling.max_new_tokens and training.max_tokens_per_microbatch are Sluice's own where they are not written"
+        )
+
+
+def _profiler(keys: Settings) -> None:
+    profiler = keys.of("profiler_config", "integrated")
+    if isinstance(profiler.value, dict) and profiler.value.get("profile"):
+        keys.refuse(
+            profiler, "profile: true asks for a profiler, which Sluice does not have; metrics.jsonl has every stage's time"
+        )
 
 
 def _training(keys: Settings) -> None:

@@ -12,9 +12,10 @@ from functools import lru_cache
 MAX_LENGTH = 200  # characters of an answer; longer ones are no number, and bound the cost of everything below
 
 _MINUS = str.maketrans("\u2212\u2013\u2012\ufe63\uff0d", "-----")
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf|tt|normal)|mbox|boldsymbol|bold|bm|pmb)\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!])(?=[0-9]{3})")
 _SPACING = re.compile(r"\\(?:[,;: ]|quad\b)|~|\s+")
+_EXPONENT = re.compile(r" ?\^ ?(?:\{ ?([23]) ?\}|([23])(?![0-9]))")  # of a unit
 _MARKUP = re.compile(r"\\(?:[!()\[\]]|(?:left|right|displaystyle)\b)")
 _ESCAPED = re.compile(r"\\([$%])")
 
@@ -33,11 +34,11 @@ _MAGNITUDE = re.compile(
 )
 _SYMBOL = re.compile(r"(?: ?(?:[%€£¥₹$]|\^ ?\{? ?\\circ ?\}?|°[CF]?|\\degrees?\b))?")
 _WORD_BREAK = re.compile(r"[ /()]+")
-_WORD = re.compile(r"[A-Za-z°][A-Za-z°'’.-]*(?:\^\{?[23]\}?|[²³])?")
+_WORD = re.compile(r"[A-Za-z°][A-Za-z°'’.-]*(?:\^?[23]|[²³])?")
 # Units written without a space; other letters behind a number are a variable's, as in "7x".
 _ATTACHED = re.compile(
     r"[kcm]?g|lbs?|oz|[kcm]?m|mi|ft|in|yd|m?[lL]|h|hrs?|hours?|min(?:ute)?s?|s|secs?|seconds?|days?|years?|"
-    r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?"
+    r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?|sq|(?:[kcdm]?m|ft|in|yd|mi)(?:\^?[23]|[²³])"
 )
 _LETTER_UNITS = frozenset("gmlLhsCF")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
@@ -72,6 +73,7 @@ def _plain(text: str) -> str:
     text = _THOUSANDS.sub(",", text.translate(_MINUS))
     text = _ESCAPED.sub(r"\1", _MARKUP.sub("", text))
     text = _SPACING.sub(" ", _WRAPPER.sub(r" \1", text)).strip(" *_`")
+    text = _EXPONENT.sub(r"^\1\2", text)
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip(" *_`")
     if text.startswith("{") and text.endswith("}") and text.count("{") == 1:
@@ -103,6 +105,9 @@ def _scale(rest: str) -> int | None:
     if tail[0] not in " /(" and not _ATTACHED.fullmatch(words[0].rstrip(".")):
         return None
     for word in words:
-        if not _WORD.fullmatch(word) or word.lower() in _NOT_UNITS or (len(word) == 1 and word not in _LETTER_UNITS):
+        if not _WORD.fullmatch(word) or word.lower() in _NOT_UNITS:
+            return None
+        letters = word.rstrip("^23²³")
+        if len(letters) == 1 and letters not in _LETTER_UNITS:
             return None
     return _SCALES.get(words[0].lower(), 1)

@@ -452,6 +452,130 @@ a=1,b=2,c=3 | (1,2,3)
 \boxed{\text{None}} | none
 1 + 2 + 3 | 6
 """,
+    "fonts": r"""
+\boldsymbol{5} | 5
+\boldsymbol{-3} | -3
+\boldsymbol{1,234} | 1234
+x = \boldsymbol{1,234} | 1234
+\boldsymbol{\frac{1}{2}} | 1/2
+\boldsymbol{\frac{\boldsymbol{1}}{2}} | 1/2
+\boldsymbol{(1,2)} | (1,2)
+\boldsymbol{\{1,2\}} | 2,1
+\boldsymbol{x=5} | 5
+\boldsymbol{5\text{ cm}} | 5
+\boldsymbol{\text{even}} | even
+\boldsymbol{2^{10}} | 1024
+2^{\boldsymbol{10}} | 1024
+2^\boldsymbol{10} | 1024
+\boldsymbol{2}^{10} | 1024
+\boldsymbol{(x+1)}^2 | x^2+2x+1
+\frac{\boldsymbol{12}}{5} | 2.4
+\frac\boldsymbol{12}\boldsymbol{5} | 2.4
+\sqrt{\boldsymbol{2}} | \sqrt2
+\boldsymbol{\pi} | \pi
+\boldsymbol 5 | 5
+\bm5 | 5
+\bm{7} | 7
+\bm{[1,2)} | [1,2)
+\bm{x<3} | x<3
+\pmb{-\frac{3}{4}} | -0.75
+\bold{7} | 7
+\mathtt{7} | 7
+\mathnormal{7} | 7
+\mathbf{\frac{1}{2}} | 0.5
+\mathbf{[1,2)} | [1,2)
+\mathbf{5!} | 120
+\mathit{x^{2}} | x^2
+\mathsf{\sqrt{2}} | \sqrt2
+{\bf 5} | 5
+{\bf -\frac{1}{2}} | -0.5
+\bf{5} | 5
+\bm{\mathbf{5}} | 5
+\mathbf{even} | even
+12\mathrm{cm^{2}} | 12
+12\mathrm{m^{2}} | 12
+12{\rm cm}^2 | 12
+""",
+    "not equal to": r"""
+x != 3 | x \neq 3
+x!=3 | x \ne 3
+x!=3 | x≠3
+x != 3 | (-\infty,3)\cup(3,\infty)
+x!=3 | \mathbb{R}\setminus\{3\}
+x \not= 3 | x != 3
+x =/= 3 | x \neq 3
+x /= 3 | x \neq 3
+x <> 3 | x \neq 3
+x != -3, x != 2 | x\ne 2, x\ne -3
+x != 2 \text{ and } x != -3 | x\ne -3 \text{ and } x\ne 2
+x_1 != 3 | x_1 \neq 3
+x_{1}!=3 | x_1 \neq 3
+f(x) != 0 | f(x) \neq 0
+a != b | b \neq a
+|x|!=2 | |x| \ne 2
+2x != 6 | x \ne 3
+!= 3 | \neq 3
+\neq 3 | x \neq 3
+x != 3 | \neq 3
+> 3 | x > 3
+\le 4 | x \le 4
+\ne 3 | (-\infty,3)\cup(3,\infty)
+5!=120 | 120
+n! = n(n-1)! | n!=n(n-1)!
+(n-1)!=6 | (n-1)! = 6
+""",
+    "solutions of several variables": r"""
+(5,2),(7,2) | p=5,q=2;p=7,q=2
+(7,2),(5,2) | p=5,q=2;p=7,q=2
+p=7,q=2;p=5,q=2 | (5,2),(7,2)
+(5,2),(7,2) | p=5, q=2 \text{ or } p=7, q=2
+\{(5,2),(7,2)\} | p=5,q=2 or p=7,q=2
+(5,2) \text{ and } (7,2) | p=5,q=2,p=7,q=2
+(p,q)=(5,2),(7,2) | p=5,q=2;p=7,q=2
+(p,q)=(7,2),(5,2) | p=5,q=2;p=7,q=2
+(p,q)=(7,2),(p,q)=(5,2) | q=2,p=5;q=2,p=7
+(q,p)=(2,5),(2,7) | (p,q)=(5,2),(7,2)
+(p,q)=(5,2) \text{ or } (7,2) | (7,2),(5,2)
+(p,q)\in\{(5,2),(7,2)\} | p=7,q=2;p=5,q=2
+p=5,q=2;q=2,p=7 | (5,2),(7,2)
+q=2,p=5;q=2,p=7 | (5,2),(7,2)
+q=2,p=5 | (5,2)
+(p=5,q=2),(p=7,q=2) | (7,2),(5,2)
+\{p=5,q=2\},\{p=7,q=2\} | (5,2),(7,2)
+\begin{cases}x=1\\y=2\end{cases}, \begin{cases}x=3\\y=4\end{cases} | (3,4),(1,2)
+(1,2,3),(4,5,6) | x=4,y=5,z=6;x=1,y=2,z=3
+(1,2),(3,4) | x_1=1,x_2=2;x_1=3,x_2=4
+(\frac12,0.5),(3,-1) | x=3,y=-1;x=\frac{1}{2},y=\frac12
+(x,y)=(1,2) | (y,x)=(2,1)
+(x,y)=(1,2) | y=2,x=1
+(0,\sqrt{3}),(0,-\sqrt{3}) | x=0,y=\sqrt3;x=0,y=-\sqrt3
+""",
+    "units behind a number": r"""
+1,200cm^2 | 1200
+1,200cm^2 | 1,200
+1,200cm^{2} | 1200\text{ cm}^2
+1,200m^2 | 1200
+1,200m^{2} | 1200
+1,200m² | 1,200
+1,234,567m^2 | 1234567
+1{,}200m^2 | 1200
+1,\!200m^3 | 1200
+12,345\text{m}^2 | 12345
+12,345\text{m}^2 | 12,345m^2
+1,200.5km^2 | 1200.5
+1,200 cm2 | 1200
+1,200cm2 | 1200
+1,200sq cm | 1200
+1,200sq. cm | 1200
+1,200sq ft | 1200
+1,200\text{ cm} ^ 2 | 1200
+1,200\,\text{m}^{2} | 1200
+1,200\mathrm{m^{2}} | 1200
+1 200\text{ m}^2 | 1200
+A = 1,200m^2 | 1200
+1,200\operatorname{cm}^2 | 1200
+1,200 square units | 1200
+""",
 }
 
 DIFFERENT = r"""
@@ -640,6 +764,60 @@ ABC | A
 RC | rc
 AB | ab
 Ab | aB
+\boldsymbol{5} | 6
+\boldsymbol{1,234} | 1,2,3,4
+\boldsymbol{12} | 1,2
+\boldsymbol{-3} | 3
+\boldsymbol{\frac{1}{2}} | 2
+\boldsymbol{[1,2)} | [1,2]
+\boldsymbol{x+1}^2 | x+1
+\boldsymbol{v} | \boldsymbol{w}
+\mathbf{5!} | 5
+\mathbf{[1,2)} | (1,2)
+\mathbf{x<3} | x>3
+\bm{x<3} | x\le3
+{\bf 5} | b5
+12\mathrm{m^{2}} | 144
+x != 3 | x = 3
+x != 3 | 3
+x!=3 | 3
+x!=3 | x=3
+x != 3 | x \neq 4
+x != 3 | x > 3
+x != 3 | (3,\infty)
+\neq 3 | 3
+\neq 3 | x = 3
+\neq 3 | x \neq 4
+> 3 | x < 3
+> 3 | x \ge 3
+> 3 | 3
+x != 3, x != 4 | x \neq 3
+5!=120 | 5
+(5,2) | (2,5)
+(5,2),(7,2) | p=5,q=2;p=7,q=3
+(5,2),(7,3) | p=5,q=3;p=7,q=2
+p=5,q=2;p=7,q=3 | p=5,q=3;p=7,q=2
+(5,2),(7,2) | p=5,q=2
+(5,2) | p=5,q=2;p=7,q=2
+(5,2),(7,2) | p=2,q=5;p=2,q=7
+(p,q)=(5,2),(7,2) | (q,p)=(5,2),(7,2)
+(p,q)=(5,2),(7,2) | p=2,q=5;p=2,q=7
+p=5,q=2;p=7,q=2 | x=5,y=2;x=7,y=2
+p=5,q=2;p=7,q=2 | (5,2,7,2)
+[5,2],[7,2] | p=5,q=2;p=7,q=2
+(1,2),(3,4) | x=1,x=2;y=3,y=4
+(1,2),(3,4) | x=1,y=4;x=3,y=2
+(5,2),(5,2) | p=5,q=2;p=7,q=2
+(x,y)=(1,2) | (y,x)=(1,2)
+1,200cm^2 | 1201
+1,200cm^2 | 1,2
+1,200cm^2 | 200
+1,200m^2 | 1440000
+9 x^2 | 9
+9x^2 | 9
+3x2 | 3
+1,200x^2 | 1200
+1 200\text{ m}^2 | 200
 """
 
 # What is read out of a prediction alone: a label that says so means it.
@@ -650,6 +828,10 @@ ONE_WAY = r"""
 D. none of these | D
 10 m | 10
 6m | 6
+6m^2 | 6
+6m² | 6
+6m2 | 6
+5 m^2 | 5
 a+b = 7 | 7
 f(2) + g(3) = 7 | 7
 The largest $n$ is 34. | $34$

@@ -129,7 +129,7 @@ def test_r1_zero_is_the_configuration_that_comes_with_sluice() -> None:
     assert (services.trainer.processes, services.reference.processes) == (8, 2)
     assert not isinstance(services.rollout, list)
     assert services.rollout.replicas * services.rollout.tensor_parallel == 6
-    assert ours.training.max_tokens_per_microbatch == 1_000_000
+    assert ours.training.max_tokens_per_microbatch == 2 * 4096  # not max_tokens_to_oom, without use_dynamic_bsz
 
 
 @pytest.mark.parametrize("name", ["grpo_qwen25_7b", "r1_zero_qwen25_7b"])

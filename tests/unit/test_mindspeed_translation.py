@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from runtime.errors import ConfigError
+from runtime.mindspeed.keys import find
 from tests.unit.mindspeed_cases import OLDER, at, made, of, refused, row
 
 
@@ -97,8 +99,9 @@ def test_the_length_of_replies() -> None:
         ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000}}, 4096),  # which is the critic's at most
         ({"rl_config": {"use_dynamic_bsz": True, "max_packing_token_size": 9000, "update_max_packing_token_size": 7000}}, 7000),
         ({"rl_config": {"update_max_packing_token_size": 7000}}, 2048),
-        ({"rl_config": {"max_tokens_to_oom": 12000}}, 12000),
-        ({"generate_config": {"max_tokens_to_oom": 12000}}, 12000),
+        ({"rl_config": {"max_tokens_to_oom": 1_000_000}}, 2048),  # it bounds what use_dynamic_bsz packs, and nothing else
+        ({"generate_config": {"max_tokens_to_oom": 1_000_000}}, 2048),
+        ({"rl_config": {"max_tokens_to_oom": 12000, "use_dynamic_bsz": True}}, 12000),
         ({"actor_config": {"max_tokens_to_oom": 12000}, "rl_config": {"use_dynamic_bsz": True}}, 12000),
     ],
     ids=str,
@@ -107,6 +110,38 @@ def test_the_budget_of_tokens(changes: dict[str, Any], ours: int) -> None:
     got = made(**changes)
     assert at(got, "training.max_tokens_per_microbatch") == ours
     assert any("takes as much memory" in line for line in got.advice) == (ours == 12000)
+
+
+def test_an_older_file_without_a_length_has_no_budget_of_its_own_and_says_so() -> None:
+    actor = {"micro_batch_size": 2, "max_tokens_to_oom": 1_000_000}
+    got = of("r1_zero", OLDER, {"actor_rollout_ref.actor_rollout": actor}, {}, ())
+    assert at(got, "training.max_tokens_per_microbatch") == 2 * 1024
+    base = OLDER | {"training": {"global_batch_size": 8}}
+    got = of("r1_zero", base, {"actor_rollout_ref.actor_rollout": actor}, {}, ())
+    assert at(got, "training.max_tokens_per_microbatch") in (None, 8192)  # ours
+    assert [line for line in got.advice if "training.seq_length is missing" in line and "sampling.max_new_tokens" in line]
+    assert not [line for line in made().advice if "is missing" in line and "length" in line]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "reason"),
+    [
+        ("megatron_training", "no_shared_storage", True, "a folder that all machines share"),
+        ("megatron_training", "dpo_loss_type", "hinge", "DPO"),
+        ("megatron_training", "refer_model_iter", 2, "DPO"),
+        ("megatron_training", "vocab_extra_ids", 2, "tokenizer.json"),
+        ("megatron_training", "attention_mask_type", "full", "causal"),
+        ("megatron_training", "cp_attention_mask_type", "full", "causal"),
+        ("profiler_config", "profile", True, "profiler"),
+        ("profiler_config", "integrated", {"profile": True, "profile_level": "level1"}, "profiler"),
+    ],
+)
+def test_what_asks_for_what_sluice_does_not_do_is_refused(section: str, name: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){section}.{name}.*{reason}"):
+        made(**{section: {name: value}})
+    off = {"profile": False, "profile_level": "level1"} if name == "integrated" else find(section, name)[1].default  # type: ignore[index]
+    made(**{section: {name: off}})
+    made(**{section: {name: value}}, without=(name,))
 
 
 def test_the_budget_of_the_reference() -> None:

@@ -51,6 +51,8 @@ def test_different_answers() -> None:
 def test_what_is_read_out_of_a_prediction_alone() -> None:
     assert [pair for pair in pairs(ONE_WAY) if not equal(*pair)] == []
     assert not equal("6", "6m")
+    assert not equal("6", "6m^2")
+    assert not equal("6", "6m2")
     assert not equal("7", "a+b = 7")
     assert not equal("0", "x^2 - 5x + 6 = 0")
     assert not equal("x^2 - 5x + 6 = 0", "0")

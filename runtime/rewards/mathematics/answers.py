@@ -31,7 +31,8 @@ MAX_LENGTH = 4000  # characters; what is longer is compared as text alone
 _EXACT = re.compile(r"[^.%eE=]*")  # what cannot be a decimal, a percentage or an equation
 _WRAPPED = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|mathbf) ?\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])")
-_VARIABLE = re.compile(r"[0-9}] ?[A-Za-z]\W*\Z")  # behind a label's number a single letter is no unit
+_VARIABLE = re.compile(r"[0-9}](?: ?[A-Za-z]|[A-Za-z](?: ?\^ ?\{? ?)?[23²³])\W*\Z")  # behind a label's number no unit,
+_SEPARATED = re.compile(r"[0-9](?:,|\{,\}|,\\!|\\,)[0-9]{3}(?![0-9])")  # unless that is written with separators
 _LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:](?=[^0-9])")  # with what is chosen behind it: "(B) 12"
 _COMMA_GROUP = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
@@ -61,7 +62,7 @@ def screen(prediction: str, truth: str) -> bool | None:
         return bool(truth.strip())
     if not prediction or prediction.isspace():
         return False
-    value, expected = number(prediction), None if _VARIABLE.search(truth) else label_number(truth)
+    value, expected = number(prediction), None if _names_variable(truth) else label_number(truth)
     if value is not None and expected is not None and not ("=" in prediction and "=" in truth):
         if value == expected:
             return True
@@ -74,6 +75,11 @@ def screen(prediction: str, truth: str) -> bool | None:
         return True
     choice = _CHOICE.match(answer) if len(label) == 1 and label.isupper() else None
     return True if choice and label == (choice.group(1) or choice.group(2)) else None
+
+
+def _names_variable(truth: str) -> bool:
+    """Whether what stands behind a label's number is a variable: the x of 7x, the m of 6m, not that of 1,200m."""
+    return _VARIABLE.search(truth) is not None and _SEPARATED.search(truth) is None
 
 
 def canonical(answer: str) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from runtime.rewards.mathematics.lexer import tokens
 from runtime.rewards.mathematics.primaries import Primaries
 from runtime.rewards.mathematics.reader import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, product, with_sign
-from runtime.rewards.mathematics.tree import Node, Unknown, Unreadable, number
+from runtime.rewards.mathematics.tree import UNNAMED, Node, Unknown, Unreadable, number
 from runtime.rewards.mathematics.vocabulary import PERCENT, SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
+_COMPARISONS = frozenset(("\\ne", "<", ">", "\\le", "\\ge"))
 _DEGREE = Node("divide", (PI, number(180)))
 
 
@@ -45,7 +46,7 @@ class Parser(Primaries):
     def _statement(self) -> Node:
         if self._next in ("=", "\\approx", "\\in"):
             self._at += 1
-        parts = [self._sets()]
+        parts = [UNNAMED if self._next in _COMPARISONS else self._sets()]
         marks = []
         while self._next in RELATIONS:
             marks.append(RELATIONS[self._take().text])

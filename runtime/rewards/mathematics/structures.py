@@ -8,9 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from runtime.rewards.mathematics import matrices, real_sets
+from runtime.rewards.mathematics import matrices, real_sets, solutions
 from runtime.rewards.mathematics.scalars import Verdict, equal_values, proportional
-from runtime.rewards.mathematics.tree import CONSTANTS, Node, TooCostly, Unreadable, key, negate, number, signs, symbols, walk
+from runtime.rewards.mathematics.tree import (
+    CONSTANTS,
+    UNNAMED,
+    Node,
+    TooCostly,
+    Unreadable,
+    key,
+    negate,
+    number,
+    signs,
+    symbols,
+    walk,
+)
 from runtime.rewards.mathematics.vocabulary import NO_SOLUTION
 
 MAX_ITEMS = 100  # of a list in which each is compared with each
@@ -19,6 +31,8 @@ _TIME = re.compile(r"1?[0-9]|2[0-4]")
 
 def same(prediction: Node, truth: Node) -> Verdict:
     """Whether two answers are the same. Raises TooCostly."""
+    if (ways := solutions.pairs_of_lists(prediction, truth)) is not None:
+        return _any(same(*lists) for lists in ways)
     if key(prediction) == key(truth):
         return True
     if _holds_sets(prediction) or _holds_sets(truth):
@@ -29,10 +43,6 @@ def same(prediction: Node, truth: Node) -> Verdict:
         prediction = _bracketed(prediction, truth)
     elif truth.head == "list" and prediction.head == "tuple":
         truth = _bracketed(truth, prediction)
-    if prediction.head == "list":
-        truth = _coordinates(truth)
-    elif truth.head == "list":
-        prediction = _coordinates(prediction)
     predicted, expected = _items(prediction), _items(truth)
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
@@ -46,16 +56,6 @@ def _bracketed(items: Node, like: Node) -> Node:
     if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
         return items
     return Node("tuple", items.args, like.value)
-
-
-def _coordinates(node: Node) -> Node:
-    """`(x, y) = (1, 2)` as `x = 1, y = 2`."""
-    if node.head != "relation" or node.value != "=" or any(side.head != "tuple" for side in node.args):
-        return node
-    names, values = (side.args for side in node.args)
-    if len(names) != len(values) or not all(map(_is_name, names)):
-        return node
-    return Node("list", tuple(Node("relation", pair, "=") for pair in zip(names, values, strict=True)))
 
 
 def _items(node: Node) -> list[Node]:
@@ -117,6 +117,11 @@ def _all(verdicts: Iterable[Verdict]) -> Verdict:
         if verdict is None:
             result = None
     return result
+
+
+def _any(verdicts: Iterable[Verdict]) -> Verdict:
+    found = list(verdicts)
+    return True if True in found else (None if None in found else False)
 
 
 def _same_item(prediction: Node, truth: Node) -> Verdict:
@@ -221,8 +226,7 @@ def _same_with_relation(prediction: Node, truth: Node) -> Verdict:
     relation, other = (prediction, truth) if prediction.head == "relation" else (truth, prediction)
     marks = set(str(relation.value).split())
     if marks <= {"=", "\\approx", "\\in"}:
-        verdicts = [same(value, other) for value in _values(relation, lenient=relation is prediction)]
-        return True if True in verdicts else (None if None in verdicts else False)
+        return _any(same(value, other) for value in _values(relation, lenient=relation is prediction))
     if other.head == "tuple":
         return _same_real_sets(prediction, truth)
     return False
@@ -240,7 +244,7 @@ def _values(relation: Node, lenient: bool) -> list[Node]:
 
 
 def _same_relation(prediction: Node, truth: Node) -> Verdict:
-    prediction, truth = _ends(prediction), _ends(truth)
+    prediction, truth = _ends(_named(prediction, truth)), _ends(_named(truth, prediction))
     marks = str(prediction.value).split(), str(truth.value).split()
     if marks[0] == marks[1] and len(prediction.args) == len(truth.args):
         verdict = _all(same(left, right) for left, right in zip(prediction.args, truth.args, strict=True))
@@ -252,6 +256,14 @@ def _same_relation(prediction: Node, truth: Node) -> Verdict:
     if "\\in" in marks[0] + marks[1] and marks[0] != marks[1]:
         return _same_real_sets(prediction, truth)
     return False if marks[0] == marks[1] else None
+
+
+def _named(relation: Node, other: Node) -> Node:
+    """`> 3` as `x > 3` where the other is about x."""
+    names = symbols(other)
+    if relation.args[0] != UNNAMED or len(names) != 1 or UNNAMED.value in names:
+        return relation
+    return Node("relation", (Node("symbol", (), names.pop()), *relation.args[1:]), relation.value)
 
 
 def _ends(relation: Node) -> Node:

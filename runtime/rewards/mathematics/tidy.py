@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from runtime.rewards.extraction import last_boxed
+from runtime.rewards.mathematics.fonts import without_fonts
 from runtime.rewards.mathematics.vocabulary import NOT_PROSE
 
 _CHARACTERS = str.maketrans(
@@ -46,7 +47,7 @@ _CHARACTERS = str.maketrans(
     }
 )
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|,? ?\\!(?: ?,)?|,\\,) ?(?=[0-9]{3}(?![0-9]))")
-_SPACED_THOUSANDS = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_SPACED_THOUSANDS = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?=\Z| ?\\(?:text|mathrm|mbox)(?![a-z]))")
 _ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")
 _INVISIBLE = re.compile(
     r"\\(?:left|right) ?\.(?![0-9])"
@@ -54,18 +55,25 @@ _INVISIBLE = re.compile(
     r"|\\(?:color|textcolor) ?\{[A-Za-z0-9!]{0,40}\}|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace) ?\{[^{}]*\}"
 )
 _SPACING = re.compile(r"(?<!\\)\\[,;:! >]|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|~")
+# `!=` glued to a number or a bracket says what a factorial is, as does `n!=n(n-1)!`.
+_UNEQUAL = re.compile(
+    r"(?:(?<= )|\A|(?<=\|))!=|(?:(?<=(?<![A-Za-z\\])([A-Za-z]))|(?<=_[0-9A-Za-z])|(?<=_\{[0-9A-Za-z]\}))!=(?![^,;]{0,40}!(?!=))"
+)
 _SAME = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
+    (re.compile(r"\\operatorname ?\*? ?\{ ?([kcdm]?m|ft|yd) ?\}"), r"\\text{\1}"),
+    (re.compile(r"(\\(?:text|mathrm|mbox) ?\{[A-Za-z ~]{1,20})\^ ?\{ ?([23]) ?\} ?\}"), r"\1}^\2 "),
     (re.compile(r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}"), r"\\\1 "),
-    (re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}"), r" \1\2 "),
+    (re.compile(r"\\(?:mathbf|mathit|mathsf) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}"), r" \1\2 "),
     (
         re.compile(r"\^ ?\{ ?\\(?:circ|degree) ?\}|\^ ?\\(?:circ|degree)(?![A-Za-z])|\\(?:degrees?|textdegree)(?![A-Za-z])"),
         r"\\degree ",
     ),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])|>="), r"\\ge "),
-    (re.compile(r"\\neq(?![A-Za-z])|\\not ?="), r"\\ne "),
+    (re.compile(r"\\neq(?![A-Za-z])|\\not ?=|=/=|/=|<>"), r"\\ne "),
+    (_UNEQUAL, r"\\ne "),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\*\*"), "^"),
@@ -99,6 +107,7 @@ def tidy(text: str) -> str:
         text = text.replace("$", " ").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
     else:
         text = _CURRENCY.sub("", text)
+    text = without_fonts(text)
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
     text = _UNIT_FRACTION.sub(" ", text).lstrip(_START).rstrip(_END)
@@ -106,9 +115,8 @@ def tidy(text: str) -> str:
         text = f"({text[1:]}"  # an open end, as ]0, 1] is written in some countries
     if text.endswith("[") and "," in text:
         text = f"{text[:-1]})"
-    if _SPACED_THOUSANDS.fullmatch(text):
-        text = text.replace(" ", "")
-    return text
+    spaced = _SPACED_THOUSANDS.match(text)
+    return text if spaced is None else spaced.group().replace(" ", "") + text[spaced.end() :]
 
 
 def last_mathematics(text: str) -> str:

@@ -43,6 +43,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
 
 CONSTANTS = frozenset(("\\pi", "e", "i", "\\infty"))
 INFINITY = Node("symbol", (), "\\infty")
+UNNAMED = Node("symbol", (), "")  # what `> 3` is about
 _COMMUTATIVE = frozenset(("add", "multiply", "set", "list", "union", "intersection"))
 
 
