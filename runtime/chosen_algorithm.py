@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
+from runtime.algorithms.aggregation import masked_sample
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -29,7 +30,7 @@ NO_CORRECTION = "none"
 
 @dataclass(frozen=True)
 class ChosenAlgorithm:
-    """`correction` is None where the loss is taken against the policy that sampled."""
+    """`correction` is None where the loss is taken against the policy that sampled. `masked_sample`: as of the aggregation."""
 
     advantage: AdvantageEstimator
     advantage_options: AdvantageOptions
@@ -39,6 +40,7 @@ class ChosenAlgorithm:
     correction_options: CorrectionOptions
     aggregation: Aggregation
     aggregation_options: AggregationOptions
+    masked_sample: float
     kl: KlEstimator
 
     @property
@@ -50,6 +52,7 @@ class ChosenAlgorithm:
 def choose(config: Config) -> ChosenAlgorithm:
     """Raises UserError for a name that is not registered, or a file of the user's that cannot be imported."""
     algorithm = config.algorithm
+    aggregation_options = AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
     return ChosenAlgorithm(
         advantage=ADVANTAGES.find(algorithm.advantage),
         advantage_options=AdvantageOptions(
@@ -75,7 +78,8 @@ def choose(config: Config) -> ChosenAlgorithm:
             cap=algorithm.correction_cap, low=algorithm.correction_low, high=algorithm.correction_high
         ),
         aggregation=AGGREGATIONS.find(algorithm.aggregation),
-        aggregation_options=AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens),
+        aggregation_options=aggregation_options,
+        masked_sample=masked_sample(algorithm.aggregation, aggregation_options),
         kl=KL_ESTIMATORS.find(algorithm.kl),
     )
 

@@ -87,16 +87,20 @@ def _pid(process: str) -> int:
     return int(process.split()[1].rstrip(":"))
 
 
+def _names(folder: str) -> list[str]:
+    return [path.name for path in Path(folder).iterdir()]
+
+
 def _files() -> list[str]:
-    return [f"file {name}" for name in os.listdir(os.environ[OWNER])]
+    return [f"file {name}" for name in _names(os.environ[OWNER])]
 
 
 def _ports() -> list[str]:
     """On which this process listens."""
     found = []
-    for number in os.listdir("/proc/self/fd"):
+    for number in _names("/proc/self/fd"):
         with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:") and (port := _listening(int(number))):
+            if str(Path(f"/proc/self/fd/{number}").readlink()).startswith("socket:") and (port := _listening(int(number))):
                 found.append(f"port {port}")
     return found
 
@@ -113,7 +117,7 @@ def _listening(number: int) -> int:
 
 def _children() -> list[str]:
     pids = set[int]()
-    for thread in os.listdir("/proc/self/task"):
+    for thread in _names("/proc/self/task"):
         with suppress(OSError):
             pids.update(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
     return [told for pid in pids if (told := _process(pid))]

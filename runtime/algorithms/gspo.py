@@ -19,7 +19,7 @@ def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     Every token of a row carries the row's loss: `seq_mean_token_mean` makes the mean over rows of it.
     """
     log_ratio: Tensor = row_mean(inputs.logp - inputs.old_logp, inputs.mask)
-    loss, clipped = clipped_surrogate(
+    loss, clips = clipped_surrogate(
         log_ratio,
         log_ratio.new_zeros(()),
         inputs.advantages,
@@ -27,5 +27,4 @@ def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
         clip_high=options.clip_high,
         dual_clip=options.dual_clip,
     )
-    metrics = {"actor/pg_clipfrac": clipped.to(loss.dtype), "actor/ppo_kl": behaviour_kl(inputs)}
-    return LossOutputs(loss.expand_as(inputs.mask), metrics)
+    return LossOutputs(loss.expand_as(inputs.mask), clips | {"actor/ppo_kl": behaviour_kl(inputs)})

@@ -79,6 +79,9 @@ class UpdateLoop(UpdateEngine):
     def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         """The unnormalised loss, a sum. Adds what the step reports to `_statistics`."""
 
+    def _count_masked(self, samples: int) -> None:
+        """`samples` of the update have no trained token, so that no pass is made of them."""
+
     # ------------------------------------------------------------------------------------------ what a kind of model says
 
     @abstractmethod
@@ -171,6 +174,7 @@ class UpdateLoop(UpdateEngine):
         """Add the gradient of the samples `chosen` (bool [B]) of `work`, the `last` ones of an update or not."""
         self._added.append((work, chosen))
         trained = work.rows.trained() & chosen
+        self._count_masked(int((chosen & ~trained).sum()))
         for backward, kind in enumerate((~work.live, work.live)):
             batches = self._micro_batches(work.rows, work.columns, trained & kind)
             self._run(map(self._counted, batches), bool(backward), last)

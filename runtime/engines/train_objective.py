@@ -106,6 +106,13 @@ class Objective:
         statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
         return self._chosen.aggregation(values, batch.mask, self._chosen.aggregation_options).total
 
+    def count_masked(self, samples: int, statistics: StepStatistics) -> None:
+        """What samples without a trained token, of which no pass is made, add to what the losses are averaged over."""
+        count = samples * self._chosen.masked_sample
+        if self._chosen.masked_sample:
+            for name in ("actor/pg_loss", "actor/entropy", *(["actor/kl_loss"] if self._kl_in_loss else [])):
+                statistics.mean(name, 0.0, count)
+
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:
         aggregate = self._chosen.aggregation(values.detach(), batch.mask, self._chosen.aggregation_options)
         statistics.mean(name, aggregate.total, aggregate.count)

@@ -43,6 +43,9 @@ class PolicyLoop(UpdateLoop, TrainEngine):
     def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         return self._objective(batch, outputs, self._statistics)
 
+    def _count_masked(self, samples: int) -> None:
+        self._objective.count_masked(samples, self._statistics)
+
     def _report_rows(self, rows: Rows) -> None:
         prompts = rows.prompt_length[rows.group]
         for name, values in (

@@ -31,6 +31,7 @@ BATCH_WIDE = (
 UNEVEN = (
     ({"kl_coefficient": 0.1, "loss": "ppo", "aggregation": "seq_mean_token_mean"}, (1, 60), 8192),
     ({"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "kl_coefficient": 0.1}, (8192, 20), 1),
+    ({"aggregation": "dr_grpo", "entropy_coefficient": 0.01}, (60, 1), 8192),  # masked samples count, and no rank's filler
 )
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
@@ -270,7 +271,7 @@ def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
             assert_metrics(next(got), expected, steps=step + 1)
 
 
-@pytest.mark.parametrize("case", range(len(UNEVEN)), ids=["streamable", "whole batch"])
+@pytest.mark.parametrize("case", range(len(UNEVEN)), ids=["streamable", "whole batch", "masked samples"])
 def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: dict[str, torch.Tensor], case: int):
     algorithm, _, budget = UNEVEN[case]
     engine = TorchTrainEngine(make_config(str(folder / "policy"), **with_budget(algorithm, budget)))

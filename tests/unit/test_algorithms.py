@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
 from runtime.algorithms.advantages import group_norm
-from runtime.algorithms.aggregation import dr_grpo, seq_mean_token_mean, seq_mean_token_sum, token_mean
+from runtime.algorithms.aggregation import dr_grpo, masked_sample, seq_mean_token_mean, seq_mean_token_sum, token_mean
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -39,6 +39,7 @@ from runtime.errors import UserError
 
 pytestmark = pytest.mark.numeric
 
+CLIPPED, LOWER = "actor/pg_clipfrac", "actor/pg_clipfrac_lower"
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
@@ -193,21 +194,27 @@ class TestClippedSurrogate:
         ],
     )
     def test_each_side(self, ratio: float, advantage: float, loss: float, decided: bool):
-        got, clipped = clipped_surrogate(f64(math.log(ratio)), f64(0.0), f64(advantage), **CLIP)
+        got, clips = clipped_surrogate(f64(math.log(ratio)), f64(0.0), f64(advantage), **CLIP)
         assert got.item() == pytest.approx(loss, rel=1e-14)
-        assert clipped.item() is decided
+        assert {name: one.item() for name, one in clips.items()} == {CLIPPED: float(decided), LOWER: 0.0}
 
     def test_dual_clip_bounds_negative_advantages_only(self):
         logp, advantages = f64(math.log(10), math.log(2), math.log(0.1), math.log(0.1)), f64(-2.0, -2.0, 1.0, 0.5)
-        got, clipped = clipped_surrogate(logp, f64(0, 0, 0, 0), advantages, **CLIP, dual_clip=3.0)
+        got, clips = clipped_surrogate(logp, f64(0, 0, 0, 0), advantages, **CLIP, dual_clip=3.0)
         torch.testing.assert_close(got, f64(6.0, 4.0, -0.1, -0.05), rtol=1e-14, atol=0)
-        assert clipped.tolist() == [True, False, False, False]
+        assert clips[LOWER].tolist() == [1, 0, 0, 0]
+        assert clips[CLIPPED].tolist() == [0, 0, 0, 0]  # the ratio's clip would help the policy: it decides none
+
+    def test_both_clips_are_counted_apart(self):
+        logp, advantages = f64(math.log(10), math.log(0.5), math.log(2)), f64(-2.0, -2.0, 1.0)
+        _, clips = clipped_surrogate(logp, f64(0, 0, 0), advantages, **CLIP, dual_clip=3.0)
+        assert (clips[LOWER].tolist(), clips[CLIPPED].tolist()) == ([1, 0, 0], [0, 1, 1])
 
     def test_what_is_at_the_dual_clip_is_not_beyond_it(self):
         logp = f64(0.0).requires_grad_()
-        loss, clipped = clipped_surrogate(logp, f64(0.0), f64(-2.0), **CLIP, dual_clip=1.0)
+        loss, clips = clipped_surrogate(logp, f64(0.0), f64(-2.0), **CLIP, dual_clip=1.0)
         (gradient,) = torch.autograd.grad(loss.sum(), logp)
-        assert (loss.item(), gradient.item(), clipped.item()) == (2.0, 2.0, False)
+        assert (loss.item(), gradient.item(), clips[LOWER].item()) == (2.0, 2.0, 0.0)
 
     def test_gradients(self):
         logp = f64(0.1, 0.4, -0.1, -0.5, 1.5).requires_grad_()
@@ -272,6 +279,10 @@ class TestPolicyLosses:
 
 
 class TestAggregation:
+    def test_a_masked_sample_counts_for_dr_grpo_alone(self):
+        added = {name: masked_sample(name, self.options) for name in AGGREGATIONS}
+        assert added == {name: 8.0 if name == "dr_grpo" else 0.0 for name in AGGREGATIONS}
+
     options = AggregationOptions(norm=8.0)
     values = torch.tensor([[1.0, 2.0, 30.0], [4.0, 50.0, 6.0], [70.0, 80.0, 90.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)

@@ -106,7 +106,7 @@ def test_memory_is_known_where_all_is_on_the_cpus_of_this_machine(
 
 
 def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[int, str]:
-    """Of the example in docs/guides/verl-and-trl.md with embedded rollouts, and a model's description in the place of its folder."""
+    """Of the example in docs/guides/verl-and-trl.md with embedded rollouts, and a description in place of the model."""
     page = (Path(__file__).parents[2] / "docs" / "guides" / "verl-and-trl.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(run: .*?)```", page, re.DOTALL)
     (folder / "run.yaml").write_text(example)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from runtime.config import UNIT, Config, loading, reference
 from runtime.config.meanings import purpose, schema

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from msgspec import structs
 
 from runtime import codec
 from runtime.config.loading import load, preset_names
@@ -19,6 +21,7 @@ from runtime.engines.train_rows import Needs
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, Logprobs, TrainGroup
+from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics, assert_updated, comparable, run_step, weights
 
@@ -103,6 +106,28 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
     norm = results[0][0]["grad_norm"]
     assert norm > 0
     assert_updated(results[1][1], results[0][1], engine._config.training.optimizer, norm=norm)
+
+
+def masked(group: TrainGroup, which: Callable[[int], bool]) -> TrainGroup:
+    """`group` without training on the samples `which` says; their rewards count all the same."""
+    payload = codec.decode(GroupPayload, group.payload)
+    for index, sample in enumerate(payload.samples):
+        if which(index):
+            sample.loss_mask = np.zeros_like(sample.loss_mask)
+    return structs.replace(group, payload=codec.encode(payload))
+
+
+@pytest.mark.parametrize("budget", [8192, 1])
+def test_dr_grpo_leaves_the_others_as_they_are_where_a_sample_is_masked(policy: str, budget: int):
+    """As in TRL and the authors' code: what is divided by does not depend on what is masked, so that parts add up."""
+    group, losses = make_groups(12)[2], []
+    for which in (lambda _: False, lambda index: index == 0, lambda index: index != 0):
+        algorithm = {"loss": "ppo", "aggregation": "dr_grpo", "aggregation_norm": 1}
+        engine = TorchTrainEngine(make_config(policy, algorithm=algorithm, training={"max_tokens_per_microbatch": budget}))
+        losses.append(run_step(engine, [masked(group, which)]).metrics["actor/pg_loss"])
+    whole, others, one = losses
+    assert abs(one) > 0.1
+    assert_close(others + one, whole, terms=STEP, scale=1.0)
 
 
 @pytest.mark.parametrize(
