@@ -227,6 +227,8 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
     if found := evaluation.read(Path(config.run.dir)):
         console.print(render([found[0], *found[1:][-1:]]))
     console.print(f"run folder: {config.run.dir}", highlight=False)
+    if result.mismatch_alarm:
+        print(f"alarm: {summary.alarm(result)}", file=sys.stderr)
     return 0
 
 

@@ -131,7 +131,10 @@ class Accumulate(Command, frozen=True):
 
 
 class Apply(Command, frozen=True):
+    """`probes`: to the trainer, encoded groups that the rollouts sampled with the weights as they are before the update."""
+
     step: int
+    probes: list[bytes] = []
 
 
 class ComputeValues(Command, frozen=True):

@@ -79,6 +79,9 @@ class TrainRank(UpdateRank[TrainEngine]):
         return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
 
     def carry_out(self, command: Any) -> Any:
+        if isinstance(command, Apply) and command.probes:
+            gaps = self.engine.compare(command.probes)
+            return replace(super().carry_out(command), probes=gaps)
         if isinstance(command, SendWeights):
             self.version = command.version
             self._gather(command)

@@ -285,7 +285,7 @@ def _kv_memory(config: Config, policy: ModelConfig | None, available: int) -> It
         if fleet.engine != "torch":  # vLLM divides its own memory
             continue
         dtype = "float32" if fleet.dtype == "auto" else fleet.dtype  # what auto is on a CPU, whose memory this is
-        needed = fleet.replicas * kv_cache_bytes(policy, fleet.slots, length, _DTYPE_BYTES.get(str(dtype), 4))
+        needed = fleet.replicas * kv_cache_bytes(policy, fleet.slots + 1, length, _DTYPE_BYTES.get(str(dtype), 4))
         if needed > free:
             yield (
                 f"{path}.slots: {fleet.slots} slots of {length} tokens in {fleet.replicas} replica(s) need "
