@@ -131,9 +131,12 @@ class Accumulate(Command, frozen=True):
 
 
 class Apply(Command, frozen=True):
-    """`probes`: to the trainer, encoded groups that the rollouts sampled with the weights as they are before the update."""
-
     step: int
+
+
+class ApplyProbed(Apply, frozen=True):
+    """To the trainer. `probes`: encoded groups that the rollouts sampled with the weights as they are before the update."""
+
     probes: list[bytes] = []
 
 

@@ -146,12 +146,6 @@ def _weights(type_: Any) -> Side:
     return _struct(weights_pb2.WeightsRequest, type_)
 
 
-_critic_apply = Side(  # it is given no probes
-    critic_pb2.CriticStepRequest,
-    lambda command: critic_pb2.CriticStepRequest(step=command.step),
-    lambda out: commands.Apply(out.step),
-)
-
 METHODS: dict[tuple[str, str], Method] = {
     (method.service, method.name): method
     for method in (
@@ -236,7 +230,7 @@ METHODS: dict[tuple[str, str], Method] = {
         Method(
             "Trainer",
             "Apply",
-            _struct(trainer_pb2.ApplyRequest, commands.Apply),
+            _struct(trainer_pb2.ApplyRequest, commands.ApplyProbed),
             _bulk(trainer_pb2.ApplyReply, "result", StepResult),
         ),
         Method("Trainer", "Save", _struct(trainer_pb2.SaveRequest, commands.Save), _empty),
@@ -247,7 +241,7 @@ METHODS: dict[tuple[str, str], Method] = {
         Method(
             "Critic",
             "Apply",
-            _critic_apply,
+            _struct(critic_pb2.CriticStepRequest, commands.Apply),
             _bulk(critic_pb2.CriticApplyReply, "result", StepResult),
         ),
         Method("Critic", "Save", _struct(critic_pb2.CriticSaveRequest, commands.Save), _empty),

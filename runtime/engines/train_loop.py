@@ -94,7 +94,7 @@ class UpdateLoop(UpdateEngine):
 
     @property
     @abstractmethod
-    def _share(self) -> int:
+    def _place(self) -> int:
         """Which share of the data is this rank's, from 0."""
 
     @abstractmethod

@@ -44,7 +44,7 @@ class PolicyLoop(UpdateLoop, TrainEngine):
         with self._timed():
             ids = [codec.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
-            rows = train_rows.decode_samples(groups if self._share == 0 else [], self._vocab_size)
+            rows = train_rows.decode_samples(groups if self._place == 0 else [], self._vocab_size)
             own = self._forward_only(rows)
             add_mismatch(self._statistics, *map(self._and_nothing, (rows.behaviour, own, rows.mask)))
         gaps, counted = rows.by_group(np.abs(rows.behaviour - own)), rows.by_group(rows.mask)

@@ -71,7 +71,7 @@ class MegatronUpdateEngine(Passes, UpdateLoop):
     # ------------------------------------------------------------------------------------------ updates
 
     @property
-    def _share(self) -> int:
+    def _place(self) -> int:
         return self._grid.block
 
     def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:

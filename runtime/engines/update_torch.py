@@ -63,7 +63,7 @@ class TorchUpdateEngine(UpdateLoop):
             yield batch, self._numbers(batch, self._forward(batch))
 
     @property
-    def _share(self) -> int:
+    def _place(self) -> int:
         return self._rank
 
     def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:
