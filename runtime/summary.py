@@ -174,8 +174,8 @@ def _mismatch(summary: Summary) -> str:
         return "rollouts and trainer were not compared"
     far = f"{found['over_0.1']:.2%} over 0.1" if found["over_0.1"] else "none over 0.1"
     return (
-        f"rollout to trainer: mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}; measured in "
-        f"{found['steps']:,.0f} of {summary.steps:,} steps, {found['tokens']:,.0f} tokens"
+        f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  "
+        f"({found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps)"
     )
 
 
