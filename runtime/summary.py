@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ LAUNCHER = "launcher"
 CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
 SCORE_ERRORS = "grpo/errors/"
 MISMATCH = "mismatch/"
-MEANS, EXTREMES = ("abs_logprob", "k1", "k3", "over_0.1"), ("abs_logprob_p99", "max", "worst_rollout")  # of these, the others sums
+MEANS, EXTREMES = (
+    ("abs_logprob", "k1", "k3", "over_0.1"),
+    ("abs_logprob_p99", "max", "worst_rollout"),
+)  # of these, the others sums
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +87,7 @@ class Totals:
         self.masked = 0.0
         self.score_errors: Counter[str] = Counter()
         self._idle_seconds: Counter[str] = Counter()
-        self._mismatch: Counter[str] = Counter()
+        self._mismatch: defaultdict[str, float] = defaultdict(float)
 
     def copy(self) -> Totals:
         """As it is now, whatever is added later."""

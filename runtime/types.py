@@ -49,8 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRequest(msgspec.Struct, kw_only=True):
-    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there. A probe
-    goes before all that wait, into a slot that is kept for it."""
+    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there. A
+    probe goes before all that wait, into a slot that is kept for it."""
 
     group_id: int
     prompt: np.ndarray  # int32 [P]

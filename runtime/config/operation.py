@@ -22,8 +22,8 @@ class Checkpoint(Section, frozen=True):
 
 
 class Mismatch(Section, frozen=True):
-    """After each publication every rollout continues a short prompt, and the trainer computes the same log-probabilities: how far
-    the two are apart (`mismatch/*`), and whether each rollout has the weights that it should have."""
+    """After each publication every rollout continues a short prompt, and the trainer computes the same log-probabilities: how
+    far the two are apart (`mismatch/*`), and whether each rollout has the weights that it should have."""
 
     limit: Annotated[float, in_unit("nats", ge=0)] = 0.2
     """An alarm is raised when one rollout's log-probabilities are further from the trainer's, on average over its continuation

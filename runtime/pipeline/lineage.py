@@ -83,9 +83,7 @@ class Lineage:
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
         self._probes = Probes(material, pool, history, self._spans, self._buffer.ready_changed.set)
-        self._books = Books(
-            material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes
-        )
+        self._books = Books(material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes)
         self._groups = GroupStage(material, roles, pool, self._buffer, self._stream, self._spans, self._dynamic)
         self._turns = self._turn_taking() if takes_turns(config) else None
         self._training = self._train_stage()
@@ -385,6 +383,4 @@ class Lineage:
             done, total = step, steps
         detail = detail or line(figures)
         alarm = self._history.alarm
-        self._material.report(
-            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
-        )
+        self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm))

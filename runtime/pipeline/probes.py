@@ -1,8 +1,8 @@
 """Probes: whether each rollout samples with the weights that the trainer has.
 
-Once a version is committed, every rollout that serves continues the same short prompt with it. The trainer has that version too,
-until its next update, before which it computes the same tokens' log-probabilities itself. So every version that rollouts have is
-measured, whatever the staleness; and a rollout that says that it took over new weights, and did not, is found out.
+Once a version is committed, every rollout that serves continues the same short prompt with it. The trainer has that version
+too, until its next update, before which it computes the same tokens' log-probabilities itself. So every version that rollouts
+have is measured, whatever the staleness; and a rollout that says that it took over new weights, and did not, is found out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ log = logging.getLogger("sluice")
 
 
 class Probes:
-    """Asks whenever a rollout has come to the committed version. Nothing fails for a probe that is not answered; it is counted."""
+    """Asks whenever a rollout has come to the committed version. A probe that is not answered is counted, and fails nothing."""
 
-    def __init__(
-        self, material: Material, pool: RolloutPool, history: History, spans: SpanClock, answered: Callable[[], None]
-    ):
+    def __init__(self, material: Material, pool: RolloutPool, history: History, spans: SpanClock, answered: Callable[[], None]):
         """`history` is told of alarms. `answered` is called after each answer, and after each that did not come in time."""
         config = material.config
         self._prompts, self._seed = material.train.tokens, config.run.seed
@@ -98,7 +96,9 @@ class Probes:
         if version != self._version:
             self._drop()
             self._version = version
-        for rollout in self._pool.admitting if version is not None else ():
+        if version is None:
+            return
+        for rollout in self._pool.admitting:
             member = member_of(rollout)
             if member not in self._asked:
                 self._asked[member] = asyncio.ensure_future(self._ask(rollout, version))

@@ -122,7 +122,7 @@ def test_who_keeps_old_weights_is_named_in_progress_and_summary(tmp_path: Path) 
     states = []
 
     async def course(run: Run) -> None:
-        while run.buffer.committed < STEPS:  # noqa: ASYNC110 - the run's own deadline ends it
+        while run.buffer.committed < STEPS:
             states.append((run.buffer.committed, run.alarm))
             await asyncio.sleep(0)
 

@@ -1,11 +1,10 @@
-"""How far rollout and trainer are apart: the figures against float64, and the two engines with the same weights and with others."""
+"""How far rollout and trainer are apart: figures against float64, and both engines with the same weights and with others."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,5 +214,3 @@ def test_without_a_probe_no_more_samples_run_than_there_are_slots(rollout: Make)
         return max(running)
 
     assert asyncio.run(most()) == 2
-
-

@@ -163,7 +163,15 @@ def test_the_gap_of_all_steps_is_weighted_by_tokens() -> None:
     rest: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "startup": {}, "groups": {}, "peak_pss_bytes": 0}
     found = totals.summary(rl_seconds=1.0, stop_reason="", total_seconds=1.0, **rest)
     expected = {"abs_logprob": (0.1 * 30 + 0.5 * 10) / 40, "k1": (-0.2 * 30 + 0.1 * 10) / 40, "k3": 0.0175, "over_0.1": 0.375}
-    expected |= {"abs_logprob_p99": 0.3, "max": 0.5, "worst_rollout": 0.2, "steps": 2, "tokens": 40, "probes": 6, "unanswered": 3}
+    expected |= {
+        "abs_logprob_p99": 0.3,
+        "max": 0.5,
+        "worst_rollout": 0.2,
+        "steps": 2,
+        "tokens": 40,
+        "probes": 6,
+        "unanswered": 3,
+    }
     assert found.mismatch == pytest.approx(expected | {"tokens_of_other_versions": 21})
     assert "mean 2.0e-01, max 5.0e-01 nats, 37.50% over 0.1  (40 tokens in 2 of 3 steps)" in text_of(found)
     assert "rollouts and trainer were not compared" in text_of(summary())

@@ -29,9 +29,7 @@ class Core:
         self.asked.append(prompt[0])
 
 
-def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_vllm, "Core", Core)
     for name in ("prepare_environment", "check_version"):
         monkeypatch.setattr(rollout_vllm, name, lambda *_: None)
