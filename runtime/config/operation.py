@@ -27,7 +27,7 @@ class Mismatch(Section, frozen=True):
 
     limit: Annotated[float, in_unit("nats", ge=0)] = 0.2
     """An alarm is raised when one rollout's log-probabilities are further from the trainer's, on average over its continuation
-    (about 16 tokens). The run goes on; progress, `sluice status`, summary and the last line say so. 0: never."""
+    (8 tokens). The run goes on; progress, `sluice status`, summary and the last line say so. 0: never."""
 
 
 class Ledger(Section, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class PolicyLoop(UpdateLoop, TrainEngine):
             ids = [codec.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
             rows = train_rows.decode_samples(groups if self._place == 0 else [], self._vocab_size)
-            own = self._forward_only(rows)
+            own = self._forward_only(_prompts_shared(rows))
             add_mismatch(self._statistics, *map(self._and_nothing, (rows.behaviour, own, rows.mask)))
         gaps, counted = rows.by_group(np.abs(rows.behaviour - own)), rows.by_group(rows.mask)
         return [float(gap[mask].mean(dtype=np.float64)) for gap, mask in zip(gaps, counted, strict=True)]
@@ -86,6 +87,13 @@ class PolicyLoop(UpdateLoop, TrainEngine):
         if "grad_norm" in metrics:
             metrics["actor/grad_norm"] = metrics["grad_norm"]  # MindSpeed-RL's documentation has the one, its code the other
         return metrics
+
+
+def _prompts_shared(rows: Rows) -> Rows:
+    """As if samples of equal prompts were of one group, whose prompt is computed once."""
+    spans = zip(rows.prompt_start, rows.prompt_length, strict=True)
+    prompts = [rows.prompts[start : start + length].tobytes() for start, length in spans]
+    return replace(rows, group=np.array([prompts.index(prompt) for prompt in prompts], np.int64)[rows.group])
 
 
 def wire_dtype(config: Config) -> torch.dtype:

@@ -23,7 +23,7 @@ from runtime.ports import RolloutPort
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 
 PROMPT_TOKENS = 64  # at most, the last ones of a training prompt: another for each version
-NEW_TOKENS = 16  # at most
+NEW_TOKENS = 8  # at most
 FIRST_ID = -(1 << 62)  # of their groups, one a version: far from those of training, which count up from 0, and of evaluations
 
 log = logging.getLogger("sluice")

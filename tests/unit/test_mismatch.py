@@ -47,7 +47,7 @@ def rollout(policy: str) -> Iterator[Make]:
         asyncio.run(engine.close())
 
 
-def probe_request(group_id: int = -1, limit: int = 16) -> GroupRequest:
+def probe_request(group_id: int = -1, limit: int = 8) -> GroupRequest:
     asked = request(group_id, n=1, prompt=(5, 9, 2, 41, 7), limit=limit)
     asked.purpose = "probe"
     return asked
@@ -131,7 +131,7 @@ def test_a_step_whose_tokens_are_all_older_is_measured_by_its_probe(policy: str,
     engine.accumulate(make_groups(3), last=True)  # all of version 0
     (gap,) = engine.compare([probe(generator)])
     metrics = engine.apply().metrics
-    assert metrics["mismatch/tokens"] == 16
+    assert metrics["mismatch/tokens"] == 8
     assert metrics["mismatch/abs_logprob"] == pytest.approx(gap)
     assert 0 <= gap < 1e-5
 
