@@ -59,7 +59,7 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
     del qwen["num_key_value_heads"]
     assert kv_cache_bytes(qwen | {"head_dim": 64}, 1, 1, 2) == 57_344 * 7 // 2
 
-    needed = 2 * (2 * 2 * 2 * 16 * 2) * 64 * 128  # 2 replicas of bf16
+    needed = 2 * (2 * 2 * 2 * 16 * 2) * (64 + 1) * 128  # 2 replicas of bf16; one sequence more is a probe
     services = {"rollout": {"replicas": 2, "dtype": "bfloat16"}}
     assert checked(sound, available_bytes=needed, services=services) == []
     (fault,) = checked(sound, available_bytes=needed - 1, services=services)
