@@ -221,7 +221,7 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
     from runtime import summary
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
-    from runtime.shown import say
+    from runtime.shown import say, shown
 
     console = Console()
     try:
@@ -234,6 +234,8 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
     if found := evaluation.read(Path(config.run.dir)):
         console.print(render([found[0], *found[1:][-1:]]))
     say(console, f"run folder: {config.run.dir}")
+    if result.mismatch_alarm:
+        print(f"alarm: {shown(summary.alarm(result))}", file=sys.stderr)
     return 0
 
 

@@ -38,6 +38,7 @@ class View:
         self._task: TaskID | None = None
         self._phase = self._detail = self._line = ""
         self._last_line = 0.0
+        self._alarm = ""
 
     def __enter__(self) -> View:
         self._bars.start()
@@ -87,4 +88,7 @@ class View:
         if progress.phase in ("finished", "failed"):
             self._close()
             return
+        if progress.alarm not in ("", self._alarm):
+            self._alarm = progress.alarm
+            self.say(f"ALARM: {progress.alarm}")
         self.phase(progress.phase, progress.done, progress.total, progress.detail)

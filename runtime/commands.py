@@ -134,6 +134,12 @@ class Apply(Command, frozen=True):
     step: int
 
 
+class ApplyProbed(Apply, frozen=True):
+    """To the trainer. `probes`: encoded groups that the rollouts sampled with the weights as they are before the update."""
+
+    probes: list[bytes] = []
+
+
 class ComputeValues(Command, frozen=True):
     """`part` numbers these calls: every data-parallel leader of the critic gets each part, perhaps without groups."""
 

@@ -123,6 +123,10 @@ class TrainerPort(WeightMember, UpdatePort, Protocol):
     machines: Mapping[str, str]
     """Where those of its processes run that send weights, by name: each one's `os_process.machine()`."""
 
+    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Answer[StepResult]:
+        """Before the update, compare with what the rollouts said of `probes`, which they sampled with the weights as they are:
+        the result's `probes` are of these, in their order."""
+
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
         """Open the rendezvous of a new epoch, as its rank 0. `names` are the trainer's, as one, and the other members' in their
         order; `transport` is one of `runtime.weights.group.TRANSPORTS`."""

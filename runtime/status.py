@@ -60,7 +60,7 @@ class Progress(Struct, kw_only=True):
     """Where the run is: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
 
     `phase`: starting, evaluating, training, recovering, saving, finished or failed. `lost`: the newest loss of each name, until
-    another process has come in its place.
+    another process has come in its place. `alarm`: the newest rollout that may have other weights than the trainer.
     """
 
     phase: str = "starting"
@@ -70,6 +70,7 @@ class Progress(Struct, kw_only=True):
     total: int = 0
     detail: str = ""
     lost: list[Loss] = []
+    alarm: str = ""
 
 
 class Topology(Struct, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from runtime.startup import Startup
 LAUNCHER = "launcher"
 CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
 SCORE_ERRORS = "grpo/errors/"
+MISMATCH = "mismatch/"
+MEANS, EXTREMES = (
+    ("abs_logprob", "k1", "k3", "over_0.1"),
+    ("abs_logprob_p99", "max", "worst_rollout"),
+)  # of these, the others sums
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +47,9 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     idle_rollout: float
     masked: int = 0  # samples of the steps that could not be scored, and were left out of the loss
     score_errors: dict[str, int] = {}  # why, by reason: one for each scorer that failed
+    mismatch: dict[str, float] = {}  # of rollouts and trainer: `mismatch/*` over all steps, see `Totals`
+    mismatch_alarm: str = ""  # the newest rollout that was over `mismatch.limit`, and by how much
+    mismatch_alarms: int = 0  # probes that were
     groups: dict[str, int]  # by final state
     dropped: dict[str, int] = {}  # of these, the dropped ones by reason
     timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
@@ -79,6 +87,7 @@ class Totals:
         self.masked = 0.0
         self.score_errors: Counter[str] = Counter()
         self._idle_seconds: Counter[str] = Counter()
+        self._mismatch: defaultdict[str, float] = defaultdict(float)
 
     def copy(self) -> Totals:
         """As it is now, whatever is added later."""
@@ -97,7 +106,21 @@ class Totals:
                 self.score_errors[name.removeprefix(SCORE_ERRORS)] += value
             elif group == "idle":
                 self._idle_seconds[rest] += value * metrics["timing/all"]
+        self._add_mismatch({name.removeprefix(MISMATCH): metrics[name] for name in metrics if name.startswith(MISMATCH)})
         self.staleness.update({int(value): count for value, count in metrics.get("staleness/histogram", {}).items()})
+
+    def _add_mismatch(self, step: Mapping[str, float]) -> None:
+        """Means are over the tokens of all steps, extremes those of any step; the others are sums. `steps`: in which any token
+        was compared."""
+        known, tokens = self._mismatch, step.get("tokens", 0)
+        for name, value in step.items():
+            if name in EXTREMES:
+                known[name] = max(known.get(name, value), value)
+            elif name in MEANS:
+                known[name] = (known[name] * known["tokens"] + value * tokens) / (known["tokens"] + tokens)
+        for name in step.keys() - {*EXTREMES, *MEANS}:
+            known[name] += step[name]
+        known["steps"] += bool(tokens)
 
     def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
         """The summary of the steps added. `rest`: the fields that steps do not tell."""
@@ -114,6 +137,7 @@ class Totals:
             idle_trainer=self._idle_seconds["trainer"] / wall if wall else 0.0,
             idle_rollout=self._idle_seconds["rollout"] / wall if wall else 0.0,
             timing=dict(self.timing),
+            mismatch=dict(self._mismatch),
             masked=round(self.masked),
             score_errors={reason: round(count) for reason, count in self.score_errors.most_common()},
             **rest,
@@ -133,6 +157,7 @@ def render(summary: Summary) -> Table:
     table.add_row(
         "staleness", f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
     )
+    table.add_row("log p gap", _mismatch(summary))
     table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
     table.add_row("groups", _groups(summary) or "–")
     if summary.masked:
@@ -144,6 +169,22 @@ def render(summary: Summary) -> Table:
         table.add_row("start-up", startup.line(Startup(phases=summary.startup)))
     table.add_row("peak memory", _memory(summary))
     return table
+
+
+def _mismatch(summary: Summary) -> str:
+    found = summary.mismatch
+    if not found.get("tokens"):
+        return "rollouts and trainer were not compared"
+    far = f"{found['over_0.1']:.2%} over 0.1" if found["over_0.1"] else "none over 0.1"
+    return (
+        f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  "
+        f"({found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps)"
+    )
+
+
+def alarm(summary: Summary) -> str:
+    """Of a run in which a rollout was over the limit."""
+    return f"{summary.mismatch_alarm} ({summary.mismatch_alarms:,} probes were over the limit)"
 
 
 def _groups(summary: Summary) -> str:

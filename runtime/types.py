@@ -16,7 +16,7 @@ from runtime.errors import InvalidMessage
 SCHEMA_VERSION = 1
 
 FinishReason = Literal["stop", "length", "abort"]
-Purpose = Literal["train", "eval"]
+Purpose = Literal["train", "eval", "probe"]
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -49,7 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRequest(msgspec.Struct, kw_only=True):
-    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there."""
+    """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there. A
+    probe goes before all that wait, into a slot that is kept for it."""
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
@@ -184,3 +185,4 @@ class StepResult(msgspec.Struct, kw_only=True):
 
     metrics: dict[str, float]
     seconds: float  # engine time of the step, waiting excluded
+    probes: list[float] = []  # of each probe, in nats: the mean |rollout's − trainer's log-probability|

@@ -155,6 +155,9 @@ class UpdateClient(GroupPeer):
 
 
 class TrainerClient(UpdateClient, WeightPeer):
+    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
+        return self._post("Apply", commands.ApplyProbed(step, list(probes)), self._deadlines.train)
+
     @cached_property
     def machines(self) -> Mapping[str, str]:
         """Of every process that sends, by its name."""

@@ -266,6 +266,10 @@ class Coordinator:
             detail += f"; {self._run.pool}"
             if self._run.transport:
                 detail += f"; weights by {self._run.transport}"
+            if self._run.gap:
+                detail += f"; {self._run.gap}"
+            if self._run.alarm:
+                detail += f"; ALARM: {self._run.alarm}"
             if self._run.last_abort:
                 detail += f"; last abort: {self._run.last_abort}"
         return Status(

@@ -230,7 +230,7 @@ METHODS: dict[tuple[str, str], Method] = {
         Method(
             "Trainer",
             "Apply",
-            _struct(trainer_pb2.StepRequest, commands.Apply),
+            _struct(trainer_pb2.ApplyRequest, commands.ApplyProbed),
             _bulk(trainer_pb2.ApplyReply, "result", StepResult),
         ),
         Method("Trainer", "Save", _struct(trainer_pb2.SaveRequest, commands.Save), _empty),

@@ -8,7 +8,7 @@ from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, NonNegative, Positive, Section
 from runtime.config.generation import Evaluation, EvaluationSet, Sampling
 from runtime.config.material import Curriculum, Data, Model, RowFormat, RowFormatChoice, Run, Source, Warmup
-from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Network, Node, Tracker
+from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Mismatch, Network, Node, Tracker
 from runtime.config.publication import Publication
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
 from runtime.config.services import (
@@ -48,6 +48,7 @@ __all__ = [
     "Ledger",
     "Logs",
     "Lora",
+    "Mismatch",
     "Model",
     "Network",
     "Node",

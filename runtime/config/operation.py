@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from runtime.config.base import Bytes, NonNegative, Port, Positive, Seconds, Section, StepsOr0
+from runtime.config.base import Bytes, NonNegative, Port, Positive, Seconds, Section, StepsOr0, in_unit
 
 
 class Checkpoint(Section, frozen=True):
@@ -19,6 +19,15 @@ class Checkpoint(Section, frozen=True):
     async_save: bool = False
     """Engine megatron: training goes on while the files are written, from a copy in host memory. One checkpoint at a time: the
     next one waits for it, as does the end of the run."""
+
+
+class Mismatch(Section, frozen=True):
+    """After each publication every rollout continues a short prompt, and the trainer computes the same log-probabilities: how
+    far the two are apart (`mismatch/*`), and whether each rollout has the weights that it should have."""
+
+    limit: Annotated[float, in_unit("nats", ge=0)] = 0.2
+    """An alarm is raised when one rollout's log-probabilities are further from the trainer's, on average over its continuation
+    (8 tokens). The run goes on; progress, `sluice status`, summary and the last line say so. 0: never."""
 
 
 class Ledger(Section, frozen=True):

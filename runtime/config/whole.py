@@ -8,7 +8,7 @@ from runtime.config.algorithm import Algorithm
 from runtime.config.base import Section
 from runtime.config.generation import Evaluation, Sampling
 from runtime.config.material import Data, Model, Run, Warmup
-from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Network, Tracker
+from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Mismatch, Network, Tracker
 from runtime.config.publication import Publication
 from runtime.config.rewards import Rewards
 from runtime.config.services import Services
@@ -40,6 +40,7 @@ class Config(Section, frozen=True):
     """A section; or a name, which is that of `services.preset`."""
     cluster: Cluster = Cluster()
     publication: Publication = Publication()
+    mismatch: Mismatch = Mismatch()
     checkpoint: Checkpoint = Checkpoint()
     ledger: Ledger = Ledger()
     logs: Logs = Logs()

@@ -78,8 +78,8 @@ class TorchRolloutEngine(RolloutEngine):
                 f"{config.max_positions} positions of {model_path}"
             )
         self._decoder.reserve_positions(max_model_len)
-        self._cache = KVCache(config, slots, max_model_len, device, dtype)
-        self._slots = Slots(self._cache, slots)
+        self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
+        self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
         self._device = device
         self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
         self._version = version
@@ -106,7 +106,7 @@ class TorchRolloutEngine(RolloutEngine):
         for request in requests:
             group = _Group(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
-            self._waiting.append(group)
+            (self._waiting.appendleft if request.purpose == "probe" else self._waiting.append)(group)
 
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
         await self._in_thread(lambda: self._generate(interrupted))
@@ -147,7 +147,7 @@ class TorchRolloutEngine(RolloutEngine):
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
         slots = self._slots
-        while self._waiting and slots.free and not self._held:
+        while self._waiting and slots.free > (self._waiting[0].request.purpose != "probe") and not self._held:
             self._admit(self._waiting[0])
         slots.close_holes()
         n = slots.count
@@ -225,7 +225,7 @@ class TorchRolloutEngine(RolloutEngine):
     def _next_prompts(self) -> list[_Group]:
         """The first waiting groups without a prefilled prompt, within the token budget but at least one."""
         chosen: list[_Group] = []
-        room, ahead, longest = self._slots.free, _PREFILL_AHEAD, 0
+        room, ahead, longest = self._slots.free - 1, _PREFILL_AHEAD, 0
         for group in self._waiting:
             if room <= 0:
                 ahead -= 1

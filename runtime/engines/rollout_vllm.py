@@ -1,8 +1,8 @@
 """The rollout engine over vLLM, which batches and generates in processes of its own.
 
-Sluice's part: groups become requests of one sample each, at most `slots` of them in vLLM at a time, so that what waits is
-ours to order, hold and withdraw; and every token is stamped with the version of the weights that made it, since weights are
-swapped only while vLLM is paused and all that it gave before is here.
+Sluice's part: groups become requests of one sample each, at most `slots` of them in vLLM at a time and one more for a probe, so
+that what waits is ours to order, hold and withdraw; and every token is stamped with the version of the weights that made it,
+since weights are swapped only while vLLM is paused and all that it gave before is here.
 
 Prefixes are shared by vLLM's cache among requests of one version alone: the version is the salt of the cache's keys. A request
 that has no token yet at a swap is begun anew under the new version. So no sequence begins on keys and values of other
@@ -113,7 +113,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version()
-        own = _arguments(model_path, model, device, dtype, slots, max_model_len, tensor_parallel)
+        own = _arguments(model_path, model, device, dtype, slots + 1, max_model_len, tensor_parallel)
         own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
         self._core = Core(own, engine_args or {})
 
@@ -126,7 +126,8 @@ class VLLMRolloutEngine(RolloutEngine):
         for request in requests:
             group = _Group(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
-            self._waiting.extend(_Sequence(group, index) for index in range(request.n))
+            sequences = [_Sequence(group, index) for index in range(request.n)]
+            (self._waiting.extendleft if request.purpose == "probe" else self._waiting.extend)(sequences)
 
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
         """vLLM goes on by itself between two calls; this feeds it and takes what it has made."""
@@ -158,10 +159,12 @@ class VLLMRolloutEngine(RolloutEngine):
         return ServiceFault(self._name, "generate", f"vLLM's engine has died: {self._core.cause}")
 
     async def _feed(self) -> None:
-        """Hand over as many samples as there are slots for."""
-        while self._waiting and len(self._running) < self._slots and not self._held:
+        """Hand over as many samples as there are slots for; one more where it is a probe's."""
+        while self._waiting and not self._held:
+            request = self._waiting[0].group.request
+            if len(self._running) >= self._slots + (request.purpose == "probe"):
+                break
             sequence = self._waiting.popleft()
-            request = sequence.group.request
             self._requests += 1
             request_id = str(self._requests)
             self._running[request_id] = sequence

@@ -71,6 +71,15 @@ class TrainEngine(UpdateEngine):
     """The policy's."""
 
     @abstractmethod
+    def compare(self, probes: Sequence[bytes]) -> list[float]:
+        """Compare log-probabilities under the weights as they are with those that came with `probes`, encoded groups whose
+        every token these weights are to have sampled. Between `begin_step` and `apply`, whose `mismatch/*` have them too.
+
+        All ranks are given all probes. Returns on rank 0, for each, the mean |rollout's − trainer's| over its tokens, in nats;
+        NaN where one is not a number. Raises InvalidMessage for what cannot be decoded, or does not fit the model.
+        """
+
+    @abstractmethod
     def tensor_specs(self) -> list[TensorSpec]:
         """The policy's tensors in Hugging Face names, in the order in which `gather` gives them."""
 

@@ -95,6 +95,11 @@ class UpdateLoop(UpdateEngine):
     def _infer(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         """Each of `batches` with its `_numbers`; no gradients."""
 
+    @property
+    @abstractmethod
+    def _place(self) -> int:
+        """Which share of the data is this rank's, from 0."""
+
     @abstractmethod
     def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of `part` over all shares of the data, of its dtype and on its device."""

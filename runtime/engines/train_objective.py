@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from runtime.algorithms.interfaces import LossInputs
-from runtime.algorithms.kl import importance_weighted
+from runtime.algorithms.kl import importance_weighted, k3
 from runtime.algorithms.logprobs import token_logprobs
 from runtime.algorithms.proximal import interpolated_proximal
 from runtime.chosen_algorithm import ChosenAlgorithm
@@ -19,6 +19,7 @@ from runtime.engines.train_rows import Rows
 from runtime.engines.train_statistics import StepStatistics
 
 CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
+FAR = 0.1  # nats: of a token whose log-probability is counted as far off
 
 TokenLogprobs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(logits, tokens, temperature, *, entropy_gradient) -> log-probabilities and entropies, [N] each."""
@@ -98,11 +99,7 @@ class Objective:
         if self._entropy_coefficient:
             values = values - self._entropy_coefficient * entropy
         fresh = batch.columns["fresh"]
-        mismatch = (behaviour - start).abs() * fresh
-        statistics.mean("mismatch/abs_logprob", mismatch.sum(), fresh.sum())
-        statistics.maximum("mismatch/max", torch.where(fresh.sum() > 0, mismatch.max(), -torch.inf))
-        statistics.histogram("mismatch/abs_logprob", mismatch, fresh)
-        statistics.total("mismatch/tokens", fresh.sum())
+        add_mismatch(statistics, behaviour, start, fresh)
         statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
         return self._chosen.aggregation(values, batch.mask, self._chosen.aggregation_options).total
 
@@ -120,6 +117,23 @@ class Objective:
     def logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy, [N] each."""
         return self._token_logprobs(logits, targets, self._temperature, entropy_gradient=self._entropy_coefficient != 0)
+
+
+def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
+    """How far two engines are apart on the same tokens under the same weights: the log-probabilities of the one that `sampled`
+    them and of the trainer, of one shape with at least one element, where `counted` is 1 (elsewhere 0).
+
+    k1 and k3 estimate KL(rollout || trainer) per token, after John Schulman, "Approximating KL divergence" (2020).
+    """
+    gap, tokens = (sampled - trained) * counted, counted.sum()
+    size = gap.abs()
+    statistics.mean("mismatch/abs_logprob", size.sum(), tokens)
+    statistics.mean("mismatch/k1", gap.sum(), tokens)
+    statistics.mean("mismatch/k3", k3(gap).sum(), tokens)
+    statistics.mean("mismatch/over_0.1", (size > FAR).sum(), tokens)
+    statistics.maximum("mismatch/max", torch.where(tokens > 0, size.max(), -torch.inf))
+    statistics.histogram("mismatch/abs_logprob", size, counted)
+    statistics.total("mismatch/tokens", tokens)
 
 
 def in_chunks(

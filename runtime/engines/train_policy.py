@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from runtime import codec
 from runtime.config import Config
-from runtime.engines import hf_policy
+from runtime.engines import hf_policy, train_rows
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.train_batch import Columns, MicroBatch
 from runtime.engines.train_loop import UpdateLoop
-from runtime.engines.train_objective import Objective
+from runtime.engines.train_objective import Objective, add_mismatch
 from runtime.engines.train_rows import Rows
+from runtime.types import GroupPayload, ValueRequest
 
 
 class PolicyLoop(UpdateLoop, TrainEngine):
@@ -36,6 +40,20 @@ class PolicyLoop(UpdateLoop, TrainEngine):
             with self._phase("old_log_p"):
                 columns["proximal"] = self._forward_only(rows)
         return columns, self._objective.has_gradient(advantages)
+
+    def compare(self, probes: Sequence[bytes]) -> list[float]:
+        with self._timed():
+            ids = [codec.decode(GroupPayload, probe).group_id for probe in probes]
+            groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
+            rows = train_rows.decode_samples(groups if self._place == 0 else [], self._vocab_size)
+            own = self._forward_only(_prompts_shared(rows))
+            add_mismatch(self._statistics, *map(self._and_nothing, (rows.behaviour, own, rows.mask)))
+        gaps, counted = rows.by_group(np.abs(rows.behaviour - own)), rows.by_group(rows.mask)
+        return [float(gap[mask].mean(dtype=np.float64)) for gap, mask in zip(gaps, counted, strict=True)]
+
+    def _and_nothing(self, flat: np.ndarray) -> torch.Tensor:
+        """On the device, float32, with a 0 behind: there may be none."""
+        return torch.from_numpy(np.append(flat, 0).astype(np.float32)).to(self._device)
 
     def _numbers(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         return self._objective.logprobs(outputs, batch.targets)[0]
@@ -72,6 +90,13 @@ class PolicyLoop(UpdateLoop, TrainEngine):
         if "grad_norm" in metrics:
             metrics["actor/grad_norm"] = metrics["grad_norm"]  # MindSpeed-RL's documentation has the one, its code the other
         return metrics
+
+
+def _prompts_shared(rows: Rows) -> Rows:
+    """As if samples of equal prompts were of one group, whose prompt is computed once."""
+    spans = zip(rows.prompt_start, rows.prompt_length, strict=True)
+    prompts = [rows.prompts[start : start + length].tobytes() for start, length in spans]
+    return replace(rows, group=np.array([prompts.index(prompt) for prompt in prompts], np.int64)[rows.group])
 
 
 def wire_dtype(config: Config) -> torch.dtype:

@@ -14,7 +14,7 @@ from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import (
     AbortWeights,
     Accumulate,
-    Apply,
+    ApplyProbed,
     BeginStep,
     Export,
     MeetWeights,
@@ -38,7 +38,7 @@ _ASIDE = MeetWeights | AbortWeights | ResendWeights  # past those that wait
 
 class TrainRank(UpdateRank[TrainEngine]):
     role = "trainer"
-    relayed = Restore | BeginStep | Accumulate | Apply | SendWeights | Save | Export | Onload | Offload | _ASIDE
+    relayed = Restore | BeginStep | Accumulate | ApplyProbed | SendWeights | Save | Export | Onload | Offload | _ASIDE
     last = SendWeights
     seconds_of = {  # noqa: RUF012
         "onload": "timing/resharding_to_train",
@@ -79,6 +79,9 @@ class TrainRank(UpdateRank[TrainEngine]):
         return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
 
     def carry_out(self, command: Any) -> Any:
+        if isinstance(command, ApplyProbed) and command.probes:
+            gaps = self.engine.compare(command.probes)
+            return replace(super().carry_out(command), probes=gaps)
         if isinstance(command, SendWeights):
             self.version = command.version
             self._gather(command)

@@ -70,6 +70,10 @@ class MegatronUpdateEngine(Passes, UpdateLoop):
 
     # ------------------------------------------------------------------------------------------ updates
 
+    @property
+    def _place(self) -> int:
+        return self._grid.block
+
     def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:
         return self._grid.batch_sum(part)
 

@@ -63,6 +63,10 @@ class TorchUpdateEngine(UpdateLoop):
         for batch in batches:
             yield batch, self._numbers(batch, self._forward(batch))
 
+    @property
+    def _place(self) -> int:
+        return self._rank
+
     def _batch_sum(self, part: torch.Tensor) -> torch.Tensor:
         return train_sharding.batch_sum(part, self._device, self._world_size)
 

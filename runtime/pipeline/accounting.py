@@ -11,11 +11,13 @@ from runtime.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.material import Material, accelerators
+from runtime.pipeline.probes import Probes
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.training import TrainedStep
 from runtime.ports import RolloutPort
 from runtime.status import Status
 from runtime.summary import Totals
+from runtime.types import PolicyVersion
 
 POLL = 0.5  # seconds between two looks at the rollouts
 
@@ -84,6 +86,7 @@ class Books:
         pool: RolloutPool,
         totals: Totals,
         dynamic_sampling: DynamicSampling | None,
+        probes: Probes,
     ):
         self._trackers = material.trackers
         self._spans = spans
@@ -93,6 +96,7 @@ class Books:
         self._pool = pool
         self._dynamic_sampling = dynamic_sampling
         self._totals = totals
+        self._probes = probes
         self._scores_as = _score_names(material.config)
         self.incarnation = 0
         self.newest: Metrics = {}
@@ -101,6 +105,7 @@ class Books:
         """Enter one step."""
         timing = self._spans.close_step()
         groups = trained.groups
+        probed = self._probes.close_step(PolicyVersion(self.incarnation, trained.step), trained.result.probes)
         ages = [
             trained.step - group.generated.oldest.step
             for group in groups
@@ -123,7 +128,7 @@ class Books:
                     "rollout": self._meter.close_step(),
                 },
                 publication=trained.publication,
-                rollouts=self._pool.close_step(),
+                rollouts=self._pool.close_step() | probed,
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )
@@ -131,6 +136,11 @@ class Books:
         self.newest = metrics
         await self._trackers.log(trained.step + 1, metrics)
         return metrics
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Of the newest step, without histograms."""
+        return {name: value for name, value in self.newest.items() if isinstance(value, float)}
 
     async def evaluation(self, step: int, metrics: Metrics) -> None:
         await self._trackers.log(step, metrics)
@@ -144,6 +154,13 @@ def _score_names(config: Config) -> list[str]:
     """What MindSpeed-RL's trainers of GRPO, PPO and DAPO call the scores, as far as the run is like them."""
     also = {"critic/score": config.critic is not None, "dapo/score": config.algorithm.dynamic_sampling}
     return ["grpo/score", *(name for name, applies in also.items() if applies)]
+
+
+def gap(figures: dict[str, float]) -> str:
+    """How far rollouts and trainer were apart; "" where nothing was compared."""
+    shown = (("abs_logprob", "mean"), ("abs_logprob_p99", "p99"), ("max", "max"), ("worst_rollout", "worst rollout"))
+    told = [f"{what} {figures[f'mismatch/{name}']:.1e}" for name, what in shown if f"mismatch/{name}" in figures]
+    return f"|Δ log p| {', '.join(told)}" if told else ""
 
 
 def line(figures: dict[str, float]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.summary import Totals
+
+log = logging.getLogger("sluice")
 
 
 @dataclass
@@ -26,6 +29,9 @@ class History:
     rl_seconds: float = 0.0  # from then to the last step
     furthest: int = 0  # the last step of any lineage
     fruitless: int = 0  # lineages in a row that did not get further
+    alarm: str = ""
+    """The newest rollout whose log-probabilities were too far from the trainer's, and how far."""
+    alarms: int = 0  # probes that were so
     _at_folder: Totals = field(default_factory=Totals)
 
     def saved(self, folder: Path, totals: Totals) -> None:
@@ -42,6 +48,13 @@ class History:
         self.totals = self._at_folder.copy()
         self.fruitless = 0 if step > self.furthest else self.fruitless + 1
         self.furthest = max(self.furthest, step)
+
+    def off(self, alarm: str) -> None:
+        """A probe is over `mismatch.limit`. `alarm` says so; "" where it was so before of the same rollout."""
+        self.alarms += 1
+        if alarm:
+            self.alarm = alarm
+            log.warning("%s", alarm)
 
     def goes_on_at(self, step: int) -> None:
         """Another lineage begins at `step`."""

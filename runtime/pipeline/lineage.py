@@ -28,7 +28,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger.records import Note
 from runtime.metrics import SpanClock
-from runtime.pipeline.accounting import Books, BusyMeter, line
+from runtime.pipeline.accounting import Books, BusyMeter, gap, line
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.checkpoints import Checkpoints
 from runtime.pipeline.dynamic_sampling import DynamicSampling
@@ -37,6 +37,7 @@ from runtime.pipeline.groups import STREAM, GroupStage
 from runtime.pipeline.history import History
 from runtime.pipeline.loss import Watch
 from runtime.pipeline.material import Material, needs
+from runtime.pipeline.probes import Probes
 from runtime.pipeline.publisher import Publisher
 from runtime.pipeline.roles import Roles, Updated
 from runtime.pipeline.rollouts import RolloutPool
@@ -81,7 +82,8 @@ class Lineage:
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
-        self._books = Books(material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic)
+        self._probes = Probes(material, pool, history, self._spans, self._buffer.ready_changed.set)
+        self._books = Books(material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes)
         self._groups = GroupStage(material, roles, pool, self._buffer, self._stream, self._spans, self._dynamic)
         self._turns = self._turn_taking() if takes_turns(config) else None
         self._training = self._train_stage()
@@ -116,6 +118,11 @@ class Lineage:
     def publisher(self) -> Publisher:
         return self._publisher
 
+    @property
+    def gap(self) -> str:
+        """How far rollouts and trainer were apart in the newest step; "" where nothing was compared."""
+        return gap(self._books.figures)
+
     async def execute(self) -> Updated | None:
         """The whole lineage. None when the run is over; after a loss, the groups with which another lineage goes on.
 
@@ -138,6 +145,7 @@ class Lineage:
         for task in (*self._beside, self._admission, self._evaluating):
             if task is not None:
                 task.cancel()
+        self._probes.close()
         await self._groups.close()
         self._publisher.close()
 
@@ -160,6 +168,7 @@ class Lineage:
         return make(
             updates=updates,
             publisher=self._publisher,
+            probes=self._probes,
             buffer=self._buffer,
             ledger=self._material.ledger,
             spans=self._spans,
@@ -248,6 +257,7 @@ class Lineage:
 
     async def _end_groups(self) -> None:
         """Give up what is still on its way; its prompts come first when the run is resumed."""
+        self._probes.close()
         await self._groups.close()
         for group in sorted(self._buffer, key=lambda group: group.group_id):
             ticket = self._buffer.drop(group.group_id, WHY_ENDED)
@@ -365,11 +375,12 @@ class Lineage:
     # ------------------------------------------------------------------------------------------ what is said of it
 
     def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        figures = {name: value for name, value in self._books.newest.items() if isinstance(value, float)}
+        figures = self._books.figures
         if (newest := self._checkpoints.newest_accuracy) is not None:
             figures["eval/accuracy"] = newest
         step, steps = self._buffer.committed, self._config.training.steps
         if phase == "training":
             done, total = step, steps
         detail = detail or line(figures)
-        self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail))
+        alarm = self._history.alarm
+        self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm))

@@ -52,6 +52,16 @@ class Run:
         """Which one the weights of the newest epoch take, or "" before the first."""
         return self._lineage.publisher.transport
 
+    @property
+    def gap(self) -> str:
+        """How far rollouts and trainer were apart in the newest step; "" where nothing was compared."""
+        return self._lineage.gap
+
+    @property
+    def alarm(self) -> str:
+        """Of the newest rollout that was too far from the trainer, or ""."""
+        return self._history.alarm
+
     def arrive(self, role: str, replica: Replaceable) -> None:
         """A process has come in the place of one that was lost, of a role that holds nothing of the run's."""
         if role == "rollout":
@@ -84,6 +94,8 @@ class Run:
             startup=self._material.startup.phases,
             startup_processes=self._material.startup.processes,
             groups=final,
+            mismatch_alarm=history.alarm,
+            mismatch_alarms=history.alarms,
             dropped=dropped,
             peak_pss_bytes=0,
         )

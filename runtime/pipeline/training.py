@@ -17,6 +17,7 @@ from runtime.aio import TaskGroup
 from runtime.ledger.journal import Ledger
 from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.buffer import Buffer, Group
+from runtime.pipeline.probes import Probes
 from runtime.pipeline.publisher import Publisher, Transaction
 from runtime.pipeline.states import Phase
 from runtime.pipeline.updates import Updates, joined
@@ -43,6 +44,7 @@ class TrainStage:
         self,
         updates: Updates,
         publisher: Publisher,
+        probes: Probes,
         buffer: Buffer,
         ledger: Ledger,
         spans: SpanClock,
@@ -54,6 +56,7 @@ class TrainStage:
     ):
         self._updates = updates
         self._publisher = publisher
+        self._probes = probes
         self._buffer = buffer
         self._ledger = ledger
         self._spans = spans
@@ -99,7 +102,8 @@ class TrainStage:
         """Order the update: the trainer's result, and others'."""
         if self._updates.alternating:
             await self.saved()  # it takes the devices as well
-        applying = await self._updates.apply(tasks, step)
+        probes = await self._probes.answers(PolicyVersion(self.incarnation, step))
+        applying = await self._updates.apply(tasks, step, probes)
         self.first_applied = self.first_applied or time.monotonic()
         return applying
 

@@ -57,7 +57,7 @@ class TurnStage(TrainStage):
 
     def _nothing_to_generate(self) -> bool:
         buffer = self._buffer
-        if self._evaluating() or buffer.capacity(_ANY, self.last_step):
+        if self._evaluating() or self._probes.pending or buffer.capacity(_ANY, self.last_step):
             return False
         return not any(group.state.phase == Phase.GENERATING or self._may_be_dropped(group) for group in buffer)
 

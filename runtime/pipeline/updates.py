@@ -20,23 +20,24 @@ class Updates:
     alternating = False
 
     def __init__(self, trainer: TrainerPort, critic: CriticPort | None, spans: SpanClock):
-        self._updated: list[tuple[UpdatePort, str]] = [(trainer, UPDATE)]
-        if critic is not None:
-            self._updated.append((critic, UPDATE_CRITIC))
+        self._trainer = trainer
+        self._critics = [] if critic is None else [critic]
         self._spans = spans
 
     def begin(self, tasks: TaskGroup, step: int) -> None:
-        for model, _ in self._updated:
+        for model in (self._trainer, *self._critics):
             tasks.create_task(model.begin_step(step))
 
     def accumulate(self, tasks: TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         """A part of the step's batch; `last`: it completes it."""
-        for model, _ in self._updated:
+        for model in (self._trainer, *self._critics):
             tasks.create_task(model.accumulate(step, groups, last))
 
-    async def apply(self, tasks: TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
+    async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         """The trainer's command is on its way when this returns: its result, and the critic's if there is one."""
-        return [tasks.create_task(self._applied(model.apply(step), phase)) for model, phase in self._updated]
+        applying = [(self._trainer.apply(step, probes), UPDATE)]
+        applying += [(critic.apply(step), UPDATE_CRITIC) for critic in self._critics]
+        return [tasks.create_task(self._applied(answer, phase)) for answer, phase in applying]
 
     async def _applied(self, apply: Answer[StepResult], phase: str) -> StepResult:
         result = await apply
@@ -56,7 +57,7 @@ class AlternatingUpdates(Updates):
 
     def __init__(self, trainer: TrainerPort, critic: CriticPort, spans: SpanClock):
         super().__init__(trainer, critic, spans)
-        self._trainer, self._critic = trainer, critic
+        self._critic = critic
         self._parts: list[tuple[list[TrainGroup], bool]] = []
 
     def begin(self, tasks: TaskGroup, step: int) -> None:
@@ -65,20 +66,22 @@ class AlternatingUpdates(Updates):
     def accumulate(self, tasks: TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         self._parts.append((groups, last))
 
-    async def apply(self, tasks: TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
+    async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         await self._trainer.offload()  # behind what was ordered before: its newest version is gathered
         await self._critic.onload()
-        critic = self._update(tasks, self._critic, step, UPDATE_CRITIC)
+        self._give(tasks, self._critic, step)
+        critic = tasks.create_task(self._applied(self._critic.apply(step), UPDATE_CRITIC))
         await critic
         await self._critic.offload()
         await self._trainer.onload()
-        return [self._update(tasks, self._trainer, step, UPDATE), critic]
+        self._give(tasks, self._trainer, step)
+        return [tasks.create_task(self._applied(self._trainer.apply(step, probes), UPDATE)), critic]
 
-    def _update(self, tasks: TaskGroup, model: UpdatePort, step: int, phase: str) -> asyncio.Task[StepResult]:
+    def _give(self, tasks: TaskGroup, model: UpdatePort, step: int) -> None:
+        """The batch that was kept."""
         tasks.create_task(model.begin_step(step))
         for groups, last in self._parts:
             tasks.create_task(model.accumulate(step, groups, last))
-        return tasks.create_task(self._applied(model.apply(step), phase))
 
 
 async def joined(trainer: asyncio.Task[StepResult], others: Sequence[asyncio.Task[StepResult]]) -> StepResult:

@@ -61,13 +61,14 @@ def _curves(figure: go.Figure, panel: Panel) -> None:
     few = _FEW_SPARSE if panel.kind == "sparse" else _FEW
     for rank, (series, colour) in zip(range(len(drawn), 0, -1), drawn, strict=True):
         name, covered = html.escape(series.name), series.smooth is not None
+        points = _points(series.steps, series.values, panel.log)
         figure.add_scatter(
-            **_points(series.steps, series.values, panel.log),
+            **points,
             name=f"{name}, each step" if covered else name,
             legendgroup=name,
             showlegend=not covered,
             legendrank=rank,
-            mode="lines+markers" if len(series.steps) <= few else "lines",
+            mode="lines+markers" if len(series.steps) <= few or _has_lonely(points["y"]) else "lines",
             line={"color": colour, "width": 1 if covered else 1.8},
             opacity=0.45 if covered else 1.0,
         )
@@ -109,6 +110,12 @@ def _bars(figure: go.Figure, panel: Panel) -> None:
             hovertemplate="%{x}: %{y:,} (%{text})<extra></extra>",
         )
     figure.update_xaxes(dtick=1)
+
+
+def _has_lonely(values: np.ndarray) -> bool:
+    """Whether a number stands between gaps, so that no line would show it."""
+    there = np.pad(~np.isnan(values), 1)
+    return bool((there[1:-1] & ~there[:-2] & ~there[2:]).any())
 
 
 def _points(steps: np.ndarray, values: np.ndarray, log: bool = False) -> dict[str, np.ndarray]:

@@ -102,11 +102,17 @@ _OFF_POLICY = (
     _Wanted(
         "Mismatch of rollout and trainer, |Δ log p|",
         "nats",
-        {"mismatch/abs_logprob": "mean", "mismatch/abs_logprob_p99": "99th percentile", "mismatch/max": "max"},
+        {
+            "mismatch/abs_logprob": "mean",
+            "mismatch/abs_logprob_p99": "99th percentile",
+            "mismatch/max": "max",
+            "mismatch/worst_rollout": "mean of the worst rollout",
+        },
         needed=True,
         smooth=False,
         log=True,
     ),
+    _Wanted("KL of rollout to trainer", "nats", {"mismatch/k3": "k3", "mismatch/k1": "k1"}, smooth=False),
 )
 _SPEED = (
     _Wanted(
@@ -170,7 +176,8 @@ def _panels(wanted: Sequence[_Wanted], columns: Columns) -> list[Panel]:
         curves = [_series(legend, columns.steps, columns[metric], each.smooth) for metric, legend in each.metrics.items()]
         there = [curve for curve in curves if len(curve.steps)]
         if there or each.needed:
-            found.append(Panel(each.title, each.unit, there, log=each.log, share=each.share))
+            log = each.log and any((curve.values > 0).any() for curve in there)  # it would show nothing
+            found.append(Panel(each.title, each.unit, there, log=log, share=each.share))
     return found
 
 

@@ -47,7 +47,7 @@ class Loss(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "step", "steps", "done", "total", "detail", "lost")
+    __slots__ = ("phase", "step", "steps", "done", "total", "detail", "lost", "alarm")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Progress(_message.Message):
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    ALARM_FIELD_NUMBER: _ClassVar[int]
     phase: str
     step: int
     steps: int
@@ -62,7 +63,8 @@ class Progress(_message.Message):
     total: int
     detail: str
     lost: _containers.RepeatedCompositeFieldContainer[Loss]
-    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ...) -> None: ...
+    alarm: str
+    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., alarm: _Optional[str] = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("processes",)

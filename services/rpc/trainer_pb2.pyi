@@ -1,7 +1,9 @@
 from services.rpc import common_pb2 as _common_pb2
 from services.rpc import weights_pb2 as _weights_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -11,6 +13,14 @@ class StepRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     step: int
     def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class ApplyRequest(_message.Message):
+    __slots__ = ("step", "probes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    probes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, step: _Optional[int] = ..., probes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AccumulateRequest(_message.Message):
     __slots__ = ("step", "part", "groups", "last")

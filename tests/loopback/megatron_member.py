@@ -27,7 +27,7 @@ from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, as_rank, run_ranks
 from tests.unit.training_cases import make_config, make_groups
-from tests.unit.training_steps import run_step
+from tests.unit.training_steps import make_probes, run_step
 
 STEPS, SAVED = 5, 3
 CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
@@ -118,7 +118,8 @@ def member(rank: int, folder: Path) -> None:
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         if role == "critic":
             check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)
-        metrics.append(run_step(engine, share[:1], share[1:]).metrics)
+        result = run_step(engine, share[:1], share[1:], probes=make_probes(step) if role == "trainer" else [])
+        metrics.append(result.metrics | {f"probe-{index}": gap for index, gap in enumerate(result.probes)})
     if saving is not None:
         saving.result(DEADLINE)
     if not resumed:

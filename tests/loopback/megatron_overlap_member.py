@@ -20,7 +20,7 @@ from runtime.engines import train_rank
 from runtime.errors import ServiceFault
 from tests.loopback.ranks import as_rank
 from tests.unit.training_cases import make_config, make_groups
-from tests.unit.training_steps import comparable, weights
+from tests.unit.training_steps import comparable, make_probes, weights
 
 STEPS, BLOCKS = 4, 2
 BUCKET = 2000  # weights, about: the model has several
@@ -53,9 +53,11 @@ def run(engine: Any, rank: int) -> list[dict[str, Any]]:
         engine.begin_step(step)
         engine.accumulate(groups[rank:2:2])
         engine.accumulate(groups[2 + rank :: 2], last=True)
+        gaps = engine.compare(make_probes(step))
+        assert len(gaps) == (0 if rank else 3)
         result = comparable(engine.apply())
         assert result.pop("grad_norm") == result.pop("actor/grad_norm") > 0
-        found.append({"metrics": result, "weights": published(engine, rank) if step % 2 else {}})
+        found.append({"metrics": result, "gaps": gaps, "weights": published(engine, rank) if step % 2 else {}})
         if engine._shelves:
             lend_device(engine)
     return found

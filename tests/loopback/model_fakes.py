@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from runtime import checkpoint
+from msgspec.structs import replace
+
+from runtime import checkpoint, codec
 from runtime.commands import WeightsSent
-from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest
+from runtime.types import GroupPayload, PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.losable import Losable
 
@@ -118,6 +120,8 @@ class FakeTrainer(FakeModel):
     def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
         super().__init__(apply_seconds, incarnation)
         self.calls: list[tuple[str, Any]] = []
+        self.probed: dict[int, list[int]] = {}
+        """By step, the step of the weights that each probe was sampled with."""
         self._weights = weights
 
     async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
@@ -133,6 +137,15 @@ class FakeTrainer(FakeModel):
             transport=transport,
         )
         return address, MANIFEST
+
+    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
+        """What a rollout with other weights than those of `step` says is 1 nat off."""
+        self.probed[step] = [int(codec.decode(GroupPayload, probe).samples[0].logprobs[0]) for probe in probes]
+        gaps = [float(weights != step) for weights in self.probed[step]]
+        return self._post("apply", step, lambda: self._compared(step, gaps))
+
+    async def _compared(self, step: int, gaps: list[float]) -> StepResult:
+        return replace(await self.applied(step), probes=gaps)
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
         return self._post("send_weights", version.step, lambda: self.send(version))

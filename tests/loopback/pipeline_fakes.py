@@ -79,8 +79,9 @@ class FakeRollout(FakeReplica):
         super().__init__(incarnation)
         self.name = name
         self.calls: list[tuple[str, Any]] = []
-        self.version = PolicyVersion()
+        self.version = self.has = PolicyVersion()
         self.generated_by: dict[int, PolicyVersion] = {}
+        self.probes: list[GroupRequest] = []
         self.address: GroupAddress | None = None
         self._weights = weights
         self._seconds = seconds
@@ -91,20 +92,24 @@ class FakeRollout(FakeReplica):
         self.address = address
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        if request.purpose == "probe":
+            return await self.reached(self.probed(request))
         return await self.reached(self._generate(request))
+
+    async def probed(self, request: GroupRequest) -> GeneratedGroup:
+        """Its log-probabilities are the step of the weights that it has."""
+        self.probes.append(request)
+        payload = codec.decode(GroupPayload, replies(request, self.version, self.version))
+        for sample in payload.samples:
+            sample.logprobs = np.full_like(sample.logprobs, self.has.step)
+        return generated(request, self.version, self.version, codec.encode(payload))
 
     async def _generate(self, request: GroupRequest) -> GeneratedGroup:
         oldest = self.generated_by[request.group_id] = self.version
         await asyncio.sleep(self._seconds())
-        return GeneratedGroup(
-            group_id=request.group_id,
-            prompt_tokens=len(request.prompt),
-            response_tokens=[1 + (request.group_id + i) % 7 for i in range(request.n)],
-            truncated=0,
-            oldest=oldest,
-            newest=self.version,
-            payload=b"payload %d" % request.group_id if request.purpose == "train" else replies(request, oldest, self.version),
-        )
+        train = request.purpose == "train"
+        payload = b"payload %d" % request.group_id if train else replies(request, oldest, self.version)
+        return generated(request, oldest, self.version, payload)
 
     async def cancel(self, group_ids: list[int]) -> None:
         self.calls.append(("cancel", group_ids))
@@ -117,7 +122,7 @@ class FakeRollout(FakeReplica):
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
         await self.reached(no_wait())
         self.calls.append(("commit", version.step))
-        self.version = version
+        self.version = self.has = version
         return 0.001
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
@@ -130,6 +135,18 @@ class FakeRollout(FakeReplica):
 
     async def status(self) -> Status:
         return Status(role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0})
+
+
+def generated(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion, payload: bytes) -> GeneratedGroup:
+    return GeneratedGroup(
+        group_id=request.group_id,
+        prompt_tokens=len(request.prompt),
+        response_tokens=[1 + (request.group_id + i) % 7 for i in range(request.n)],
+        truncated=0,
+        oldest=oldest,
+        newest=newest,
+        payload=payload,
+    )
 
 
 def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion) -> bytes:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import Apply, BeginStep
+from runtime.commands import ApplyProbed, BeginStep
 from runtime.engines.train_base import TrainEngine
 from runtime.engines.train_rank import TrainRank
 from runtime.errors import ServiceFault
@@ -59,6 +59,9 @@ class Stages(TrainEngine):
         assert self.may_apply.wait(DEADLINE)
         self.step += 1
         return StepResult(metrics={}, seconds=0.0)
+
+    def compare(self, probes: Sequence[bytes]) -> list[float]:
+        raise AssertionError("there are no probes")
 
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         raise AssertionError("there is no data")
@@ -131,7 +134,7 @@ def run(test: Callable[[Stage, TwoSenders], Coroutine[Any, Any, None]], settings
 async def step(here: Stage, trainer: TwoSenders, number: int) -> Any:
     """Train one step, and publish what it made."""
     await trainer.ask(BeginStep(number - 1))
-    await trainer.ask(Apply(number - 1))
+    await trainer.ask(ApplyProbed(number - 1))
     return await here.publish(number)
 
 
@@ -168,7 +171,7 @@ def test_the_other_sender_joins_while_its_engine_computes_and_is_sent_again_from
         trainer.engines[1].may_apply.clear()
         try:
             await trainer.ask(BeginStep(1))
-            await trainer.ask(Apply(1))  # rank 1 is not that far
+            await trainer.ask(ApplyProbed(1))  # rank 1 is not that far
             late = RolloutHere("rollout-2", ALL)
             here.comes(late)
             await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]

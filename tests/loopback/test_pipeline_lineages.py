@@ -161,7 +161,7 @@ class Asked(FakeRollout):
     asked: Counter[int]
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        self.asked[request.group_id] += 1
+        self.asked[request.group_id] += request.purpose != "probe"
         return await super().generate(request)
 
 

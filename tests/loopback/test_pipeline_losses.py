@@ -30,6 +30,8 @@ class Mortal(FakeRollout):
         self.died = asyncio.Event()
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        if request.purpose == "probe":
+            return await super().generate(request)
         self.asked.append(request)
         if len(self.asked) == self.last:
             self.die("was killed")
@@ -127,7 +129,8 @@ class Stopped(Mortal):
     """Answers nothing any more from its `last`th group on, as under SIGSTOP; its connection stays."""
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        self.asked.append(request)
+        if request.purpose != "probe":
+            self.asked.append(request)
         if len(self.asked) < self.last:
             return await FakeRollout.generate(self, request)
         self.died.set()

@@ -166,6 +166,8 @@ def test_a_turn_makes_as_many_steps_as_the_bound_admits_batches(tmp_path: Path, 
         ends = step % (staleness + 1) == staleness
         assert ("timing/resharding_to_infer" in point, "publication/seconds" in point) == (ends, ends)
     assert "timing/resharding_to_train" in folder.points()[-1 - staleness]
+    probed = {step: probes for step, probes in cast.trainer.probed.items() if probes}  # only what the rollouts had
+    assert probed == {step: [step, step] for step in published(cast)[:-1]}
 
 
 def test_checkpoints_are_made_in_the_trainers_turn_and_a_run_goes_on_from_one(tmp_path: Path) -> None:

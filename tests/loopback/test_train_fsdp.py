@@ -16,7 +16,7 @@ from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
 from tests.loopback.ranks import as_rank, run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
-from tests.unit.training_steps import assert_metrics, assert_updated
+from tests.unit.training_steps import assert_metrics, assert_updated, make_probes
 
 pytestmark = pytest.mark.numeric
 
@@ -48,8 +48,10 @@ def run_step(engine: TorchTrainEngine, calls: Sequence[list[TrainGroup]]) -> Ste
     engine.begin_step(engine.step)
     for groups in calls:
         engine.accumulate(groups)
+    probes = {f"probe-{index}": gap for index, gap in enumerate(engine.compare(make_probes(engine.step)))}
     result = engine.apply()
     del result.metrics["padding_waste"]  # which depends on the packing alone
+    result.metrics.update(probes)  # of rank 0
     return result
 
 

@@ -38,6 +38,8 @@ FIELDS = {
     "idle_trainer",
     "idle_rollout",
     "groups",
+    "mismatch",
+    "mismatch_alarms",
 }
 
 
@@ -130,6 +132,7 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
         "publication/bytes",
         "idle/trainer",
         "idle/rollout",
+        *(f"mismatch/{name}" for name in ("abs_logprob", "abs_logprob_p99", "max", "k1", "k3", "over_0.1", "worst_rollout")),
     }
     # Groups wait ahead of their step, so that in the time of one, the last above all, none may be generated or scored.
     for phase in ("rollout", "reference_model", "rule_reward"):
@@ -142,6 +145,14 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
         for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("vllm_tps", "rollout")):
             if f"timing/{phase}" in point:
                 assert point[name] == pytest.approx(tokens / point[f"timing/{phase}"])
+
+
+def test_both_rollouts_have_every_version_that_is_trained(run: Live) -> None:
+    found, result = steps(run.folder), summary(run.folder)
+    assert {(point["mismatch/probes"], point["mismatch/unanswered"]) for point in found} == {(2, 0)}
+    assert max(point["mismatch/max"] for point in found) < 1e-4
+    assert (result["mismatch"]["steps"], result["mismatch_alarms"]) == (len(found), 0)
+    assert f"tokens in {len(found)} of {len(found)} steps" in " ".join(run.output.replace("│", " ").split())
 
 
 def test_it_is_evaluated_before_during_and_after(run: Live) -> None:

@@ -56,9 +56,8 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies
     found, points = summary(run.folder), steps(run.folder)
     assert [point["step"] for point in points] == list(range(1, STEPS + 1))
     assert found["groups"] == {"retired": STEPS * 4, "dropped": 0}
-    compared = [point for point in points if point["mismatch/tokens"]]
-    assert compared
-    assert max(point["mismatch/max"] for point in compared) < CLOSE
+    assert all(point["mismatch/probes"] for point in points)  # of both, but while one is away
+    assert max(point["mismatch/max"] for point in points) < CLOSE
 
 
 def test_the_quickstart_learns_to_add(tmp_path: Path) -> None:

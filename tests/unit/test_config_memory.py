@@ -39,7 +39,7 @@ def test_kv_cache(sound: dict[str, Any]) -> None:
     del qwen["num_key_value_heads"]
     assert kv_cache_bytes(qwen | {"head_dim": 64}, 1, 1, 2) == 57_344 * 7 // 2
 
-    needed = 2 * (2 * 2 * 2 * 16 * 2) * 64 * 128  # 2 replicas of bf16
+    needed = 2 * (2 * 2 * 2 * 16 * 2) * (64 + 1) * 128  # 2 replicas of bf16; one sequence more is a probe
     services = {"rollout": {"replicas": 2, "dtype": "bfloat16"}}
     assert checked(sound, available_bytes=needed, services=services) == []
     (fault,) = checked(sound, available_bytes=needed - 1, services=services)
@@ -127,7 +127,7 @@ def test_where_it_is_not_known_that_is_said(installed: None, tmp_path: Path, cap
     code, said = validated(capsys, tmp_path)
     assert code == 0, said
     # bfloat16, as on a device: 57,344 bytes a token.
-    slots = 16 * (2048 + 20480) * 57_344
+    slots = (16 + 1) * (2048 + 20480) * 57_344
     assert f"services.rollout: about {slots / 1e9:.1f} GB of KV cache a replica" in said
     assert "How much memory the devices have is not known here: each process compares when it starts" in said
 

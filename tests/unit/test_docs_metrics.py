@@ -24,6 +24,7 @@ from runtime.evaluation.sets import EvaluationData
 from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.accounting import Books
 from runtime.pipeline.dynamic_sampling import DynamicSampling
+from runtime.pipeline.probes import Probes
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.turn_taking import TO_INFER, TO_TRAIN
 from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
@@ -83,6 +84,7 @@ def of_the_coordinator() -> set[str]:
     )
     pool: Any = SimpleNamespace(membership=SimpleNamespace(serving=[]), _lost=0, _repeated=0)
     sampling: Any = SimpleNamespace(_kept=1, _dropped=1, _buffer=SimpleNamespace(groups_per_step=1))
+    probes: Any = SimpleNamespace(_compared=["rollout-0"], _unanswered=0, _limit=0.0, _off=set())
     config = replace(make_config("", algorithm={**PPO, "dynamic_sampling": True}), critic=Critic())
     told: list[dict[str, Any]] = []
 
@@ -97,12 +99,13 @@ def of_the_coordinator() -> set[str]:
         "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
         "totals": SimpleNamespace(add=lambda _: None),
         "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
+        "probes": SimpleNamespace(close_step=lambda version, gaps: Probes.close_step(probes, version, gaps)),
     }
     books = Books(**fakes)
     step: Any = SimpleNamespace(
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],
-        result=StepResult(metrics={}, seconds=1.0),
+        result=StepResult(metrics={}, seconds=1.0, probes=[0.1]),
         publication=PublicationFigures(seconds=1.0, pause_seconds=0.0, bytes=1),
     )
     asyncio.run(books.step(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from runtime.report import panels, thinning
 from runtime.report.lineages import course
-from runtime.report.panels import Panel
+from runtime.report.panels import Panel, Series
 
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:
@@ -139,3 +140,13 @@ class TestPanels:
         ].series
         assert len(curve.steps) <= thinning.MOST_POINTS and curve.values.max() == 40.0
         assert curve.smooth is not None and len(curve.smooth) == len(curve.steps) and curve.smooth.max() < 2.0
+
+
+@pytest.mark.parametrize(("step", "marked"), [(1, False), (2, True), (100, True)])
+def test_points_between_gaps_are_marked_as_no_line_shows_them(step: int, marked: bool) -> None:
+    figures = pytest.importorskip("runtime.report.figures")
+    values = np.full(200, np.nan)
+    values[::step] = 0.01
+    panel = Panel("mismatch", "nats", [Series("mean", np.arange(200), values)], log=True)
+    (curve,) = json.loads(figures.draw(panel, []))["data"]
+    assert ("markers" in curve["mode"]) == marked

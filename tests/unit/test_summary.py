@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launcher import cli
+from runtime.config import Config, Run
 from runtime.errors import UserError
 from runtime.memory import Memory
 from runtime.summary import Summary, Totals, render
@@ -89,7 +91,7 @@ def test_the_file(tmp_path: Path) -> None:
     expected = {"accuracy_before", "accuracy_after", "steps", "rl_seconds", "total_seconds", "peak_pss_bytes"}
     expected |= {"samples_per_second", "tokens_per_second", "staleness_mean", "staleness_max", "staleness_histogram"}
     expected |= {"idle_trainer", "idle_rollout", "groups", "dropped", "timing", "startup", "startup_processes", "memory"}
-    expected |= {"stop_reason", "masked", "score_errors"}
+    expected |= {"stop_reason", "masked", "score_errors", "mismatch", "mismatch_alarm", "mismatch_alarms"}
     assert data.keys() == expected
     assert data["staleness_histogram"] == {"0": 32, "1": 48, "2": 48}
     assert Summary.read(tmp_path) == found
@@ -146,3 +148,45 @@ def test_samples_that_no_scorer_could_judge_are_told_with_the_reasons() -> None:
     assert (found.masked, found.score_errors) == (8, {"exception:ZeroDivisionError": 6, "timeout": 2})
     assert "8 of 128 samples, left out of the loss (6 exception:ZeroDivisionError, 2 timeout)" in text_of(found)
     assert "not scored" not in text_of(summary())
+
+
+def test_the_gap_of_all_steps_is_weighted_by_tokens() -> None:
+    steps = [
+        {"abs_logprob": 0.1, "k1": -0.2, "k3": 0.01, "over_0.1": 0.5, "abs_logprob_p99": 0.3, "max": 0.4, "worst_rollout": 0.2},
+        {"abs_logprob": 0.5, "k1": 0.1, "k3": 0.04, "over_0.1": 0.0, "abs_logprob_p99": 0.2, "max": 0.5, "worst_rollout": 0.1},
+        {},  # nothing was compared
+    ]
+    totals = Totals()
+    for step, tokens in zip(steps, (30, 10, 0), strict=True):
+        counts = {"tokens": tokens, "tokens_of_other_versions": 7, "probes": 2, "unanswered": 1}
+        totals.add(STEPS[1] | {f"mismatch/{name}": float(value) for name, value in (step | counts).items()})
+    rest: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "startup": {}, "groups": {}, "peak_pss_bytes": 0}
+    found = totals.summary(rl_seconds=1.0, stop_reason="", total_seconds=1.0, **rest)
+    expected = {"abs_logprob": (0.1 * 30 + 0.5 * 10) / 40, "k1": (-0.2 * 30 + 0.1 * 10) / 40, "k3": 0.0175, "over_0.1": 0.375}
+    expected |= {
+        "abs_logprob_p99": 0.3,
+        "max": 0.5,
+        "worst_rollout": 0.2,
+        "steps": 2,
+        "tokens": 40,
+        "probes": 6,
+        "unanswered": 3,
+    }
+    assert found.mismatch == pytest.approx(expected | {"tokens_of_other_versions": 21})
+    assert "mean 2.0e-01, max 5.0e-01 nats, 37.50% over 0.1  (40 tokens in 2 of 3 steps)" in text_of(found)
+    assert "rollouts and trainer were not compared" in text_of(summary())
+
+
+def test_an_alarm_is_the_last_word_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = iter((summary(), summary(mismatch_alarm="rollout-1, version 0.3: 1 nats", mismatch_alarms=5)))
+
+    async def trained(*_: Any) -> Summary:
+        return next(told)
+
+    monkeypatch.setattr("launcher.train.train", trained)
+    config: Any = Config(run=Run(name="test", dir="nowhere"))
+    here: Any = None
+    assert cli.run_training(config, here) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.run_training(config, here) == 0
+    assert capsys.readouterr().err == "alarm: rollout-1, version 0.3: 1 nats (5 probes were over the limit)\n"

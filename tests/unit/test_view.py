@@ -30,3 +30,14 @@ def test_a_phase_that_goes_on_unchanged_is_one_line() -> None:
             view.progress(Progress(phase="training", done=done, total=2))
         view.phase("starting")
     assert [line.strip() for line in out.getvalue().splitlines()] == ["starting", "training  0/2", "training  1/2", "starting"]
+
+
+def test_an_alarm_is_a_line_of_its_own_once() -> None:
+    out = io.StringIO()
+    with View(Console(file=out, width=40)) as view:
+        for alarm in ("", "rollout-1 has other weights than the trainer", "rollout-1 has other weights than the trainer"):
+            view.progress(Progress(phase="training", done=1, total=2, alarm=alarm))
+    assert [line.strip() for line in out.getvalue().splitlines()] == [
+        "training  1/2",
+        "ALARM: rollout-1 has other weights than the trainer",
+    ]

@@ -224,7 +224,10 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ),
     ("Trainer", "BeginStep"): (commands.BeginStep(7), None),
     ("Trainer", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
-    ("Trainer", "Apply"): (commands.Apply(7), StepResult(metrics={"grad_norm": 0.5}, seconds=1.25)),
+    ("Trainer", "Apply"): (
+        commands.ApplyProbed(7, [b"one", b"two"]),
+        StepResult(metrics={"grad_norm": 0.5}, seconds=1.25, probes=[0.1, 0.2]),
+    ),
     ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
     ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from msgspec.structs import replace
 
 from runtime.config import Optimizer
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
 from tests.closeness import STEP, assert_close
+from tests.unit.training_cases import make_groups
 
 LOSS_TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
-def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup]) -> StepResult:
+def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup], probes: Sequence[bytes] = ()) -> StepResult:
     engine.begin_step(engine.step)
     for batch in batches:
         engine.accumulate(batch)
-    return engine.apply()
+    gaps = engine.compare(probes) if probes else []
+    return replace(engine.apply(), probes=gaps)
+
+
+def make_probes(seed: int) -> list[bytes]:
+    """Encoded groups, with log-probabilities of nobody's."""
+    return [group.payload for group in make_groups(seed, (2, 1, 1), longest=16)]
 
 
 def comparable(result: StepResult) -> dict[str, float]:

@@ -14,6 +14,7 @@ from runtime.config.checks.models import policy_model, spread_models
 from runtime.engines.limits import kv_cache_bytes, memory_fault
 
 _HINT = "; if it is to run on devices, cluster.nodes says so (name, devices)"
+PROBES = 1  # slots of a replica besides its own: of the probe that compares its log-probabilities with the trainer's
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -24,7 +25,9 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
         return {}
     auto = "float32" if on_cpus else "bfloat16"
     return {
-        path: kv_cache_bytes(policy, fleet.slots, _length(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype])
+        path: kv_cache_bytes(
+            policy, fleet.slots + PROBES, _length(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype]
+        )
         for path, fleet in fleets(config).items()
         if fleet.engine == "torch"  # vLLM divides its own memory
     }

@@ -52,6 +52,7 @@ class Grid:
         self.data_group = parallel_state.get_data_parallel_group()
         self.expert_group = parallel_state.get_expert_model_parallel_group()
         self.blocks = parallel_state.get_data_parallel_world_size()
+        self.block = parallel_state.get_data_parallel_rank()
         self.model_group = parallel_state.get_model_parallel_group()
         self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0
         """Whether this rank is the first of its block, which is given the block's data."""
