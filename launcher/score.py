@@ -106,7 +106,10 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
 def _rules(verifier: str | None) -> dict[str, RewardRule]:
     """The verifiers that may be needed, by the names that tasks use."""
     names = list(RULES) if verifier is None else [*FORMATS, verifier] if verifier == "format" else [verifier]
-    return {name: find_rule(name, "--verifier") for name in names}
+    rules = {name: find_rule(name, "--verifier") for name in names}
+    if grouped := [name for name, rule in rules.items() if rule.grouped]:
+        raise UserError(f"--verifier: {grouped[0]!r} is a rule over groups; must be one over single replies")
+    return rules
 
 
 def _opened(path: Path, mode: str) -> IO[Any]:

@@ -6,7 +6,7 @@ n the number of samples in a group. The coordinator forwards `GeneratedGroup.pay
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -120,6 +120,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     source: str = ""  # the data source, for rules that differ by it
     answers: bool = False  # whether the replies' final answers are wanted
     messages: list[dict[str, str]] = []  # the problem as a conversation, for those who do not read the policy's tokens
+    extra: dict[str, Any] = {}  # other columns of its row, by the names in data.additional_keys: JSON values
 
 
 REWARD_MODEL = "reward_model"  # the column of the reward model's scores

@@ -105,6 +105,8 @@ class RowFormat(Section, frozen=True):
     """The column of the system text. Null: the handler's own; `""`: none."""
     system_prompt: str = ""
     """Put before each prompt whose row has no system text of its own."""
+    additional_keys: list[str] = []
+    """Columns that reward rules, remote rewards and reward models get as `extra`, by these names."""
 
 
 class RowFormatChoice(Section, frozen=True):
@@ -121,6 +123,8 @@ class RowFormatChoice(Section, frozen=True):
     system_key: str | None = None
     """As that of `data`, which holds where this is null."""
     system_prompt: str | None = None
+    """As that of `data`, which holds where this is null."""
+    additional_keys: list[str] | None = None
     """As that of `data`, which holds where this is null."""
 
 

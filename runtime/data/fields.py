@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 Row = dict[str, Any]
@@ -20,7 +22,7 @@ class Rejected(Exception):
 
 
 class MissingColumn(Exception):
-    """A row without the column that holds `role`: "prompt", "query", "label", "system" or "difficulty"."""
+    """A row without the column that holds `role`: "prompt", "query", "label", "system", "difficulty" or "additional"."""
 
     def __init__(self, role: str, column: str):
         super().__init__(role, column)
@@ -78,6 +80,18 @@ class Fields:
         if value is not None and not isinstance(value, str):
             raise Rejected("system text that is not text")
         return value or self._system_prompt
+
+
+def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
+    """The columns `names` as JSON values: a date is text, bytes are base64, NaN is null. Raises MissingColumn, Rejected."""
+    for name in names:
+        if name not in row:
+            raise MissingColumn("additional", name)
+    try:
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({name: row[name] for name in names}))
+    except (TypeError, ValueError, RecursionError):
+        raise Rejected("additional column that is no JSON value") from None
+    return found
 
 
 def label_text(value: Any) -> str:

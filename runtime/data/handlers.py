@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from runtime import config
-from runtime.data.fields import Columns, Fields, Messages, MissingColumn, Rejected, Row, difficulty, label_text, question
+from runtime.data.fields import Columns, Fields, Messages, MissingColumn, Rejected, Row, difficulty, extra, label_text, question
 from runtime.data.files import data_files
 from runtime.data.reading import read_rows
 from runtime.errors import UserError
@@ -55,6 +55,7 @@ class Problem(msgspec.Struct, frozen=True):
     label: str
     source: str  # the file's folder and stem: "gsm8k/train"
     difficulty: float = 0.0  # 0 where nobody asked for it
+    extra: dict[str, Any] = {}  # the columns that `additional_keys` names, as JSON values
 
     @property
     def question(self) -> str:
@@ -101,6 +102,7 @@ class RowReader:
         self._handler = HANDLERS.find(row_format.handler)
         self._columns = columns_of(row_format, self._handler)
         self._system_prompt = row_format.system_prompt
+        self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
         self._column_key = column_key
 
@@ -108,7 +110,8 @@ class RowReader:
         """The problem of a row. Raises Rejected, and MissingColumn."""
         messages, label = self._handler.read(Fields(found.row, self._columns, self._system_prompt))
         hard = difficulty(found.row, self._difficulty_key) if self._difficulty_key else 0.0
-        return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard)
+        more = extra(found.row, self._additional)
+        return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard, more)
 
     def refuse(self, missing: MissingColumn, found: SourceRow) -> NoReturn:
         """Raises the UserError that names the configuration's key of a missing column."""
@@ -130,7 +133,12 @@ def columns_of(row_format: config.RowFormat, of: Handler) -> Columns:
 
 def data_key(role: str) -> str:
     """The key of section `data` that names the column of `role`."""
-    return "data.curriculum.key" if role == "difficulty" else f"data.{role}_key"
+    return "data.curriculum.key" if role == "difficulty" else f"data.{role_key(role)}"
+
+
+def role_key(role: str) -> str:
+    """The key of a row format that names the column of `role`."""
+    return "additional_keys" if role == "additional" else f"{role}_key"
 
 
 def load_problems(

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from runtime.data.fields import Rejected, difficulty
+from runtime.data.fields import Rejected, difficulty, extra
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts
 from runtime.data.reading import PARQUET
@@ -84,8 +84,15 @@ def is_prepared(path: Path) -> bool:
         return False  # reading its rows says what is wrong with it
 
 
-def read(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, difficulty_key: str = "") -> Prompts:
-    """The prompts of a prepared file, which is mapped into memory.
+def read(
+    path: Path,
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    key: str,
+    difficulty_key: str = "",
+    additional_keys: Sequence[str] = (),
+) -> Prompts:
+    """The prompts of a prepared file, which is mapped into memory. `additional_keys` are columns that it carried over.
 
     Those over `max_prompt_tokens`, or without the difficulty asked for, are dropped and counted. Raises UserError, naming the
     configuration key `key`, for another tokenizer or template than the file's, and when none is left.
@@ -93,32 +100,37 @@ def read(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, key: str, dif
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    wanted = ["id", "source", "problem", "label", *([difficulty_key] if difficulty_key else [])]
+    wanted = ["id", "source", "problem", "label"]
+    more = {"data.curriculum.key": [difficulty_key] if difficulty_key else [], "data.additional_keys": additional_keys}
     try:
         schema = pq.read_schema(path)
-        if difficulty_key and difficulty_key not in schema.names:
-            raise UserError(
-                f"data.curriculum.key: {path} has no column {difficulty_key!r} (its columns: {', '.join(schema.names)})"
-            )
+        for named, name in ((named, name) for named, names in more.items() for name in names):
+            if name not in schema.names:
+                raise UserError(f"{named}: {path} has no column {name!r} (its columns: {', '.join(schema.names)})")
         info = _info(schema.metadata[METADATA], path, key)
         _check(info, tokenizer, path, key)
-        table = pq.read_table(path, columns=[*dict.fromkeys([*wanted, "tokens"])], memory_map=True)
+        columns = dict.fromkeys([*wanted, *chain(*more.values()), "tokens"])
+        table = pq.read_table(path, columns=[*columns], memory_map=True)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{key}: {path}: not a prepared file: {str(error).splitlines()[0]}") from error
     encoded = _slices(table["tokens"])
     dropped = dict(info.dropped)
     problems: list[Problem] = []
     tokens: list[np.ndarray] = []
-    columns = [table[name].to_pylist() for name in wanted]
-    for (id_, source, question, label, *hard), ids in zip(zip(*columns, strict=True), encoded, strict=True):
+    rows = zip(*(table[name].to_pylist() for name in columns if name != "tokens"), strict=True)
+    names = [name for name in columns if name != "tokens"]
+    for values, ids in zip(rows, encoded, strict=True):
+        row = dict(zip(names, values, strict=True))
         try:
-            level = difficulty({difficulty_key: hard[0]}, difficulty_key) if hard else 0.0
+            level = difficulty(row, difficulty_key) if difficulty_key else 0.0
+            carried = extra(row, additional_keys)
             if len(ids) > max_prompt_tokens:
                 raise Rejected(f"prompt over {max_prompt_tokens} tokens")
         except Rejected as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
             continue
-        problems.append(Problem(id_, [{"role": "user", "content": question}], label, source, level))
+        messages = [{"role": "user", "content": row["problem"]}]
+        problems.append(Problem(row["id"], messages, row["label"], row["source"], level, carried))
         tokens.append(ids)
     prompts = Prompts(problems=problems, tokens=tokens, rows=info.rows, dropped=dropped)
     if not problems:

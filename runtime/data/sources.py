@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.config import Data, RowFormat
 from runtime.data import prepared
 from runtime.data.chosen import row_format_of, sources
-from runtime.data.handlers import data_key, load_problems
+from runtime.data.handlers import data_key, load_problems, role_key
 from runtime.data.order import Share
 from runtime.data.prompts import Prompts, tokenise
 from runtime.data.tokenizer import Tokenizer
@@ -44,10 +44,10 @@ def read_prompts(
     Raises UserError for what cannot be used.
     """
     if prepared.is_prepared(Path(path)):
-        return prepared.read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key)
+        return prepared.read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, row_format.additional_keys)
 
     def column_key(role: str) -> str:
-        return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role}_key"
+        return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"
 
     problems = load_problems(path, row_format, key, difficulty_key, column_key)
     return tokenise(problems, tokenizer, max_prompt_tokens, key)

@@ -177,6 +177,7 @@ class Evaluator:
                 source=problem.source,
                 answers=True,
                 messages=problem.messages,
+                extra=problem.extra,
             )
             return generated, await self._scoring.score(scoring, index)
 

@@ -170,12 +170,14 @@ class GroupStage:
 
     async def _score(self, group: Group, payload: bytes, turn: int) -> None:
         ticket = group.ticket
+        problem = self._prompts.problems[ticket.problem]
         request = ScoreRequest(
             group_id=group.group_id,
             label=ticket.label,
             payload=payload,
             source=ticket.source,
-            messages=self._prompts.problems[ticket.problem].messages,
+            messages=problem.messages,
+            extra=problem.extra,
         )
         self._buffer.scored(await self._scoring.score(request, turn, group.asked))
         # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.

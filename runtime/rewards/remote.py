@@ -67,6 +67,7 @@ class RemoteScorer:
     def _items(self, request: ScoreRequest, payload: GroupPayload) -> list[RemoteItem]:
         texts = self._tokenizer.decode_batch([sample.tokens for sample in payload.samples])
         prompt = msgspec.convert(request.messages, list[ChatMessage])
+        extra = msgspec.json.encode(request.extra).decode()
         return [
             RemoteItem(
                 text=text,
@@ -75,6 +76,7 @@ class RemoteScorer:
                 tokens=len(sample.tokens),
                 finish_reason=sample.finish_reason,
                 prompt=prompt,
+                extra=extra,
             )
             for text, sample in zip(texts, payload.samples, strict=True)
         ]
@@ -96,7 +98,7 @@ def _calls(items: Sequence[RemoteItem], batch: int) -> Iterator[Sequence[RemoteI
     """Runs of at most `batch` items and CALL_CHARACTERS; an item that is longer goes alone."""
     start, characters = 0, 0
     for index, item in enumerate(items):
-        size = len(item.text) + len(item.label) + sum(len(message.content) for message in item.prompt)
+        size = len(item.text) + len(item.label) + len(item.extra) + sum(len(message.content) for message in item.prompt)
         if index > start and (index - start == batch or characters + size > CALL_CHARACTERS):
             yield items[start:index]
             start, characters = index, 0

@@ -19,6 +19,7 @@ class RemoteItem(msgspec.Struct, kw_only=True):
     tokens: int
     finish_reason: str
     prompt: list[ChatMessage]
+    extra: str  # a JSON object
 
 
 class RemoteScoreRequest(msgspec.Struct):

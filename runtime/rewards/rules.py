@@ -9,13 +9,19 @@
 A rule is a pure function of the reply's text (special tokens left out), the problem's label and the context; it may be
 `async`. A bool earns the configuration's `correct` or `wrong`; a float is the value itself. It runs in a worker process that is
 killed at its limits, unless its `screen` settles the case in the service: only for what is short and certain to end.
+
+A rule over a whole group sees all replies to a prompt at once, and gives a value for each, in their order:
+
+    @group_rule("rare")
+    def rare(texts: list[str], label: str, context: GroupContext) -> list[float]:
+        return [1 / texts.count(text) for text in texts]
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,23 +30,36 @@ from runtime.registry import Registry
 Value = bool | float
 
 
-class RuleContext(msgspec.Struct, frozen=True, array_like=True):
+class RuleContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a rule may want to know besides text and label."""
 
     source: str = ""  # the data source of the problem
     tokens: int = 0  # length of the reply, its stop token included
     finish_reason: str = "stop"  # "stop", "length" or "abort"
+    prompt: list[dict[str, str]] = []  # the messages before the reply, each with "role" and "content"
+    extra: dict[str, Any] = {}  # other columns of the row, by the names in data.additional_keys: JSON values
 
 
-Evaluate = Callable[[str, str, RuleContext], Value]
-EvaluateLater = Callable[[str, str, RuleContext], Awaitable[Value]]
+class GroupContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The same for a rule over a group: what a reply has of its own is a list, in the order of the texts."""
+
+    source: str = ""
+    tokens: list[int] = []
+    finish_reasons: list[str] = []
+    prompt: list[dict[str, str]] = []
+    extra: dict[str, Any] = {}
+
+
+Context = RuleContext | GroupContext
+Evaluate = Callable[..., "Value | list[Value]"]  # (text, label, RuleContext), or (texts, label, GroupContext)
+EvaluateLater = Callable[..., Awaitable["Value | list[Value]"]]
 Screen = Callable[[str, str, RuleContext], "Value | None"]
 Answer = Callable[[str], "str | None"]
 Function = TypeVar("Function", bound="Evaluate | EvaluateLater")
 
 
 class RewardRule(msgspec.Struct, frozen=True):
-    """A registered rule. `screen` answers None where the case is left to a worker.
+    """A registered rule. `screen` answers None where the case is left to a worker. `grouped`: it is one over whole groups.
 
     `answer` names a reply's final answer so that equal ones read alike ("1,000" and "1000."), None where there is none: what
     maj@k counts. It runs in the service, as a screen does: it must end in time linear in the text.
@@ -50,18 +69,21 @@ class RewardRule(msgspec.Struct, frozen=True):
     evaluate: Evaluate | EvaluateLater
     screen: Screen | None = None
     answer: Answer | None = None
+    grouped: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, or exception:NAME."""
+    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, or exception:NAME. Of a rule over a
+    group: `values`, one for each reply."""
 
     value: bool | float | None = None
     error: str = ""
+    values: list[bool | float] | None = None
 
     @property
     def unresolved(self) -> bool:
         """Neither a value nor an error: a screen left the case to a worker."""
-        return self.value is None and not self.error
+        return self.value is None and self.values is None and not self.error
 
 
 RULES: Registry[RewardRule] = Registry("rewards.rules.name")
@@ -77,30 +99,51 @@ def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) 
     return register
 
 
+def group_rule(name: str) -> Callable[[Function], Function]:
+    """Register the decorated function as the rule `name` over whole groups. It always runs in a worker."""
+
+    def register(function: Function) -> Function:
+        RULES.register(name)(RewardRule(name, function, grouped=True))
+        return function
+
+    return register
+
+
 def up_to(characters: int, function: Evaluate) -> Screen:
     """A screen for a function that takes linear time: `function` itself on replies of at most `characters`."""
 
     def screen(text: str, label: str, context: RuleContext) -> Value | None:
-        return function(text, label, context) if len(text) <= characters else None
+        if len(text) > characters:
+            return None
+        value: Value = function(text, label, context)  # type: ignore[assignment]  # it is one of single replies
+        return value
 
     return screen
 
 
-def attempt(function: Evaluate | Screen, text: str, label: str, context: RuleContext) -> Outcome:
-    """Call a rule or a screen. Whatever it raises becomes the outcome's error.
+def attempt(function: Evaluate | Screen, text: str | list[str], label: str, context: Context) -> Outcome:
+    """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error.
 
-    So does a value that is no number (exception:TypeError) or not finite (exception:ValueError).
+    So does a value that is no number (exception:TypeError) or not finite (exception:ValueError), and of a group another number
+    of values than it has texts (exception:ValueError).
     """
     try:
-        value = function(text, label, context)
-        return Outcome(value if value is None or isinstance(value, bool) else _finite(value))
+        value: Any = function(text, label, context)  # type: ignore[arg-type]  # a screen is called with one text
+        if isinstance(text, str):
+            return Outcome(value if value is None else _number(value))
+        values = [_number(each) for each in value]
+        if len(values) != len(text):
+            raise ValueError(f"{len(values)} values for {len(text)} texts")
+        return Outcome(values=values)
     except MemoryError:
         return Outcome(error="memory")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
         return Outcome(error=f"exception:{type(error).__name__}")
 
 
-def _finite(value: object) -> float:
+def _number(value: object) -> Value:
+    if isinstance(value, bool):
+        return value
     if not isinstance(value, (int, float)):
         raise TypeError(f"{type(value).__name__} is no number")
     if not math.isfinite(value):

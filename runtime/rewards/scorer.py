@@ -13,10 +13,10 @@ from runtime import codec, config
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
-from runtime.rewards.rules import Outcome, RewardRule, RuleContext, attempt
+from runtime.rewards.rules import GroupContext, Outcome, RewardRule, RuleContext, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
-from runtime.types import GroupPayload, ScoreRequest, Scores
+from runtime.types import GroupPayload, Sample, ScoreRequest, Scores
 
 
 class ReplyDecoder(Protocol):
@@ -77,8 +77,7 @@ class RewardScorer:
         payload = codec.decode(GroupPayload, request.payload)
         texts = self._tokenizer.decode_batch([sample.tokens for sample in payload.samples])
         replies = [
-            _Reply(text, request.label, RuleContext(request.source, len(sample.tokens), sample.finish_reason))
-            for text, sample in zip(texts, payload.samples, strict=True)
+            _Reply(text, request.label, _context(request, sample)) for text, sample in zip(texts, payload.samples, strict=True)
         ]
         scores = self._sum(payload.group_id, await self._evaluate(replies))
         if request.answers:
@@ -104,16 +103,16 @@ class RewardScorer:
     async def _evaluate(self, replies: list[_Reply]) -> list[list[Outcome]]:
         """The outcome of every rule (outer) on every reply (inner)."""
         outcomes = [[_screen(weighted.rule, reply) for reply in replies] for weighted in self._rules]
-        unresolved = [
-            (column, row) for column, found in enumerate(outcomes) for row, outcome in enumerate(found) if outcome.unresolved
-        ]
-        if unresolved:
-            tasks = [
-                Task(self._rules[column].settings.name, replies[row].text, replies[row].label, replies[row].context)
-                for column, row in unresolved
-            ]
-            for (column, row), outcome in zip(unresolved, await self.pool.run(tasks), strict=True):
-                outcomes[column][row] = outcome
+        tasks: list[Task] = []
+        places: list[tuple[int, slice]] = []  # the rule, and the replies that a task is about
+        for column, (weighted, found) in enumerate(zip(self._rules, outcomes, strict=True)):
+            name, every = weighted.settings.name, slice(0, len(replies))
+            rows = [every] if weighted.rule.grouped else [slice(at, at + 1) for at, one in enumerate(found) if one.unresolved]
+            tasks += [_task(name, replies[each], weighted.rule.grouped) for each in rows]
+            places += [(column, each) for each in rows]
+        if tasks:
+            for (column, rows_of), outcome in zip(places, await self.pool.run(tasks), strict=True):
+                outcomes[column][rows_of] = _each(outcome, len(replies[rows_of]))
         return outcomes
 
     def _sum(self, group_id: int, outcomes: list[list[Outcome]]) -> Scores:
@@ -135,6 +134,26 @@ class RewardScorer:
             values[name] = column.astype(np.float32)
         rewards = np.where(valid == 1, total, 0.0).astype(np.float32)
         return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=values, errors=dict(errors))
+
+
+def _context(request: ScoreRequest, sample: Sample) -> RuleContext:
+    return RuleContext(request.source, len(sample.tokens), sample.finish_reason, request.messages, request.extra)
+
+
+def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
+    """Of a rule over groups all replies; of another one the only one."""
+    first = replies[0]
+    if not grouped:
+        return Task(rule, first.text, first.label, first.context)
+    contexts = [reply.context for reply in replies]
+    tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
+    context = GroupContext(first.context.source, tokens, reasons, first.context.prompt, first.context.extra)
+    return Task(rule, [reply.text for reply in replies], first.label, context)
+
+
+def _each(outcome: Outcome, replies: int) -> list[Outcome]:
+    """One outcome for each reply: where a whole group failed, all have."""
+    return [outcome] * replies if outcome.values is None else [Outcome(value) for value in outcome.values]
 
 
 def _screen(rule: RewardRule, reply: _Reply) -> Outcome:

@@ -22,18 +22,18 @@ from typing import BinaryIO
 import msgspec
 
 from runtime.os_process import die_with_parent
-from runtime.rewards.rules import Evaluate, Outcome, RewardRule, RuleContext, Value, attempt
+from runtime.rewards.rules import Context, Evaluate, Outcome, RewardRule, Value, attempt
 
 LENGTH = struct.Struct("<I")
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """Evaluate `rule` (its configured name) on one reply."""
+    """Evaluate `rule` (its configured name) on one reply, or on the texts of a group."""
 
     rule: str
-    text: str
+    text: str | list[str]
     label: str
-    context: RuleContext
+    context: Context
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -77,8 +77,8 @@ def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate
     if not inspect.iscoroutinefunction(function):
         return function  # type: ignore[return-value]  # what is not a coroutine function returns a value
 
-    def call(text: str, label: str, context: RuleContext) -> Value:
-        value: Value = loop.run_until_complete(function(text, label, context))
+    def call(text: str | list[str], label: str, context: Context) -> Value | list[Value]:
+        value: Value | list[Value] = loop.run_until_complete(function(text, label, context))
         return value
 
     return call

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -72,11 +72,16 @@ def encoded(task: Task) -> bytes:
     try:
         return msgspec.msgpack.encode(task)
     except UnicodeEncodeError:
-        return msgspec.msgpack.encode(Task(task.rule, _whole(task.text), _whole(task.label), task.context))
+        return msgspec.msgpack.encode(_whole(msgspec.to_builtins(task)))
 
 
-def _whole(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _whole(value: Any) -> Any:
+    """`value` of lists, mappings and texts, with whole characters alone."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_whole(key): _whole(each) for key, each in value.items()}
+    return [_whole(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class Employer(Protocol):

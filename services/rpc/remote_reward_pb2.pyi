@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RemoteItem(_message.Message):
-    __slots__ = ("text", "label", "source", "tokens", "finish_reason", "prompt")
+    __slots__ = ("text", "label", "source", "tokens", "finish_reason", "prompt", "extra")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
     text: str
     label: str
     source: str
     tokens: int
     finish_reason: str
     prompt: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    def __init__(self, text: _Optional[str] = ..., label: _Optional[str] = ..., source: _Optional[str] = ..., tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+    extra: str
+    def __init__(self, text: _Optional[str] = ..., label: _Optional[str] = ..., source: _Optional[str] = ..., tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., extra: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")

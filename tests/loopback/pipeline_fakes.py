@@ -199,6 +199,7 @@ class FakeReward(FakeReplica):
         return 1.0
 
     async def score(self, request: ScoreRequest) -> Scores:
+        assert request.extra == {"label": request.label}  # also of a group that an earlier life of the coordinator admitted
         value = self.value(request)
         await self.reached(asyncio.sleep(self._seconds()))
         evaluated = request.group_id < 0  # an evaluation's groups count down from -1
@@ -391,5 +392,8 @@ class RunFolder:
 
 
 def _prompts(name: str, count: int) -> Prompts:
-    problems = [Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"test/{name}") for i in range(count)]
+    problems = [
+        Problem(f"{name}:{i}", [{"role": "user", "content": str(i)}], str(i), f"test/{name}", extra={"label": str(i)})
+        for i in range(count)
+    ]
     return Prompts(problems=problems, tokens=[np.arange(3, dtype=np.int32)] * count, rows=count, dropped={})

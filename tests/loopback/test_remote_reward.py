@@ -93,8 +93,10 @@ async def scorer(tokenizer: Tokenizer, port: int, fail: bool = False, **settings
         await client.close()
 
 
-def question(group_id: int, *texts: str, messages: Sequence[dict[str, str]] = ()) -> ScoreRequest:
-    return make_request(group_id, [1], [[*text.encode(), 257] for text in texts], list(messages))
+def question(
+    group_id: int, *texts: str, messages: Sequence[dict[str, str]] = (), extra: dict[str, Any] | None = None
+) -> ScoreRequest:
+    return make_request(group_id, [1], [[*text.encode(), 257] for text in texts], list(messages), extra=extra)
 
 
 def asked(tokenizer: Tokenizer, answer: Answer, request: ScoreRequest, **settings: Any) -> tuple[Scores, Judge]:
@@ -112,7 +114,7 @@ def asked(tokenizer: Tokenizer, answer: Answer, request: ScoreRequest, **setting
 
 def test_it_is_told_the_reply_and_its_problem(tokenizer: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]
-    scores, judge = asked(tokenizer, lengths, question(3, "5", "é", "six", messages=messages), weight=0.5)
+    scores, judge = asked(tokenizer, lengths, question(3, "5", "é", "six", messages=messages, extra={"level": 3}), weight=0.5)
     (items,) = judge.calls
     assert items[1] == RemoteItem(
         text="é",
@@ -121,6 +123,7 @@ def test_it_is_told_the_reply_and_its_problem(tokenizer: Tokenizer) -> None:
         tokens=3,
         finish_reason="stop",
         prompt=[ChatMessage("system", "Add."), ChatMessage("user", "2+3=")],
+        extra='{"level":3}',
     )
     assert scores.group_id == 3
     assert scores.rewards.tolist() == [0.5, 0.5, 1.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,14 @@ def make_request(
     replies: Sequence[np.ndarray | Sequence[int]],
     messages: list[dict[str, str]] | None = None,
     label: str = "5",
+    extra: dict[str, Any] | None = None,
 ) -> ScoreRequest:
     payload = GroupPayload(group_id=group_id, prompt=np.asarray(prompt, np.int32), samples=list(map(make_sample, replies)))
     return ScoreRequest(
-        group_id=group_id, label=label, payload=codec.encode(payload), source="test/train", messages=messages or []
+        group_id=group_id,
+        label=label,
+        payload=codec.encode(payload),
+        source="test/train",
+        messages=messages or [],
+        extra=extra or {},
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from runtime import config
@@ -35,6 +38,23 @@ def test_columns_and_system_prompt_come_from_the_configuration(tmp_path: Path) -
     (problem,) = load_problems(write(tmp_path / "a.jsonl", [{"problem": "p", "solution": "s"}]), data).problems
     assert problem.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "p"}]
     assert problem.label == "s"
+
+
+def test_additional_columns_are_json_values(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "answer": 2, "level": 3, "tests": [{"in": "é", "out": None}], "other": 1}]
+    path = write(tmp_path / "a.jsonl", rows)
+    (problem,) = load_problems(path, config.Data(additional_keys=["level", "tests"])).problems
+    assert problem.extra == {"level": 3, "tests": [{"in": "é", "out": None}]}
+    assert load_problems(path, config.Data()).problems[0].extra == {}
+    with pytest.raises(UserError, match=r"^data.additional_keys: .*a.jsonl:1 has no column 'year' \(its columns: "):
+        load_problems(path, config.Data(additional_keys=["year"]))
+
+
+def test_dates_of_parquet_are_text(tmp_path: Path) -> None:
+    table = pa.table({"question": ["q"], "answer": ["1"], "day": [date(2026, 1, 2)], "half": [0.5]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (problem,) = load_problems(str(tmp_path / "a.parquet"), config.Data(additional_keys=["day", "half"])).problems
+    assert problem.extra == {"day": "2026-01-02", "half": 0.5}
 
 
 def test_gsm8k_takes_the_number_after_the_last_mark(tmp_path: Path) -> None:

@@ -138,6 +138,19 @@ def test_training_takes_a_prepared_file_as_it_is(tmp_path: Path, model: Path) ->
     assert some.dropped[f"prompt over {shorter} tokens"] == outcome.prompts - len(some.problems) > 0
 
 
+def test_columns_that_were_carried_over_are_there_for_rules(tmp_path: Path, model: Path) -> None:
+    path = prepared(tmp_path, model, dataset_additional_keys=["level", "note"]).path
+    tokenizer = Tokenizer(str(model))
+    read = training_prompts(Data(train=path, additional_keys=["note", "level"], max_prompt_tokens=10_000), tokenizer)
+    source = {f"in/train:{at}": row for at, row in enumerate(rows(300), 1)}
+    assert read.problems
+    for problem in read.problems:
+        row = source[problem.id]
+        assert problem.extra == {"note": row["note"], "level": row["level"]}
+    with pytest.raises(UserError, match="^data.additional_keys: .* has no column 'year' "):
+        training_prompts(Data(train=path, additional_keys=["year"]), tokenizer)
+
+
 def test_a_prepared_file_for_another_model_is_refused(tmp_path: Path, model: Path) -> None:
     path = prepared(tmp_path, model, prompt_type="qwen").path
     data = Data(train=path, prompt_type="qwen")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from runtime import codec, config
-from runtime.errors import InvalidMessage, UserError
+from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.rules import Outcome, RuleContext, attempt
 from runtime.rewards.scorer import RewardScorer
@@ -81,6 +82,60 @@ def test_answers_are_named_where_they_are_asked_for() -> None:
     assert score(config.Rewards(rules=rules), asked).answers == ["1000", "1000", None, "1/2", "ab", None]
     assert score(config.Rewards(rules=rules), request(2, "5", "#### 5")).answers == []
     assert score(config.Rewards(rules=list(reversed(rules))), asked).answers == []
+
+
+SEEING = """
+from runtime.rewards.rules import GroupContext, RuleContext, group_rule, rule
+
+@rule("NAME_asked")
+def asked(text: str, label: str, context: RuleContext) -> float:
+    return context.extra["level"] * (context.prompt[-1] == {"role": "user", "content": "2+3="})
+
+@group_rule("NAME_rare")
+def rare(texts: list[str], label: str, context: GroupContext) -> list[float]:
+    if label == "short":
+        return [1.0]
+    if label == "raises":
+        raise KeyError(label)
+    assert len(context.tokens) == len(context.finish_reasons) == len(texts)
+    return [context.extra["level"] / texts.count(text) for text in texts]
+
+@group_rule("NAME_first")
+async def first(texts: list[str], label: str, context: GroupContext) -> list[bool]:
+    return [texts.index(text) == place for place, text in enumerate(texts)]
+"""
+
+
+def seeing(tmp_path: Path, *rules: str) -> config.Rewards:
+    """Rewards by rules of a file of one's own; a process registers a name once."""
+    name = f"seeing_{tmp_path.name}"
+    (tmp_path / "own.py").write_text(SEEING.replace("NAME", name))
+    return config.Rewards(rules=[config.Rule(name=f"{tmp_path}/own.py:{name}_{rule}", correct=2.0) for rule in rules])
+
+
+def of_group(label: str, *texts: str) -> ScoreRequest:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3="}]
+    replies = [[*text.encode(), 0] for text in texts]
+    return make_request(7, [0], replies, messages, label, extra={"level": 4})
+
+
+def test_a_rule_sees_prompt_and_columns_and_a_group_rule_all_replies(tmp_path: Path) -> None:
+    scores = score(seeing(tmp_path, "asked", "rare", "first"), of_group("5", "a", "b", "a", "c"))
+    asked, rare, first = scores.rules.values()
+    assert asked.tolist() == [4.0] * 4
+    assert rare.tolist() == [2.0, 4.0, 2.0, 4.0]
+    assert first.tolist() == [2.0, 2.0, 0.0, 2.0]  # a bool earns what the entry says
+    assert scores.rewards.tolist() == [8.0, 10.0, 6.0, 10.0]
+    assert (scores.valid.tolist(), scores.errors) == ([1] * 4, {})
+
+
+@pytest.mark.parametrize(("label", "reason"), [("raises", "exception:KeyError"), ("short", "exception:ValueError")])
+def test_a_group_rule_that_fails_masks_its_group_and_is_counted(tmp_path: Path, label: str, reason: str) -> None:
+    scores = score(seeing(tmp_path, "asked", "rare"), of_group(label, "a", "b"))
+    assert (scores.valid.tolist(), scores.rewards.tolist()) == ([0, 0], [0.0, 0.0])
+    assert scores.errors == {reason: 2}
+    with pytest.raises(ServiceFault, match=f"rule .*_rare: {reason} on sample 0 of group 7"):
+        score(replace(seeing(tmp_path, "rare"), on_error="fail"), of_group(label, "a", "b"))
 
 
 def test_an_answer_that_raises_is_counted_and_the_score_stays(tmp_path: Path) -> None:

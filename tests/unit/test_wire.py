@@ -187,6 +187,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
             payload=b"\xff",
             source="gsm8k",
             messages=[{"role": "user", "content": "é"}],
+            extra={"level": 3, "tests": [{"in": "é", "out": None}]},
         ),
         Scores(
             group_id=5,
@@ -217,6 +218,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
                     tokens=1 << 31,
                     finish_reason="stop",
                     prompt=[ChatMessage("user", "2+3="), ChatMessage("assistant", "")],
+                    extra='{"level": "é"}',
                 )
             ]
         ),
