@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column
 
 from runtime import status
-from runtime.shown import literal, say, shown
+from runtime.shown import say, shown
 
 LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 
@@ -65,7 +65,7 @@ class View:
             return
         if fresh or waits_for_another or now - self._last_line >= self._line_interval:
             self._line, self._last_line = text, now
-            self._console.print(literal(text))
+            say(self._console, text)
 
     def say(self, line: str) -> None:
         """A line of its own, which stays."""

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
+from runtime.data.preparation import LABELS
 from runtime.errors import ConfigError
 from runtime.mindspeed import algorithm, layout
 from runtime.mindspeed.keys import shown
@@ -93,6 +94,9 @@ def _data(keys: Settings) -> None:
     for name in ("prompt_type", "prompt_type_path"):
         setting = keys.role("actor", name)
         keys.put(f"data.{name}", setting.value, setting)
+    additional = keys.role("actor", "dataset_additional_keys")
+    if additional.given:
+        keys.put("data.additional_keys", [name for name in additional.value or () if name != LABELS], additional)
     handler, columns = keys.role("actor", "handler_name"), keys.role("actor", "map_keys")
     if handler.value is not None and handler.value not in _HANDLERS:
         keys.refuse(handler, f"must be one of {', '.join(_HANDLERS)}; write another one as FILE.py:NAME in data.handler")

@@ -147,7 +147,7 @@ def test_columns_that_were_carried_over_are_there_for_rules(tmp_path: Path, mode
     for problem in read.problems:
         row = source[problem.id]
         assert problem.extra == {"note": row["note"], "level": row["level"]}
-    with pytest.raises(UserError, match="^data.additional_keys: .* has no column 'year' "):
+    with pytest.raises(UserError, match=r"^data\.additional_keys: .* has no column 'year' "):
         training_prompts(Data(train=path, additional_keys=["year"]), tokenizer)
 
 

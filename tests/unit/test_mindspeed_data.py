@@ -45,3 +45,7 @@ def test_a_reward_model_of_the_older_format() -> None:
     assert got.raw["rewards"] == {"model": {"path": "orm"}}
     assert at(got, "services.reward_model.replicas") == 3
     assert at(got, "services.reference.processes") == 2
+
+
+def test_additional_columns_reach_the_rules_and_labels_are_there_anyway() -> None:
+    assert at(made(megatron_training={"dataset_additional_keys": ["labels", "level"]}), "data.additional_keys") == ["level"]
