@@ -13,8 +13,9 @@ from runtime import config
 from runtime.errors import ServiceFault
 from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.run import Run
-from runtime.types import ScoreRequest, Scores
-from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, LongTail, RunFolder
+from runtime.pipeline.states import Phase
+from runtime.types import ScoreRequest, Scores, StepResult
+from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, FakeTrainer, LongTail, RunFolder
 
 PATIENCE = 60.0  # seconds for something that is to happen
 ALONE = {"rewards": config.Rewards(model=config.RewardModel(path="model"))}
@@ -103,6 +104,44 @@ def test_both_are_told_the_problem(tmp_path: Path) -> None:
     RunFolder(tmp_path, steps=2, eval_problems=5, sections={"evaluation": settings}).run(with_model(Model()))
     assert {request.group_id < 0 for request in asked} == {True, False}
     assert all(request.messages == [{"role": "user", "content": request.label}] for request in asked)
+
+
+def test_what_a_former_life_left_without_scores_is_scored_with_its_own_problem(tmp_path: Path) -> None:
+    folder, asked = RunFolder(tmp_path, steps=6, sections={"checkpoint": config.Checkpoint(every=2)}), list[ScoreRequest]()
+    held = asyncio.Event()
+
+    class Never(FakeReward):
+        async def score(self, request: ScoreRequest) -> Scores:
+            if request.group_id == 17:
+                held.set()
+                await asyncio.wait_for(asyncio.Event().wait(), PATIENCE)
+            return await super().score(request)
+
+    class Asked(FakeReward):
+        async def score(self, request: ScoreRequest) -> Scores:
+            asked.append(request)
+            return await super().score(request)
+
+    class Trainer(FakeTrainer):
+        async def applied(self, step: int) -> StepResult:
+            if step == 3:
+                await asyncio.wait_for(held.wait(), PATIENCE)
+                raise ServiceFault(self.name, "Apply", "connection lost")
+            return await super().applied(step)
+
+    cast = Cast.make()
+    cast.reward, cast.trainer = Never(), Trainer(cast.weights)
+    assert folder.fails(cast).service == "trainer-0"
+    with LedgerReader(tmp_path / "ledger") as reader:
+        left = {row.group_id: row.label for row in reader.groups() if row.scores is None and row.phase == Phase.GENERATED}
+    assert 17 in left
+    again = Cast.make(50)
+    again.reward = Asked()
+    folder.run(again, resume=str(folder.checkpoint(2)))
+    scored = {request.group_id: request for request in asked}
+    assert scored[17].label == left[17]
+    assert scored[17].messages == [{"role": "user", "content": left[17]}]
+    assert scored[17].extra == {"label": left[17]}
 
 
 def test_the_status_names_the_one_that_has_not_answered(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from msgspec import structs
 
 from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run, loading
 from runtime.engines.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
-from runtime.errors import Unreachable, UserError
+from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.server import OPTIONS, Server
@@ -190,6 +191,59 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
             with pytest.raises(Unreachable, match="reward-0"):
                 await session.call("Score", request, 5.0)
             assert "Traceback" not in service.log
+
+    run(test())
+
+
+SEES = """
+from runtime.rewards.rules import group_rule, rule
+
+def screen(text, label, context):
+    return len(context.prompt[0]["content"]) if text == "screened" else None
+
+@rule("sees", screen=screen)
+def sees(text, label, context):
+    return context.extra["year"] + len(context.prompt[0]["content"])
+
+@group_rule("distinct")
+async def distinct(texts, label, context):
+    if label == "short":
+        return [1.0]
+    assert context.prompt == [{"role": "user", "content": "2+3="}] and context.extra == {"year": 2024}
+    assert len(context.tokens) == len(texts) == len(context.finish_reasons)
+    return [texts.count(text) == 1 for text in texts]
+"""
+
+
+def test_a_users_rules_see_prompt_and_extra_and_the_whole_group(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SEES)
+    rules = [Rule(name=f"{tmp_path}/own.py:sees"), Rule(name=f"{tmp_path}/own.py:distinct", wrong=-1.0)]
+
+    async def test() -> None:
+        async with registered(tmp_path, rewards=Rewards(rules=rules, workers=1)) as (_, _, session):
+            request = structs.replace(
+                score_request("a", "screened", "a"),
+                messages=[{"role": "user", "content": "2+3="}],
+                extra={"year": 2024},
+            )
+            scores: Scores = await session.call("Score", request, END)
+            assert scores.rules["sees"].tolist() == [2028.0, 4.0, 2028.0]
+            assert scores.rules["distinct"].tolist() == [-1.0, 1.0, -1.0]
+            assert (scores.valid.tolist(), scores.errors) == ([1, 1, 1], {})
+            failed: Scores = await session.call("Score", structs.replace(request, label="short"), END)
+            assert (failed.valid.tolist(), failed.errors) == ([0, 0, 0], {"exception:ValueError": 3})
+
+    run(test())
+
+
+def test_a_group_rule_that_fails_names_itself_and_the_group(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SEES)
+    rewards = Rewards(rules=[Rule(name=f"{tmp_path}/own.py:distinct")], workers=1, on_error="fail")
+
+    async def test() -> None:
+        async with registered(tmp_path, rewards=rewards) as (_, _, session):
+            with pytest.raises(ServiceFault, match=r"rule distinct.*exception:AssertionError on sample 0 of group 5"):
+                await session.call("Score", score_request("a", "b"), END)
 
     run(test())
 
