@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("plotly")
+pytest.importorskip("plotly", reason="needs plotly: make install")
 
 from launcher.report import report
 from runtime import layout
@@ -23,7 +23,7 @@ SECONDS = 90.0
 def browser() -> str:
     found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if found is None:
-        pytest.skip(f"needs one of {', '.join(BROWSERS)}")
+        pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}: apt-get install chromium")
     return found
 
 

@@ -23,7 +23,9 @@ LOSS = SILENCE + 30.0  # seconds until a loss is seen
 START = 180.0  # seconds until several machines' worth of processes train, or one more serves, on what may be two busy cores
 END = 90.0
 
-needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make install-dev"
+)
 LONG = ("training.steps=100000",)  # nobody waits for its end
 NODES: dict[str, Any] = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},

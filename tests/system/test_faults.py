@@ -70,7 +70,11 @@ MEGATRON_REFERENCE = ("services.reference.engine=megatron", "services.reference.
     ("role", "settings"),
     [
         ("trainer", ("publication.senders=all",)),
-        pytest.param("reference", MEGATRON_REFERENCE, marks=pytest.mark.skipif(no_megatron, reason="needs megatron-core")),
+        pytest.param(
+            "reference",
+            MEGATRON_REFERENCE,
+            marks=pytest.mark.skipif(no_megatron, reason="needs megatron-core: make install-dev"),
+        ),
     ],
 )
 def test_a_rank_that_is_killed_ends_its_group_and_the_run(

@@ -151,7 +151,7 @@ def test_a_mistake_of_the_users_is_not_tried_again(config: Path, tiny: Path, tmp
         assert str(tiny / "model") in one_line(run.errors)
 
 
-@pytest.mark.skipif(no_megatron, reason="needs megatron-core")
+@pytest.mark.skipif(no_megatron, reason="needs megatron-core: make install-dev")
 def test_a_reference_of_two_ranks_comes_back_whole(config: Path, tmp_path: Path) -> None:
     """It holds nothing: no step is made again."""
     settings = (

@@ -79,7 +79,7 @@ def write(path: Path, **content: Any) -> None:
 
 
 def assert_like_transformers(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make install")
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     ours = Tokenizer(str(folder))
     for messages in CONVERSATIONS:

@@ -30,7 +30,7 @@ from runtime.pipeline.turn_taking import TO_INFER, TO_TRAIN
 from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
 from tests.metric_names import described
 
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch: make install")
 
 from runtime.engines.critic_rank import CriticRank
 from runtime.engines.critic_torch import TorchCriticEngine

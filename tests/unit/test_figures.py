@@ -20,7 +20,7 @@ def draw(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_draws_runs_long_and_short_whatever_they_logged(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: make install")
     from runtime.figures import plot_run
 
     step = {"grpo/score/mean": 0.5, "staleness/mean": 0.7, "staleness/max": 2, "timing/all": 1.0, "timing/update": 0.6}
@@ -43,7 +43,7 @@ def test_draws_runs_long_and_short_whatever_they_logged(tmp_path: Path) -> None:
 
 
 def test_smoothing_is_the_mean_of_the_last_ten() -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: make install")
     import numpy as np
 
     from runtime.figures import _smoothed

@@ -74,18 +74,19 @@ def test_what_says_what_is_trained() -> None:
     assert not {"top_p", "top_k", "multi_turn_enable", "adv_estimator", "use_integrated_worker"} & essential()
 
 
-@pytest.mark.parametrize(("section", "name", "key"), KEYS, ids=[f"{section}.{name}" for section, name, _ in KEYS])
-def test_a_key_has_one_outcome_and_a_reason(section: str, name: str, key: Key) -> None:
-    assert [bool(key.to), bool(key.ignored), bool(key.refused)].count(True) == 1
-    assert set(key.to) <= OURS
-    assert "-" not in name
-    if key.to:
-        assert key.type or key.default is not None, "its type has to be known"
-        assert key.fault(b"x") != ""
-        assert key.fault(key.default) == ""
-    if key.refused:
-        assert key.asks_for_nothing(key.default)
-        assert not key.asks_for_nothing("something else")
+def test_a_key_has_one_outcome_and_a_reason() -> None:
+    for section, name, key in KEYS:
+        told = f"{section}.{name}"
+        assert [bool(key.to), bool(key.ignored), bool(key.refused)].count(True) == 1, told
+        assert set(key.to) <= OURS, told
+        assert "-" not in name
+        if key.to:
+            assert key.type or key.default is not None, f"{told}: its type has to be known"
+            assert key.fault(b"x") != "", told
+            assert key.fault(key.default) == "", told
+        if key.refused:
+            assert key.asks_for_nothing(key.default), told
+            assert not key.asks_for_nothing("something else"), told
 
 
 @pytest.mark.parametrize(

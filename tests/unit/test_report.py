@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from msgspec import structs
 
-pytest.importorskip("plotly")
+pytest.importorskip("plotly", reason="needs plotly: make install")
 
 from launcher import cli
 from launcher import report as launcher_report

@@ -15,7 +15,7 @@ PROTOS = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "proto").g
 
 def test_the_stubs_are_those_of_the_protocol_files(tmp_path: Path) -> None:
     if find_spec("grpc_tools") is None:
-        pytest.skip("grpcio-tools is not installed: the stubs cannot be generated again")
+        pytest.skip("needs grpcio-tools, to generate the stubs again: make install-dev")
     options = ["-I", "services/rpc=proto", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
     subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options, *PROTOS], cwd=ROOT, timeout=60, check=True)
     generated = {file.name: file.read_bytes() for file in (tmp_path / "services" / "rpc").iterdir()}
@@ -28,7 +28,7 @@ def test_the_stubs_are_those_of_the_protocol_files(tmp_path: Path) -> None:
 
 def test_the_code_needs_no_newer_python_than_3_10() -> None:
     if find_spec("vermin") is None:
-        pytest.skip("vermin is not installed: the oldest Python that runs the code cannot be told")
+        pytest.skip("needs vermin, which tells the oldest Python that runs the code: make install-dev")
     options = ["--target=3.10-", "--no-tips", "--violations", "--backport", "typing", "--exclude-regex", "_pb2"]
     done = subprocess.run(
         [sys.executable, "-c", "import vermin; vermin.main()", *options, "runtime", "services", "launcher"],

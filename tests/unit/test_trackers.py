@@ -135,7 +135,7 @@ def records(path: Path) -> list[bytes]:
 
 
 def test_tensorboard_messages_parse_as_events(tmp_path: Path) -> None:
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="needs tensorboardX: pip install tensorboardX")
     run([Tracker(name="tensorboard")], tmp_path)
     (path,) = (tmp_path / layout.TENSORBOARD).iterdir()
     version, first, second = (event_pb2.Event.FromString(record) for record in records(path))
@@ -150,7 +150,9 @@ def test_tensorboard_messages_parse_as_events(tmp_path: Path) -> None:
 
 
 def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: make install-dev"
+    )
     for step in (7, 300):  # two files, as after a resume
         events = EventFile(tmp_path)
         events.add(step, 1e9 + step, {"a/b": step / 2, "h": {1: 2, 3: 4}})
@@ -166,7 +168,7 @@ def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="needs wandb: pip install 'sluice-rl[wandb]'")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     run([Tracker(name="wandb", mode="offline")], tmp_path, timeout=60)
@@ -176,7 +178,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("swanlab")
+    pytest.importorskip("swanlab", reason="needs swanlab: pip install 'sluice-rl[swanlab]'")
     monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "settings"))
     monkeypatch.chdir(tmp_path)
     run([Tracker(name="swanlab", mode="offline")], tmp_path, timeout=60)
