@@ -107,9 +107,10 @@ def _rules(verifier: str | None) -> dict[str, RewardRule]:
     """The verifiers that may be needed, by the names that tasks use."""
     names = list(RULES) if verifier is None else [*FORMATS, verifier] if verifier == "format" else [verifier]
     rules = {name: find_rule(name, "--verifier") for name in names}
-    if grouped := [name for name, rule in rules.items() if rule.grouped]:
-        raise UserError(f"--verifier: {grouped[0]!r} is a rule over groups; must be one over single replies")
-    return rules
+    single = {name: rule for name, rule in rules.items() if not rule.grouped}
+    if verifier is not None and verifier not in single:
+        raise UserError(f"--verifier: {verifier!r} is a rule over groups; must be one over single replies")
+    return single
 
 
 def _opened(path: Path, mode: str) -> IO[Any]:

@@ -20,6 +20,7 @@ import psutil
 
 GRACE = 20.0  # seconds for what has been told to end; a process that is killed takes some on a busy machine
 POLL = 0.02
+COLLECT = 0.5  # seconds between two collections of garbage
 CLOCK = 0.01  # seconds: the kernel's steps between the times at which processes begin
 OWNER = "SLUICE_TEST_TMPDIR"
 """In the environment of every process that a test starts: the temporary folder of the worker that did."""
@@ -64,13 +65,13 @@ class Module:
 
 def left(before: frozenset[str], look: Callable[[], frozenset[str]]) -> list[str]:
     """What `look` sees that was not there `before`, once it has had time to go."""
-    deadline, collected = time.monotonic() + GRACE, False
+    deadline, collect = time.monotonic() + GRACE, 0.0
     while new := look() - before:
         if all(thing.startswith("file ") for thing in new) or time.monotonic() > deadline:
             return sorted(new)
-        if not collected:
-            gc.collect()  # servers and pools that nothing refers to
-            collected = True
+        if time.monotonic() > collect:
+            gc.collect()  # servers and pools that nothing refers to, or no thread any more
+            collect = time.monotonic() + COLLECT
         time.sleep(POLL)
     return []
 
