@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-GRACE = 20.0  # seconds for what has been told to end; a process that is killed takes some on a busy machine
+GRACE = 60.0  # seconds for what has been told to end: a process that is killed, a thread that gives up at its deadline
 POLL = 0.02
 COLLECT = 0.5  # seconds between two collections of garbage
 CLOCK = 0.01  # seconds: the kernel's steps between the times at which processes begin
