@@ -52,6 +52,18 @@ def test_it_goes_with_the_engine(shared: Path) -> None:
     assert left(shared) == ({ANOTHERS}, 0)
 
 
+@pytest.mark.parametrize(("longest", "beside"), [(1000, False), (10, True)])
+def test_sockets_go_with_the_engine_too_where_their_paths_are_short_enough(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, longest: int, beside: bool
+) -> None:
+    monkeypatch.setattr(leftovers, "_PATH_BYTES", longest)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    usual, made = tempfile.gettempdir(), Leftovers()
+    with made.starting():
+        assert os.environ["VLLM_RPC_BASE_PATH"] == (usual if beside else str(made._folder))
+    made.remove()
+
+
 def test_what_a_killed_engine_left_goes_with_the_next_and_what_is_in_use_stays(shared: Path) -> None:
     made = engine()
     leftovers.clear()

@@ -24,11 +24,11 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left() -> Iterator[None]:
     """After all tests: nothing in shared memory, and no folder of an engine's."""
-    from tests.system.runs import forgotten, shared_files
+    from tests.system.runs import END, eventually, forgotten, shared_files
 
     before, folders = shared_files(), left_folders()
     yield
-    assert not forgotten(before)
+    eventually(lambda: not forgotten(before), END, "that nothing is left in shared memory")
     assert left_folders() <= folders
 
 

@@ -26,8 +26,9 @@ _LOCK, _NOTED = "lock", "shared"
 _MEETING = "vllm_dist_"  # begins the names of files by which workers meet, and with them those of what these share
 _OF_VLLM = re.compile(rf"^(psm_[0-9a-f]+|.*cpushm_\d+|{_MEETING}.*)$")
 _MAPPED = re.compile(rf"{SHARED}/(\S+)$", re.MULTILINE)
-# Sockets stay where they would be: their paths must not become longer.
-_SOCKETS = "VLLM_RPC_BASE_PATH"
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of its sockets, named by UUIDs; vLLM removes none
+_PATH_BYTES = 107  # the longest path of a socket
+_UUID_BYTES = 36
 
 
 class Leftovers:
@@ -46,7 +47,8 @@ class Leftovers:
         """While vLLM starts: the temporary files of its processes go into the folder, and what they share is noted."""
         usual, variables = tempfile.gettempdir(), {name: os.environ.get(name) for name in ("TMPDIR", _SOCKETS)}
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
-        os.environ.setdefault(_SOCKETS, usual)
+        fits = len(os.fsencode(self._folder)) + 1 + _UUID_BYTES <= _PATH_BYTES
+        os.environ.setdefault(_SOCKETS, str(self._folder) if fits else usual)
         try:
             yield
             self.note()
