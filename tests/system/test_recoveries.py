@@ -62,10 +62,14 @@ def ends_well(run: Live) -> list[dict[str, Any]]:
     return steps(run.folder)
 
 
-def goes_back(points: list[dict[str, Any]]) -> int:
-    """The step of the checkpoint that the run went back to, once."""
+def goes_back(points: list[dict[str, Any]]) -> int | None:
+    """The step of the checkpoint that the run went back to, once; None where that was the last step, so that none was made
+    again."""
     told = [point["step"] for point in points]
-    at = next(at for at in range(1, len(told)) if told[at] <= told[at - 1])
+    at = next((at for at in range(1, len(told)) if told[at] <= told[at - 1]), None)
+    if at is None:
+        assert told == [*range(1, told[-1] + 1)]
+        return None
     assert told[:at] + told[at:] == [*range(1, told[at - 1] + 1), *range(told[at], told[-1] + 1)]
     return told[at] - 1
 
@@ -88,8 +92,7 @@ def test_a_group_under_training_goes_on_from_the_newest_checkpoint(
         run.says(f"{role}-0: run: ", BACK)
         run.says("recovering", BACK)
         back = goes_back(ends_well(run))
-        assert back % EVERY == 0
-        assert back > 0
+        assert back is None or (back % EVERY == 0 and back > 0)
         both = ("trainer-0", "critic-0") if role == "critic" else ("trainer-0",)
         assert {name: registrations(run)[name] for name in both} == dict.fromkeys(both, 2)
         assert (run.folder / "logs" / f"{role}-0.1.log").exists()
@@ -114,7 +117,7 @@ def test_what_is_made_again_after_the_loss_of_a_rank_is_what_would_have_been(tin
     with started(config, *BACKOFF, folder=tmp_path / "run") as run:
         ready(run)
         run.member("trainer-0", rank=1).kill()
-        assert goes_back(ends_well(run)) in (4, 8)
+        assert goes_back(ends_well(run)) in (4, 8, None)
     expected, found = (read_jsonl(one.folder / "metrics.jsonl") for one in (whole, run))
     for wanted, point in zip(expected, found, strict=True):
         for name in COMPARED:
