@@ -58,9 +58,10 @@ def threads_and_files() -> list[int]:
     return [len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))]
 
 
-def mappings() -> int:
-    """How often memory files of weights are mapped into this process."""
-    return Path("/proc/self/maps").read_text().count("memfd:sluice-weights")
+def mappings() -> set[str]:
+    """Where memory files of weights are mapped into this process: lines with address and file, so that what a test before left
+    to the garbage collector is told from a test's own."""
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:sluice-weights" in line}
 
 
 def settles(counts: Callable[[], list[int]], most: list[int]) -> bool:
