@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -16,7 +17,6 @@ from tests import leftovers
 
 BEFORE = pytest.StashKey[frozenset[str]]()
 MODULE = pytest.StashKey[leftovers.Module]()
-FOLDER = pytest.StashKey[Path]()
 SKIPPED = pytest.StashKey[str]()
 
 
@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """One temporary folder for the session, with those of its workers and of its tests, which is removed in the end."""
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     if not worker:
-        config.stash[FOLDER] = folder = Path(tempfile.mkdtemp(prefix="sluice-"))
+        folder = Path(tempfile.mkdtemp(prefix="sluice-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # behind multiprocessing's, which removes what it has there
         config.option.basetemp = config.option.basetemp or str(folder / "t")
         # Tests leave no file behind, but torch's compiler may make this folder of its own.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
@@ -34,8 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if FOLDER in config.stash:
-        shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
     if SKIPPED in config.stash:
         print(config.stash[SKIPPED])  # behind pytest's own last line
 

@@ -93,7 +93,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _files() -> list[str]:
-    return [f"file {name}" for name in _names(os.environ[OWNER])]
+    return [f"file {name}" for name in _names(os.environ[OWNER]) if not name.startswith("pymp-")]  # a fork server's socket
 
 
 def _ports() -> list[str]:
@@ -142,6 +142,14 @@ def _process(pid: int) -> str:
         process = psutil.Process(pid)
         command = " ".join(process.cmdline())
         ended = process.status() == psutil.STATUS_ZOMBIE
+        parent = process.parent()
+        helps = _helps(command) and not (
+            parent and _helps(" ".join(parent.cmdline()))
+        )  # what a fork server forked is a process
     except psutil.Error:
         return ""
-    return "" if ended or any(helper in command for helper in _HELPERS) else f"process {pid}: {command[:200]}"
+    return "" if ended or helps else f"process {pid}: {command[:200]}"
+
+
+def _helps(command: str) -> bool:
+    return any(helper in command for helper in _HELPERS)

@@ -5,30 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
+from runtime.config import Optimizer
 from runtime.engines import conversion
-from tests.loopback.megatron_member import Layout
+from tests.closeness import STEP, assert_close, forward_terms
+from tests.loopback.megatron_member import OPTIMIZER, STEPS, Layout
+from tests.unit.training_steps import assert_metrics, assert_updated
 
 Found = dict[str, Any]
 
 
 def assert_equal(found: Found, expected: Found, last: int = 0) -> None:
-    """`last`: only that many steps from the end were made."""
+    """But for rounding, which adds up from the first step on. `last`: only that many steps from the end were made."""
+    first = STEPS - last if last else 0
     numbers, metrics = expected["numbers"][-last:], expected["metrics"][-last:]
-    for own, other in zip(found["numbers"], numbers, strict=True):
+    for step, (own, other) in enumerate(zip(found["numbers"], numbers, strict=True), first):
         assert other.count_nonzero()
-        torch.testing.assert_close(own, other, rtol=0, atol=2e-5)
-    for own, other in zip(found["metrics"], metrics, strict=True):
-        assert own.keys() == other.keys()
-        for name in other.keys() - {"padding_waste"}:  # which depends on the packing alone
-            norm = name.endswith("grad_norm")
-            assert own[name] == pytest.approx(other[name], rel=1e-5 if norm else 2e-4, abs=0 if norm else 1e-5), name
-    assert found["published"].keys() == expected["published"].keys()
-    for name, tensor in expected["published"].items():
-        torch.testing.assert_close(found["published"][name], tensor, rtol=0, atol=1e-5, msg=name)
+        terms = step * STEP + forward_terms(tokens=46)
+        assert_close(own, other, terms=terms, what=f"numbers of step {step}")
+    for step, (own, other) in enumerate(zip(found["metrics"], metrics, strict=True), first):
+        own, other = ({name: each[name] for name in each if name != "padding_waste"} for each in (own, other))
+        assert_metrics(own, other, steps=step + 1)
+    assert_updated(found["published"], expected["published"], Optimizer(**OPTIMIZER), steps=STEPS)
 
 
 def assert_published(folder: Path, layout: Layout, found: Found) -> None:

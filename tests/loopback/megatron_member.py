@@ -1,15 +1,13 @@
-"""One rank of a trainer in some layout: `python -m tests.loopback.megatron_member FOLDER RANK COUNT LAYOUT ROLE [RESUMED]`.
+"""One rank of a trainer in some layout.
 
 It trains FOLDER/policy, or as the critic FOLDER/critic, for some steps, from the beginning or from what the layout RESUMED
-saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. LAYOUT is `Layout` as JSON; tensor 0 is the torch engine.
+saved in the middle; rank 0 writes what it found to FOLDER/NAME.pt. A layout with tensor 0 is the torch engine.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import shutil
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,15 +23,16 @@ from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
 from runtime.engines import critic_rank, train_rank, train_rows
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
-from tests.loopback.ranks import DEADLINE, as_rank, run_ranks
+from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import make_probes, run_step
 
 STEPS, SAVED = 5, 3
 CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
+OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm": 0.5}  # so that no rounding becomes a sign
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
-    "optimizer": {"learning_rate": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.1},
+    "optimizer": {**OPTIMIZER, "weight_decay": 0.1},
     "training": {"max_tokens_per_microbatch": 40},
 }
 
@@ -71,18 +70,17 @@ class Layout(NamedTuple):
         if role == "trainer":
             return make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
         config = make_config(str(folder / "policy"), dtype=self.dtype, **SECTIONS | {"algorithm": CRITIC})
-        critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(max_grad_norm=0.5))
+        critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(**OPTIMIZER))
         return replace(config, critic=critic, services=replace(config.services, critic=settings))
 
 
-def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer") -> dict[str, Any]:
+def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer", context: Any = FORKED) -> dict[str, Any]:
     """What rank 0 found: log-probabilities (or values) before each step, metrics, and the tensors published in the end, by
     name."""
-    arguments = (json.dumps(layout), role, *([resumed] if resumed else []))
     if not resumed:
         for name in ("saved-by", "end-of"):
             shutil.rmtree(folder / f"{name}-{layout.name}", ignore_errors=True)
-    run_ranks(__name__, folder, layout.processes, *arguments)
+    run_ranks(member, folder, layout.processes, layout, role, resumed, context=context)
     found: dict[str, Any] = torch.load(folder / f"{layout.name}.pt")
     return found
 
@@ -91,8 +89,7 @@ def groups_of(step: int) -> list[TrainGroup]:
     return make_groups(step, (5, 4, 6, 3), step=step)
 
 
-def member(rank: int, folder: Path) -> None:
-    layout, role, resumed = Layout(*json.loads(sys.argv[4])), sys.argv[5], sys.argv[6:]
+def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> None:
     config = layout.config(folder, role)
     device = torch.device("cpu")
     kind: Any = train_rank.engine_type if role == "trainer" else critic_rank.engine_type
@@ -100,7 +97,7 @@ def member(rank: int, folder: Path) -> None:
     if role == "trainer":  # fixed, and their sum is not 0
         engine._advantages = lambda rows, *_: rows.rewards[:, None].astype(np.float64) + 0.5
     if resumed:
-        engine.load(str(folder / f"saved-by-{resumed[0]}"))
+        engine.load(str(folder / f"saved-by-{resumed}"))
     leaders = data_leaders(getattr(config.services, role))
     numbers, metrics = [], []
     saving: Future[None] | None = None
@@ -166,7 +163,3 @@ def assert_shares_are(engine: Any, rank: int, gathered: list[torch.Tensor]) -> N
         assert {0}.union(*holders) == set(targets)
         for target, tensor in zip(targets, gathered, strict=True):
             assert torch.equal(shares[target].pop(0), tensor)
-
-
-if __name__ == "__main__":
-    as_rank(member)

@@ -18,7 +18,6 @@ import torch
 from runtime.config import Trainer
 from runtime.engines import train_rank
 from runtime.errors import ServiceFault
-from tests.loopback.ranks import as_rank
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import comparable, make_probes, weights
 
@@ -155,7 +154,3 @@ def use_small_buckets() -> None:
     from runtime.engines.megatron import optimizer
 
     optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
-
-
-if __name__ == "__main__":
-    as_rank(member)

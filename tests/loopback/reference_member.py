@@ -16,7 +16,7 @@ from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer
 from runtime.engines.group_rank import use_megatron
 from runtime.types import LogprobRequest
-from tests.loopback.ranks import as_rank, run_two
+from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups
 
 LAYOUTS = {
@@ -41,7 +41,7 @@ def requests() -> list[LogprobRequest]:
 
 def spread(folder: Path) -> dict[str, dict[int, np.ndarray]]:
     """The values that two ranks find, by layout and group."""
-    run_two(__name__, folder)
+    run_two(member, folder)
     found: dict[str, dict[int, np.ndarray]] = {name: {} for name in LAYOUTS}
     for file in folder.glob("*-?.npz"):
         found[file.stem[:-2]] |= {int(group): values for group, values in np.load(file).items()}
@@ -78,7 +78,3 @@ def member(rank: int, folder: Path) -> None:
         if share:
             np.savez(folder / f"{name}-{rank}.npz", **{str(result.group_id): result.values for result in found})
         scorer._grid.close()
-
-
-if __name__ == "__main__":
-    as_rank(member)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import in_thread
-from tests.loopback.ranks import as_rank, run_ranks
+from tests.loopback.ranks import run_ranks
 from tests.unit.training_cases import make_config, make_groups, make_policy
 
 DEADLINE = 60.0
@@ -116,9 +115,11 @@ def shared_ways(rank: int, folder: Path, engine: str, processes: int) -> list[li
     return [published(folder, engine, rank, processes, overlap=each, within=False, senders=senders) for each, senders in ways]
 
 
-def member(rank: int, folder: Path) -> None:
-    ways = shared_ways if sys.argv[5:] else all_ways
-    found = ways(rank, folder, sys.argv[4], int(sys.argv[3]))
+Ways = Callable[[int, Path, str, int], list[list[dict[str, torch.Tensor]]]]
+
+
+def member(rank: int, folder: Path, engine: str, processes: int, ways: Ways) -> None:
+    found = ways(rank, folder, engine, processes)
     if rank == 0:
         torch.save(found, folder / "published.pt")
 
@@ -131,7 +132,7 @@ def test_what_is_sent_without_a_copy_is_what_is_sent_with_one(tmp_path: Path, en
     if processes == 1:
         found = all_ways(0, tmp_path, engine, 1)
     else:
-        run_ranks(__name__, tmp_path, processes, engine)
+        run_ranks(member, tmp_path, processes, engine, processes, all_ways)
         found = torch.load(tmp_path / "published.pt")
     undisturbed, with_copy, without = found
     first, middle, last = with_copy
@@ -146,7 +147,7 @@ def test_what_two_ranks_send_each_a_part_of_is_what_one_sends(tmp_path: Path, en
     if engine == "megatron":
         pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
     make_policy(tmp_path / "policy")
-    run_ranks(__name__, tmp_path, 2, engine, "shared")
+    run_ranks(member, tmp_path, 2, engine, 2, shared_ways)
     one, copied, gathered = torch.load(tmp_path / "published.pt")
     assert not equal(one[:1], one[1:])
     assert equal(copied, one)
@@ -158,7 +159,3 @@ def equal(left: Sequence[dict[str, torch.Tensor]], right: Sequence[dict[str, tor
         one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         for one, other in zip(left, right, strict=True)
     )
-
-
-if __name__ == "__main__":
-    as_rank(member)

@@ -10,7 +10,7 @@ import torch
 
 from runtime.config import Trainer
 from runtime.engines import train_rank
-from tests.loopback.ranks import as_rank, run_ranks
+from tests.loopback.ranks import run_ranks
 from tests.unit.training_cases import make_config, make_policy
 
 pytestmark = pytest.mark.numeric
@@ -24,7 +24,7 @@ ROUNDING = UPDATES * 2.0**-24  # relative, of float32: each update rounds a weig
 
 def test_the_master_weights_follow_the_arithmetic(tmp_path: Path) -> None:
     make_policy(tmp_path / "policy")
-    run_ranks(__name__, tmp_path, 1)
+    run_ranks(member, tmp_path, 1)
 
 
 def member(rank: int, folder: Path) -> None:
@@ -71,7 +71,3 @@ class Adam:
         first = self._first / (1 - BETAS[0] ** self._count)
         second = self._second / (1 - BETAS[1] ** self._count)
         self.weights = self.weights - RATE * first / (second.sqrt() + EPS)
-
-
-if __name__ == "__main__":
-    as_rank(member)

@@ -15,4 +15,4 @@ pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 's
 
 def test_neither_changes_a_bit(tmp_path: Path) -> None:
     make_policy(tmp_path / "policy", tied=False)
-    run_two(megatron_overlap_member.__name__, tmp_path)
+    run_two(megatron_overlap_member.member, tmp_path)

@@ -254,7 +254,7 @@ def test_a_receiver_that_is_killed_is_named_at_once(members: list[Member]) -> No
     killed.process.kill()
     with pytest.raises(ServiceFault, match=r"bucket 0 of \d+ of version 0\.1 was not taken: rank 1 \(rollout-0\) is gone"):
         sending.result(PATIENCE)
-    assert innocent.hear()[:2] == ["fault", "transfer"]
+    assert innocent.hear()[:2] == ("fault", "transfer")
     leave(members[1:], group)
 
 
@@ -266,7 +266,7 @@ def test_a_receiver_that_stops_is_named_by_the_deadline(members: list[Member]) -
     gather(sender, 1)
     with pytest.raises(DeadlineExceeded, match=r"was not taken: waited in vain for rank 2 \(rollout-1\)"):
         sender.send(group, PolicyVersion(0, 1), 0.5).result(PATIENCE)
-    assert members[0].hear()[:2] == ["fault", "transfer"]
+    assert members[0].hear()[:2] == ("fault", "transfer")
     leave(members[:1], group)
 
 

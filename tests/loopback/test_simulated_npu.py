@@ -22,6 +22,7 @@ import torch
 from runtime import platform
 from runtime.types import PolicyVersion
 from runtime.weights.sender import WeightSender
+from tests.loopback.ranks import FRESH
 from tests.loopback.weight_cases import MANIFEST, gather
 from tests.loopback.weight_members import Member, connect, leave, post
 
@@ -31,7 +32,7 @@ assert platform.collective_backend("auto", device) == "hccl"
 assert platform.memory(device).available == platform.memory(device).total // 2 + (2 << 20)
 state = platform.rng_state(device)
 platform.set_rng_state(device, state)
-members = [Member("rollout-0", simulated_npu=True)]
+members = [Member("rollout-0", FRESH)]
 said = {"device": str(device)}
 try:
     group = connect(members, 1, 90.0, backend="hccl")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +18,10 @@ from msgspec import Struct
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.spmd import Relay
 from runtime.weights.sender import in_thread
+from tests.loopback.ranks import Helper, heard
 
 DEADLINE = 8.0  # of the relays: a machine may be busy
 PATIENCE = 100.0
-ROOT = Path(__file__).parents[2]
 
 
 class Begin(Struct, tag="begin", frozen=True):
@@ -51,52 +47,37 @@ def open_store() -> dist.TCPStore:
 # --------------------------------------------------------------------------------------- a rank in its own process
 
 
-def child() -> None:
-    """A rank per line of stdin (port, rank, world size), which reports what it receives, one JSON line each.
+def child(connection: Any) -> None:
+    """A rank for each time that it is told (port, rank, world size), which says what it receives.
 
-    As rank 0 it sends `Begin(1)` and stays until the next line.
+    As rank 0 it sends `Begin(1)` and stays until it is told more.
     """
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        port, rank, world_size = json.loads(line)
+    words = heard(connection)
+    for port, rank, world_size in words:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
         relay = connect(store, rank, world_size)
-        print(json.dumps("connected"), flush=True)
+        connection.send("connected")
         if rank == 0:
             relay.send(Begin(1))
-            sys.stdin.readline()
+            next(words)
         else:
             try:
                 while (command := relay.receive()) is not None:
-                    words = ["begin", command.step] if isinstance(command, Begin) else ["load", float(command.values.sum())]
-                    print(json.dumps(words), flush=True)
-                print(json.dumps("end"), flush=True)
+                    connection.send(
+                        ("begin", command.step) if isinstance(command, Begin) else ("load", float(command.values.sum()))
+                    )
+                connection.send("end")
             except ServiceFault as fault:
-                print(json.dumps(["fault", str(fault)]), flush=True)
+                connection.send(("fault", str(fault)))
         relay.close()
 
 
-class Child:
+class Child(Helper):
     def __init__(self) -> None:
-        words = [sys.executable, "-c", "from tests.loopback.test_spmd import child; child()"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        self.process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def tell(self, *words: int) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        super().__init__(child)
 
     def signal(self, how: signal.Signals) -> None:
         os.kill(self.process.pid, how)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +90,9 @@ def started() -> Iterator[list[Child]]:
 
 @pytest.fixture
 def pool(started: list[Child]) -> list[Child]:
-    """Two children, which import torch once for all tests: but for those in the place of children that a test has killed."""
-    started[:] = [one for one in started if one.process.poll() is None]
-    new = [Child() for _ in range(2 - len(started))]
-    started.extend(new)
-    for one in new:
-        assert one.hear() == "ready"
+    """Two children: those of the test before, unless it has killed them."""
+    started[:] = [one for one in started if one.process.is_alive()]
+    started.extend(Child() for _ in range(2 - len(started)))
     return list(started)
 
 
@@ -142,7 +120,7 @@ def test_commands_arrive_in_order_and_then_the_end(stack: ExitStack, pool: list[
     relay.send(Begin(8))
     relay.close()
     for one in pool:
-        assert [one.hear() for _ in range(5)] == [["begin", 7], ["load", 50_000.0], ["load", 508.0], ["begin", 8], "end"]
+        assert [one.hear() for _ in range(5)] == [("begin", 7), ("load", 50_000.0), ("load", 508.0), ("begin", 8), "end"]
 
 
 def test_what_is_sent_aside_goes_past_what_waits() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from runtime.engines import train_sharding
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
-from tests.loopback.ranks import as_rank, run_two
+from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics, assert_updated, make_probes
 
@@ -187,7 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     make_policy(folder / "policy")
     one_rank(folder).save(str(folder / "saved-by-one"))
-    run_two(__name__, folder)
+    run_two(two_ranks, folder)
     return folder
 
 
@@ -282,7 +282,3 @@ def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: di
         assert expected["grad_norm"] > 0
         assert_metrics(results["uneven"][case][step], expected, steps=step + 1)
     assert_trained(tensors["uneven"][case], engine)
-
-
-if __name__ == "__main__":
-    as_rank(two_ranks)

@@ -19,7 +19,7 @@ from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import ServiceFault
 from runtime.types import TrainGroup, ValueRequest
 from tests.closeness import STEP, assert_close
-from tests.loopback.ranks import as_rank, run_two
+from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics
 
@@ -97,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "policy").mkdir()
     make_policy(folder / "policy")
-    run_two(__name__, folder)
+    run_two(two_ranks, folder)
     return folder
 
 
@@ -128,7 +128,3 @@ def test_every_rank_names_the_samples_of_the_rank_whose_loss_is_not_finite(folde
     assert "micro-batch of samples 1:" in other
     written = json.loads((folder / "nonfinite" / "trainer-step-00000000.json").read_text())
     assert {group for micro_batch in written["micro_batches"] for group, _ in micro_batch} == {1}
-
-
-if __name__ == "__main__":
-    as_rank(two_ranks)

@@ -14,7 +14,7 @@ from runtime.engines import hf_policy
 from runtime.engines.train_torch import TorchTrainEngine
 from runtime.types import TrainGroup
 from tests.closeness import assert_close
-from tests.loopback.ranks import as_rank, run_two
+from tests.loopback.ranks import run_two
 from tests.loopback.test_train_fsdp import flat_weights, run_step
 from tests.unit.lora_cases import LORA, assert_merged, lora_config
 from tests.unit.training_cases import make_groups, make_policy
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy = make_policy(folder / "policy")
     hf_policy.load_policy(policy).to(torch.bfloat16).save_pretrained(folder / "half")
     one_rank(folder).save(str(folder / "saved-by-one"))
-    run_two("tests.loopback.test_train_lora", folder)
+    run_two(two_ranks, folder)
     return folder
 
 
@@ -134,7 +134,3 @@ def test_passes_in_bfloat16(folder: Path, results: dict):
         expected = run_step(engine, [step_groups(step)]).metrics
         for name in ("actor/entropy", "actor/pg_loss", "grad_norm"):
             assert results["half"][step][name] == pytest.approx(expected[name], rel=5e-2, abs=1e-2)
-
-
-if __name__ == "__main__":
-    as_rank(two_ranks)

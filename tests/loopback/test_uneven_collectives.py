@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.engines.megatron import uneven
-from tests.loopback.ranks import as_rank, run_two
+from tests.loopback.ranks import run_two
 
 SIZES = ((3, 2), (0, 4), (2, 2), (0, 0))  # rows of the two ranks
 
@@ -32,12 +32,8 @@ def two_ranks(rank: int, folder: Path) -> None:
 
 
 def test_parts_of_different_sizes(tmp_path: Path) -> None:
-    run_two(__name__, tmp_path)
+    run_two(two_ranks, tmp_path)
     for rank in range(2):
         for sizes, (gathered, own) in zip(SIZES, torch.load(tmp_path / f"{rank}.pt"), strict=True):
             assert torch.equal(gathered, torch.cat([part(owner, rows) for owner, rows in enumerate(sizes)]))
             assert torch.equal(own, part(0, sizes[rank]) + part(1, sizes[rank]))
-
-
-if __name__ == "__main__":
-    as_rank(two_ranks)

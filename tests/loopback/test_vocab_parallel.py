@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from runtime.algorithms.logprobs import token_logprobs
 from runtime.engines.megatron import vocab_parallel
-from tests.loopback.ranks import as_rank, run_two
+from tests.loopback.ranks import run_two
 
 pytestmark = pytest.mark.numeric
 
@@ -47,7 +47,7 @@ def two_ranks(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vocabulary")
-    run_two(__name__, folder)
+    run_two(two_ranks, folder)
     return folder
 
 
@@ -74,7 +74,3 @@ def test_a_rank_may_have_nothing_of_the_vocabulary(results: Path) -> None:
         torch.testing.assert_close(logp, torch.full((2,), -torch.log(torch.tensor(3.0)).item()))
         torch.testing.assert_close(entropy, -logp)
         assert gradient.shape == (2, width)
-
-
-if __name__ == "__main__":
-    as_rank(two_ranks)

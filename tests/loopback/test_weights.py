@@ -42,7 +42,7 @@ def test_two_processes_receive_every_version_whole(members: list[Member], transp
         result = sender.send(group, PolicyVersion(0, version), PATIENCE).result(PATIENCE)
         whole = sum(bucket.total_bytes for bucket in sender.buckets)
         assert result.nbytes == whole if transport in ("collective", "shared_memory") else 0 < result.nbytes < 1.1 * whole
-        assert [one.hear() for one in members] == [["staged", version, True]] * 2
+        assert [one.hear() for one in members] == [("staged", version, True)] * 2
     leave(members, group)
 
 
@@ -73,7 +73,7 @@ def test_a_corrupted_bucket_is_caught_and_named(
     post(members, 2, PATIENCE)  # the group is whole
     gather(sender, 2)
     sender.send(group, PolicyVersion(0, 2), PATIENCE).result(PATIENCE)
-    assert [one.hear() for one in members] == [["staged", 2, True]] * 2
+    assert [one.hear() for one in members] == [("staged", 2, True)] * 2
     leave(members, group)
 
 
@@ -110,5 +110,5 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     post(members, 5, PATIENCE)
     gather(sender, 5)
     sender.send(group, PolicyVersion(0, 5), PATIENCE).result(PATIENCE)
-    assert [one.hear() for one in members] == [["staged", 5, True]] * 2
+    assert [one.hear() for one in members] == [("staged", 5, True)] * 2
     leave(members, group)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import threading
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from runtime import platform
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
-from runtime.weights.plan import GroupAddress
 from runtime.weights.receiver import Staged, WeightReceiver
+from tests.loopback.ranks import FORKED, Helper, heard
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, same, threads_and_files
 
 ROOT = Path(__file__).parents[2]
@@ -27,81 +24,69 @@ ROOT = Path(__file__).parents[2]
 SIMULATED_NPU = ROOT / "tests" / "simulated_npu"
 
 
-def member() -> None:
-    """Serve commands, one JSON line each, until stdin ends; answers come as they are ready, the first once it serves."""
-    torch.set_num_threads(1)
+class Answers:
+    """What a process says, from several threads."""
+
+    def __init__(self, connection: Any):
+        self._connection, self._lock = connection, threading.Lock()
+
+    def say(self, *words: Any) -> None:
+        with self._lock:
+            self._connection.send(words)
+
+
+def member(connection: Any) -> None:
+    """Serve commands until the test ends; answers come as they are ready, the first once it serves."""
     platform.device()
-    receiver = WeightReceiver(MANIFEST)
-    answer("ready")
+    answers, receiver = Answers(connection), WeightReceiver(MANIFEST)
+    answers.say("ready")
     group: WeightGroup | None = None
-    for line in sys.stdin:
-        op, *rest = json.loads(line)
+    for op, *rest in heard(connection):
         if op == "join":
             group = None
-            group = join(msgspec.convert(rest[0], GroupAddress), rest[1])
-            answer("joined", group.rank)
+            group = join(*rest)
+            answers.say("joined", group.rank)
         elif op == "receive":
             assert group is not None
             version, deadline = rest
-            receiver.receive(group, PolicyVersion(0, version), deadline).add_done_callback(report)
-            answer("posted", version)
+            receiver.receive(group, PolicyVersion(0, version), deadline).add_done_callback(partial(report, answers))
+            answers.say("posted", version)
         elif op == "leave":
             if group is not None:
                 group.abort()
-            answer("left", 0)
+            answers.say("left", 0)
         else:
-            answer("counts", threads_and_files())
+            answers.say("counts", threads_and_files())
 
 
-def answer(*words: Any) -> None:
-    print(json.dumps(words), flush=True)
-
-
-def report(future: Future[Staged]) -> None:
+def report(answers: Answers, future: Future[Staged]) -> None:
     error = future.exception()
     if isinstance(error, ServiceFault):
-        answer("fault", error.phase, str(error))
+        answers.say("fault", error.phase, str(error))
     elif error is not None:
-        answer("error", repr(error))
+        answers.say("error", repr(error))
     else:
         staged = future.result()
         whole = same(staged.tensors(), staged.version.step)
         staged.release()
-        answer("staged", staged.version.step, whole)
+        answers.say("staged", staged.version.step, whole)
 
 
-class Member:
-    def __init__(self, name: str, simulated_npu: bool = False):
+class Member(Helper):
+    def __init__(self, name: str, context: Any = FORKED):
+        super().__init__(member, context)
         self.name = name
-        code = "from tests.loopback.weight_members import member; member()"
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        if simulated_npu:
-            env["PYTHONPATH"] = os.pathsep.join((str(SIMULATED_NPU), env.get("PYTHONPATH", "")))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
         self._is_ready = False
 
     def ready(self) -> None:
         """Return once it serves."""
         if not self._is_ready:
-            assert self.hear() == ["ready"]
+            assert self.hear() == ("ready",)
             self._is_ready = True
 
     def tell(self, *words: Any) -> None:
         self.ready()
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> list[Any]:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        super().tell(*words)
 
 
 def connect(
@@ -117,17 +102,17 @@ def connect(
     names = ("trainer", *(one.name for one in members))
     pending = host(epoch, len(names), "127.0.0.1", backend, timeout, "trainer", transport, folder, names=names)
     for rank, one in enumerate(members, 1):
-        one.tell("join", msgspec.to_builtins(msgspec.structs.replace(pending.address, rank=rank)), one.name)
+        one.tell("join", msgspec.structs.replace(pending.address, rank=rank), one.name)
     group = pending.connect()
     for rank, one in enumerate(members, 1):
-        assert one.hear() == ["joined", rank]
+        assert one.hear() == ("joined", rank)
     return group
 
 
 def post(members: list[Member], version: int, deadline: float) -> None:
     for one in members:
         one.tell("receive", version, deadline)
-        assert one.hear() == ["posted", version]
+        assert one.hear() == ("posted", version)
 
 
 def leave(members: list[Member], group: WeightGroup) -> None:

@@ -1,17 +1,15 @@
-"""One rank of a GPTModel of megatron-core: `python -m tests.system.classic_member FOLDER RANK COUNT CASE`.
+"""One rank of a GPTModel of megatron-core.
 
-CASE is `Case` as JSON. It either fills the model with random weights and saves them as Megatron-LM's own checkpoints are saved,
-or loads such a checkpoint, strictly. The last stage writes the logits (or values) of TOKENS to FOLDER/logits.pt. Of
-Sluice it uses what makes megatron-core run on a CPU, and nothing of the conversion.
+It either fills the model with random weights and saves them as Megatron-LM's own checkpoints are saved, or
+loads such a checkpoint, strictly. The last stage writes the logits (or values) of TOKENS to FOLDER/logits.pt. Of Sluice it
+uses what makes megatron-core run on a CPU, and nothing of the conversion.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
-import sys
 import types
 import zlib
 from pathlib import Path
@@ -23,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from runtime.engines.megatron import facade
-from tests.loopback.ranks import as_rank, run_ranks
+from tests.loopback.ranks import run_ranks
 
 TOKENS = [5, 17, 3, 99, 42, 8, 61, 0, 23, 77, 12, 34]
 PADDED = 104  # of 101
@@ -57,13 +55,12 @@ class Case(NamedTuple):
 
 def run(folder: Path, case: Case) -> torch.Tensor:
     """What the last stage computed."""
-    run_ranks("tests.system.classic_member", folder, case.processes, json.dumps(case._asdict()))
+    run_ranks(member, folder, case.processes, case)
     found: torch.Tensor = torch.load(folder / "logits.pt", weights_only=True)
     return found
 
 
-def member(rank: int, folder: Path) -> None:
-    case = Case(**json.loads(sys.argv[4]))
+def member(rank: int, folder: Path, case: Case) -> None:
     facade.prepare(torch.device("cpu"))
     from megatron.core import parallel_state, tensor_parallel
 
@@ -343,7 +340,3 @@ def forward(models: list[Any], case: Case) -> torch.Tensor | None:
         else:
             found = output[0]
     return found
-
-
-if __name__ == "__main__":
-    as_rank(member)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from runtime.config.checks import megatron
 from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import Layout, train
+from tests.loopback.ranks import FRESH
 from tests.system.runs import ROOT
 from tests.unit.training_cases import make_policy
 
@@ -42,8 +42,8 @@ def expected(folder: Path) -> dict[str, Any]:
 def test_a_layout_is_the_torch_engine(
     folder: Path, expected: dict[str, Any], layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(OLDER), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    found = train(folder, layout)
+    monkeypatch.syspath_prepend(str(OLDER))
+    found = train(folder, layout, context=FRESH)
     assert found["megatron"] == VERSION
     assert_equal(found, expected)
 
