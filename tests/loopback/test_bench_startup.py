@@ -30,11 +30,13 @@ def text_of(report: Report) -> str:
 
 
 def test_idle_processes_are_started_counted_and_ended() -> None:
+    before = {*psutil.Process().children()}
     found = asyncio.run(startup._idle("sluice", 2))
     assert found.processes == 3
     assert 0 < found.seconds < startup.DEADLINE
     assert 0 < found.memory.pss_bytes <= found.memory.rss_bytes
-    assert not [child for child in psutil.Process().children() if child.is_running() and child.status() != "zombie"]
+    left = {*psutil.Process().children()} - before
+    assert not [child for child in left if child.is_running() and child.status() != "zombie"]
 
 
 def test_one_that_cannot_start_is_a_fault_that_says_why() -> None:

