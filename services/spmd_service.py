@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,7 +103,11 @@ class Leader(SpmdService):
             else:
                 letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, phase, repr(error)))
 
-        work.add_done_callback(lambda _: loop.call_soon_threadsafe(answer))
+        def tell(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the service has closed, and with it its loop
+                loop.call_soon_threadsafe(answer)
+
+        work.add_done_callback(tell)
 
     async def _execute(self, command: Any) -> Any:
         before = time.monotonic()
