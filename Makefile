@@ -16,8 +16,8 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
 
-# Two processes: while a test of one waits for a deadline, one of the other computes. In an order of chance, whose seed is told.
-WORKERS := -n 2 --dist worksteal
+# Three processes for two cores: tests wait for deadlines too. In an order of chance, whose seed is told.
+WORKERS := -n 3 --dist worksteal
 
 test: install-dev
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) tests/unit tests/loopback tests/contract
@@ -27,7 +27,7 @@ test-numeric: install-dev
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(WORKERS) -m numeric tests/unit tests/loopback
 
 test-all: install-dev install-vllm .megatron-0.12/installed test-numeric
-	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) tests/system
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal tests/system
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.

@@ -53,7 +53,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which keeps what a test logged, and so its errors' frames
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     yield
     module = _module(item)

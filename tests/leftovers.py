@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -69,11 +70,19 @@ def left(before: frozenset[str], look: Callable[[], frozenset[str]]) -> list[str
     while new := look() - before:
         if all(thing.startswith("file ") for thing in new) or time.monotonic() > deadline:
             return sorted(new)
+        if all(thing.startswith("port ") for thing in new) and _are_leaving():
+            return []
         if time.monotonic() > collect:
             gc.collect()  # servers and pools that nothing refers to, or no thread any more
             collect = time.monotonic() + COLLECT
         time.sleep(POLL)
     return []
+
+
+def _are_leaving() -> bool:
+    """Whether this process lets go of a group of gloo's, which then closes its ports: at once, but where gloo has forgotten a
+    send only by the deadline of the transfer (runtime/weights/gloo_mesh.py)."""
+    return any(thread.name == "leave-gloo" for thread in threading.enumerate())
 
 
 def end(things: list[str]) -> None:

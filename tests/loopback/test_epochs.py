@@ -36,9 +36,8 @@ from services.trainer import TrainerService
 from tests.loopback.weight_cases import MANIFEST, expected, same
 
 DEADLINE = 100.0
-# Longer than a test may take: what waits for one of these deadlines fails. But a send that gloo forgets as a group is aborted
-# ends with the transfer's deadline alone, and with it the group's ports: before the suite calls them left behind.
-PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=40.0, commit_timeout=600.0, abort_timeout=600.0)
+# Longer than a test may take: what waits for one of these deadlines fails.
+PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
 INPLACE = replace(PUBLICATION, staging="inplace")
 IMPATIENT = replace(PUBLICATION, transfer_timeout=4.0, abort_timeout=4.0)
 
