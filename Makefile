@@ -7,8 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 TRL_PIP := $(TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-# Several pools of threads on the same cores slow each other down severely.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
+# Several pools of threads on the same cores slow each other down severely. Hundreds of processes import the same modules, which
+# are compiled once, also where the environment says otherwise.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run test test-numeric test-all check format proto reference install install-dev install-vllm install-trl clean accept-ascend accept-cuda \
 	accept-cpu contract-wheels cluster-demo docs mutants

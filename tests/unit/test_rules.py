@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,9 @@ def imports(node: ast.AST) -> Iterator[str]:
         yield from imports(child)
 
 
-IMPORTS = {file: set(imports(tree)) for file, tree in TREES.items()}
+@cache
+def imports_of(file: str) -> set[str]:
+    return set(imports(TREES[file]))
 
 
 def within(module: str, package: str) -> bool:
@@ -87,7 +90,7 @@ def offenders(files: list[str], forbidden: set[str]) -> list[str]:
     return [
         f"{file} imports {module}"
         for file in files
-        for module in sorted(IMPORTS[file])
+        for module in sorted(imports_of(file))
         if any(within(module, package) for package in forbidden)
     ]
 
@@ -135,16 +138,16 @@ def test_pure_modules_are_built_on_pure_modules() -> None:
     }
     for file in FILES:
         if file.startswith(PURE):
-            own = {module for module in IMPORTS[file] if within(module, "runtime")}
+            own = {module for module in imports_of(file) if within(module, "runtime")}
             assert all(any(within(module, leaf) for leaf in leaves) for module in own), file
 
 
 def test_one_module_alone_translates_between_protobuf_and_runtime() -> None:
     for file in FILES:
-        stubs = {module for module in IMPORTS[file] if within(module, "services.rpc")} - {"services.rpc"}
+        stubs = {module for module in imports_of(file) if within(module, "services.rpc")} - {"services.rpc"}
         if file not in TRANSLATORS:
             assert stubs <= {"services.rpc.common_pb2"}, file  # frames and errors, which both ends of a stream handle
-            assert not any(within(module, "google") for module in IMPORTS[file]), file
+            assert not any(within(module, "google") for module in imports_of(file)), file
 
 
 def test_what_only_some_machines_have_is_imported_in_its_own_file() -> None:
