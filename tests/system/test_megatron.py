@@ -10,7 +10,7 @@ from runtime.checkpoint import steps as checkpoints
 from runtime.ledger.reader import LedgerReader
 from tests.system.conftest import make_tiny
 from tests.system.runs import ROOT, check_gone, eventually, started, steps, summary, trained, write_config
-from tests.system.test_spmd import COMPARED, VARIETY
+from tests.system.test_spmd import SMOOTH, VARIETY, assert_compared
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 pytestmark = pytest.mark.timeout(900)
@@ -31,7 +31,7 @@ def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tmp
         tiny,
         rewards={"rules": [{"name": f"{rule}:variety"}]},
         algorithm={"kl_coefficient": 0.1},
-        training={"steps": STEPS, "staleness": 0, "optimizer": {"learning_rate": 1e-3}},
+        training={"steps": STEPS, "staleness": 0, "optimizer": SMOOTH},
         checkpoint={"every": STEPS - 1},
     )
     alone = trained(config, folder=tmp_path / "torch", timeout=RUN)
@@ -40,8 +40,7 @@ def test_it_has_the_losses_of_the_torch_engine_and_resumes_in_another_layout(tmp
     spread = trained(config, *PIPELINE, *REFERENCE, "run.resume=auto", folder=tmp_path / "megatron", timeout=RUN)
     for own, other in zip(steps(spread.folder), steps(alone.folder), strict=True):
         assert other["grad_norm"] > 1e-3
-        for name in COMPARED:
-            assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), f"{name} of step {own['step']}"
+        assert_compared(own, other)
 
 
 # In the trainer's interpreter: the files of the second checkpoint reach the disk no more.

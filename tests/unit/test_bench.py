@@ -22,6 +22,7 @@ from launcher.benches.worker import Bench, Measured, Worker, total
 from runtime.config import Config
 from runtime.errors import ServiceFault, UserError
 from runtime.status import Progress
+from tests.closeness import STEP, assert_close, forward_terms
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,8 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loop._schedule, "step", lambda: None)  # which would ask for a step before it
     loop._train(prompts, replies, advantages)
     for got, wanted in zip(seen, expected, strict=True):
-        torch.testing.assert_close(got, wanted * min(1.0, 1.0 / float(norm)), rtol=1e-3, atol=1e-6)
+        clipped = wanted * min(1.0, 1.0 / float(norm))
+        assert_close(got, clipped, terms=STEP, scale=float(clipped.norm()))
 
 
 def test_padding_does_not_change_logprobs(loop: PlainLoop) -> None:
@@ -106,7 +108,7 @@ def test_padding_does_not_change_logprobs(loop: PlainLoop) -> None:
     assert mask.tolist() == [[0, 1, 1, 1], [1, 0, 0, 0]]
     with torch.no_grad():
         together, alone = logprobs(loop._model, tokens), logprobs(loop._model, torch.tensor([[7, 11]]))
-    assert together[1, 0] == pytest.approx(float(alone[0, 0]), abs=1e-5)
+    assert_close(together[1, 0], alone[0, 0], terms=forward_terms(tokens=5))
 
 
 # ---------------------------------------------------------------------------------------------- the measures
