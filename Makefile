@@ -28,7 +28,8 @@ test-numeric: install-dev
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(WORKERS) -m numeric tests/unit tests/loopback
 
 test-all: install-dev install-vllm .megatron-0.12/installed test-numeric
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal tests/system
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm' tests/system
+	$(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/system
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.

@@ -18,6 +18,7 @@ TINY = Settings(shapes=(Shape(128, 1, 4, 2, 64),), sequences=(8, 16), rounds=2, 
 
 
 @needs_vllm
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_both_engines_are_measured(tmp_path: Path) -> None:
     report = asyncio.run(measure(tmp_path, str(VLLM_PYTHON), TINY))

@@ -93,7 +93,9 @@ EMBEDDED = ("services=one_machine",)
 OTHERS = ("services=one_machine_vllm", f"services.rollout.python={VLLM_PYTHON}")
 
 
-@pytest.mark.parametrize("layout", [EMBEDDED, pytest.param(OTHERS, marks=needs_vllm)], ids=["embedded", "vllm"])
+@pytest.mark.parametrize(
+    "layout", [EMBEDDED, pytest.param(OTHERS, marks=[needs_vllm, pytest.mark.vllm])], ids=["embedded", "vllm"]
+)
 def test_dapo_of_a_mixture_of_experts(tmp_path: Path, layout: tuple[str, ...]) -> None:
     run = rehearsed(tmp_path, "dapo_qwen3_30b_a3b", math17k, "model=tiny:qwen3_moe", *layout, LETTERS)
     found = check(run.folder, 8)

@@ -22,7 +22,7 @@ from tests.system.runs import (
 )
 from tests.system.test_faults import all_gone, everyone
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START = 300.0  # vLLM takes its time
 STEPS = 150  # in the first of which vLLM is killed
