@@ -58,7 +58,7 @@ VARIABLES = (
 LAST = 20  # lines of a failed check's output that the report keeps
 
 
-class Outcome(Struct, kw_only=True):
+class CheckOutcome(Struct, kw_only=True):
     """`detail` says why a check failed or was left out, or what was different about it."""
 
     check: str
@@ -68,21 +68,21 @@ class Outcome(Struct, kw_only=True):
     figures: dict[str, Any] = {}
 
 
-class Report(Struct, kw_only=True):
+class AcceptReport(Struct, kw_only=True):
     device: str
     began: str  # local time
     machine: dict[str, str]
     versions: dict[str, str]
     variables: dict[str, str]
     tool: str  # what npu-smi, nvidia-smi or lscpu says
-    outcomes: list[Outcome]
+    outcomes: list[CheckOutcome]
 
     @property
     def passed(self) -> bool:
         return all(outcome.result != "failed" for outcome in self.outcomes)
 
 
-async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> Report:
+async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
     """Run every check and write `folder`/report.md and report.json. Raises UserError when the folder is taken."""
     _begin(folder, config)
     report = await _about(device)
@@ -96,14 +96,14 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
         if check == "quickstart":
             outcome = await _quickstart(device, count, folder, config, steps)
         elif check == "publication" and device != "cpu" and count == 1:
-            outcome = Outcome(check=check, result="left out", detail="needs two devices")
+            outcome = CheckOutcome(check=check, result="left out", detail="needs two devices")
         else:
             outcome = await _run(check, _worker(check, device, model), folder / f"{check}.log")
             count = outcome.figures.get("devices", count)
         report.outcomes.append(outcome)
         _write(folder, report)
         if check == "platform" and outcome.result == "failed":
-            report.outcomes += [Outcome(check=one, result="left out", detail="there is no device") for one in CHECKS[1:]]
+            report.outcomes += [CheckOutcome(check=one, result="left out", detail="there is no device") for one in CHECKS[1:]]
             break
     shutil.rmtree(model)
     _write(folder, report)
@@ -148,7 +148,7 @@ def placement(device: Device, count: int) -> list[str]:
     ]
 
 
-async def _quickstart(device: Device, count: int, folder: Path, config: Path, steps: int) -> Outcome:
+async def _quickstart(device: Device, count: int, folder: Path, config: Path, steps: int) -> CheckOutcome:
     """GRPO of the quickstart: warm-up, rollouts, rewards, reference, trainer, publications and an evaluation."""
     overrides = [*placement(device, count), f"run.dir={folder / 'run'}", f"training.steps={steps}", "run.overwrite=true"]
     if device == "npu":
@@ -164,7 +164,7 @@ async def _quickstart(device: Device, count: int, folder: Path, config: Path, st
     return outcome
 
 
-async def _run(check: str, command: Sequence[str], log: Path, figures: bool = True) -> Outcome:
+async def _run(check: str, command: Sequence[str], log: Path, figures: bool = True) -> CheckOutcome:
     began, deadline = time.monotonic(), DEADLINES[check]
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
@@ -182,18 +182,18 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
     seconds = time.monotonic() - began
     lines = printed.decode(errors="replace").strip().splitlines()
     if code == 0:
-        return Outcome(check=check, result="passed", seconds=seconds, figures=json.loads(lines[-1]) if figures else {})
+        return CheckOutcome(check=check, result="passed", seconds=seconds, figures=json.loads(lines[-1]) if figures else {})
     late = [f"did not end within {deadline:g} s"] if seconds >= deadline else []
-    return Outcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + _last_lines(lines, log)))
+    return CheckOutcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + _last_lines(lines, log)))
 
 
 def _last_lines(printed: list[str], log: Path) -> list[str]:
     return [*printed, *log.read_text(errors="replace").strip().splitlines()][-LAST:]
 
 
-async def _about(device: Device) -> Report:
+async def _about(device: Device) -> AcceptReport:
     distributions = {name: _version(name) for name in ("sluice-rl", *PACKAGES)}
-    return Report(
+    return AcceptReport(
         device=device,
         began=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         machine={
@@ -232,12 +232,12 @@ def _tool(command: Sequence[str]) -> str:
     return done.stdout or done.stderr
 
 
-def _write(folder: Path, report: Report) -> None:
+def _write(folder: Path, report: AcceptReport) -> None:
     (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     (folder / "report.md").write_text(render(report), encoding="utf-8")
 
 
-def render(report: Report) -> str:
+def render(report: AcceptReport) -> str:
     """The report as Markdown."""
     whole = len(report.outcomes) == len(CHECKS)
     verdict = "**Failed**" if not report.passed else "Passed" if whole else "Not all checks were made"

@@ -12,7 +12,7 @@ from runtime.errors import UserError
 from runtime.shown import say
 
 if TYPE_CHECKING:
-    from runtime.engines.conversion_parts import Report, Show
+    from runtime.engines.conversion_parts import ConversionReport, Show
     from runtime.engines.families.naming import Naming
 
 MEGABYTE = 1_000_000
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     say(console, f"folder: {options.target}")
 
 
-def _from_hf(options: argparse.Namespace, show: Show) -> Report:
+def _from_hf(options: argparse.Namespace, show: Show) -> ConversionReport:
     import torch
 
     from runtime.engines import conversion
@@ -84,13 +84,13 @@ def _from_hf(options: argparse.Namespace, show: Show) -> Report:
 
 
 def _naming(options: argparse.Namespace) -> Naming:
-    from runtime.engines.families.naming import Experts, Naming
+    from runtime.engines.families.naming import ExpertStorage, Naming
 
     fused = options.transformer_impl == "transformer_engine"
-    grouped = Experts.NUMBERED if fused else Experts.GROUPED
+    grouped = ExpertStorage.NUMBERED if fused else ExpertStorage.GROUPED
     return Naming(
         fused=fused,
-        experts=grouped if options.moe_grouped_gemm else Experts.SEQUENTIAL,
+        experts=grouped if options.moe_grouped_gemm else ExpertStorage.SEQUENTIAL,
         reward_head=options.value_head == "rm_head",
     )
 
@@ -102,7 +102,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
         raise UserError(f"{option}: {text!r} is not a list of numbers such as 9,10,9") from None
 
 
-def _told(report: Report) -> list[str]:
+def _told(report: ConversionReport) -> list[str]:
     megabytes = report.nbytes / MEGABYTE
     rate = f"{megabytes / max(report.seconds, 1e-3):,.0f} MB/s"
     lines = [

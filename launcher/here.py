@@ -18,7 +18,7 @@ from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, loading
 from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, UserError
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 MEETINGS = len(GROUPS) * TRIES
 
@@ -75,11 +75,11 @@ def placement_faults(config: Config, here: NodeOffer, trains: bool) -> list[str]
     return []
 
 
-def placement_table(config: Config, here: NodeOffer) -> Table:
+def placement_table(config: Config, here: NodeOffer) -> LiteralTable:
     """Which process is to be where, by node and device. Raises ConfigError."""
     nodes = offers(config, here)
     placed = place(config, nodes, waits=bool(config.cluster.min_nodes))
-    rows = Table("node", "device", "processes", title="coordinator: " + (config.services.coordinator.host or here.name))
+    rows = LiteralTable("node", "device", "processes", title="coordinator: " + (config.services.coordinator.host or here.name))
     for row in table(placed, nodes):
         rows.add_row(*row)
     for instance in placed.pending:

@@ -13,7 +13,7 @@ from runtime.mindspeed import report
 from runtime.mindspeed.keys import essential
 from runtime.mindspeed.reading import read
 from runtime.mindspeed.translate import Translation, translate
-from runtime.shown import Table, say
+from runtime.shown import LiteralTable, say
 
 _PRINTED = 200  # columns, where nobody's terminal says how many
 _WIDEST = {"MindSpeed-RL": 60, "value": 30}  # columns of the table's
@@ -84,14 +84,14 @@ def _console() -> Console:
 
 
 def _print(console: Console, file: Path, output: Path, told: Path | None, translation: Translation) -> None:
-    table = Table(title=file.name, title_justify="left")
+    table = LiteralTable(title=file.name, title_justify="left")
     for column in report.COLUMNS:
         table.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
     for row in translation.rows:
         table.add_row(*report.cells(row))
     console.print(table)
     if translation.carried:
-        defaults = Table("left to its default", "there", "here", title_justify="left")
+        defaults = LiteralTable("left to its default", "there", "here", title_justify="left")
         for each in translation.carried:
             defaults.add_row(each.path, each.value, ", ".join(each.ours))
         console.print(defaults)

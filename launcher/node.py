@@ -40,7 +40,7 @@ FAILED_GRACE = 3.0  # seconds that processes have to end in when the run failed,
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
-class Follower:
+class FollowerNode:
     """A node without the coordinator."""
 
     def __init__(self, config: Config, here: Here, verbose: bool):
@@ -134,7 +134,7 @@ def run_node(options: argparse.Namespace) -> int:
 
 
 async def follow(config: Config, here: Here, verbose: bool) -> None:
-    await Follower(config, here, verbose).run()
+    await FollowerNode(config, here, verbose).run()
 
 
 if __name__ == "__main__":

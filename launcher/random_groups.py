@@ -18,7 +18,7 @@ REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST = 96, 0.9, 16
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_SHORTEST = 48, 0.5, 16
 
 
-class Lengths(NamedTuple):
+class GroupLengths(NamedTuple):
     """Tokens of one group: its prompt, and each reply [n]."""
 
     prompt: int
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
         return [self.prompt + reply for reply in self.replies]
 
 
-def draw_lengths(config: Config) -> list[list[Lengths]]:
+def draw_lengths(config: Config) -> list[list[GroupLengths]]:
     """Of the groups of each batch. Lognormal, clipped to what the configuration allows: `data.max_prompt_tokens` and
     `sampling.max_new_tokens`. The same for every model."""
     random = np.random.default_rng(0)
@@ -39,10 +39,10 @@ def draw_lengths(config: Config) -> list[list[Lengths]]:
         drawn: list[int] = np.exp(random.normal(math.log(median), sigma, count)).clip(shortest, longest).astype(int).tolist()
         return drawn
 
-    def group() -> Lengths:
+    def group() -> GroupLengths:
         (prompt,) = lognormal(PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_SHORTEST, config.data.max_prompt_tokens, 1)
         limit, size = config.sampling.max_new_tokens, config.sampling.group_size
-        return Lengths(prompt, lognormal(REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST, limit, size))
+        return GroupLengths(prompt, lognormal(REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST, limit, size))
 
     return [[group() for _ in range(config.training.groups_per_step)] for _ in range(BATCHES)]
 
@@ -63,7 +63,7 @@ def draw_groups(config: Config) -> list[list[TrainGroup]]:
             finish_reason="stop",
         )
 
-    def group(number: int, lengths: Lengths) -> TrainGroup:
+    def group(number: int, lengths: GroupLengths) -> TrainGroup:
         prompt = random.integers(0, vocabulary, lengths.prompt).astype(np.int32)
         payload = GroupPayload(group_id=number, prompt=prompt, samples=[reply(length) for length in lengths.replies])
         size = len(lengths.replies)

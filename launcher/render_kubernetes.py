@@ -40,7 +40,7 @@ _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["A
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-class _Group(Struct, frozen=True):
+class _JobNodes(Struct, frozen=True):
     """Nodes that are one Job. `agent`: their agents' name, $(NODE_INDEX) being a pod's place in the Job."""
 
     job: str
@@ -71,17 +71,17 @@ def render(plan: Plan, claim: str = "") -> dict[str, str]:
     return {"sluice.yaml": to_yaml(header, *documents)}
 
 
-def _groups(plan: Plan) -> list[_Group]:
+def _groups(plan: Plan) -> list[_JobNodes]:
     """The coordinator's node first. Raises ConfigError when a name is not one for a host."""
     if plan.named:
         check_names([node.name for node in plan.nodes], "in Kubernetes")
-        named = [_Group(f"{plan.name}-{node.name}", node.name, 1, node.devices) for node in plan.nodes]
+        named = [_JobNodes(f"{plan.name}-{node.name}", node.name, 1, node.devices) for node in plan.nodes]
         groups = [replace(named[0], leads=True), *named[1:]]
     else:
         devices, others = plan.nodes[0].devices, len(plan.nodes) - 1
-        groups = [_Group(f"{plan.name}-first", "first", 1, devices, leads=True)]
+        groups = [_JobNodes(f"{plan.name}-first", "first", 1, devices, leads=True)]
         if others:
-            groups.append(_Group(f"{plan.name}-others", "other-$(NODE_INDEX)", others, devices))
+            groups.append(_JobNodes(f"{plan.name}-others", "other-$(NODE_INDEX)", others, devices))
     for group in groups:
         if len(host := f"{group.job}-{group.count - 1}") > LONGEST_LABEL:
             raise ConfigError([f"run.name: too long: '{host}' names a host, and has more than {LONGEST_LABEL} characters"])
@@ -144,7 +144,7 @@ def _network_policy(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _job(plan: Plan, group: _Group, coordinator: str, claim: str) -> dict[str, Any]:
+def _job(plan: Plan, group: _JobNodes, coordinator: str, claim: str) -> dict[str, Any]:
     spec: dict[str, Any] = {"completionMode": "Indexed", "completions": group.count, "parallelism": group.count}
     if group.leads and not plan.restartable:
         spec["backoffLimit"] = 0
@@ -157,7 +157,7 @@ def _job(plan: Plan, group: _Group, coordinator: str, claim: str) -> dict[str, A
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(plan, group.job), "spec": spec}
 
 
-def _pod(plan: Plan, group: _Group, coordinator: str, claim: str) -> dict[str, Any]:
+def _pod(plan: Plan, group: _JobNodes, coordinator: str, claim: str) -> dict[str, Any]:
     return {
         "subdomain": plan.name,
         "restartPolicy": "Never",  # a pod that ended is replaced by another, which is counted
@@ -201,7 +201,7 @@ def _name_is_known(plan: Plan, host: str) -> dict[str, Any]:
     }
 
 
-def _container(plan: Plan, group: _Group, coordinator: str) -> dict[str, Any]:
+def _container(plan: Plan, group: _JobNodes, coordinator: str) -> dict[str, Any]:
     devices = ("--devices", str(group.devices)) if group.devices else ()
     return {
         "name": "node",

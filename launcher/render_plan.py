@@ -146,7 +146,7 @@ def shared_folder(config: Config) -> str:
     return str(folder)
 
 
-class _Dumper(yaml.SafeDumper):
+class _PlanDumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -156,10 +156,10 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _represent_text)
+_PlanDumper.add_representer(str, _represent_text)
 
 
 def to_yaml(header: Sequence[str], *documents: dict[str, Any]) -> str:
     """Documents of YAML below a comment of the lines `header`, keys in their order."""
     comment = "".join(f"# {line}".rstrip() + "\n" for line in header)
-    return comment + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return comment + yaml.dump_all(documents, Dumper=_PlanDumper, sort_keys=False, allow_unicode=True, width=120)

@@ -10,7 +10,7 @@ from launcher.run_folder import LOCK
 from runtime import layout
 from runtime.errors import UserError
 from runtime.report import lineages, panels, published, record, tables
-from runtime.report.record import Record
+from runtime.report.record import RunRecord
 
 FILE = "report.html"
 
@@ -24,7 +24,7 @@ def report(folder: Path, output: Path | None) -> Path:
     return path
 
 
-def text(found: Record, under_way: bool) -> str:
+def text(found: RunRecord, under_way: bool) -> str:
     from runtime.report.page import Page, render  # which loads plotly
 
     course = lineages.course(found.points)
@@ -49,7 +49,7 @@ def text(found: Record, under_way: bool) -> str:
     )
 
 
-def _state(found: Record, under_way: bool) -> str:
+def _state(found: RunRecord, under_way: bool) -> str:
     if under_way:
         return "Under way: this is how it stood when the file was made."
     if found.ended is None:
@@ -57,7 +57,7 @@ def _state(found: Record, under_way: bool) -> str:
     return f"Stopped: {found.ended.stop_reason}"
 
 
-def _notes(found: Record, course: lineages.Course) -> list[str]:
+def _notes(found: RunRecord, course: lineages.Course) -> list[str]:
     notes = []
     if not (found.folder / layout.METRICS).is_file():
         notes.append(f"There is no {layout.METRICS}: the run logged nothing yet, or has no tracker of that name.")

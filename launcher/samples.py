@@ -23,13 +23,13 @@ from runtime.evaluation.generations import Generation
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.states import Phase
-from runtime.shown import Table, shown
+from runtime.shown import LiteralTable, shown
 from runtime.types import GroupPayload
 
 N = TypeVar("N", int, float)
 
 
-class Row(Struct, kw_only=True):
+class SampleRow(Struct, kw_only=True):
     """One sample. `versions` are those of its oldest and newest token; `rules` each rule's value."""
 
     group: int | str
@@ -67,7 +67,7 @@ def show(options: argparse.Namespace) -> None:
         _print(_rows(reader, _selected(reader, options), tokenizer), options.jsonl)
 
 
-def _print(rows: Iterator[Row], jsonl: bool) -> None:
+def _print(rows: Iterator[SampleRow], jsonl: bool) -> None:
     console = Console()
     found = False
     for _, group in groupby(rows, lambda row: (row.step, row.group)):
@@ -90,7 +90,7 @@ def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[
     return _range("--step", options.step, int, 1 << 62), _range("--reward", options.reward, float, math.inf)
 
 
-def _evaluated(options: argparse.Namespace) -> Iterator[Row]:
+def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
     """The replies of evaluations, those of one problem together."""
     steps, reward = _ranges(options)
     folders = evaluation.folders(options.run)
@@ -114,8 +114,8 @@ def _earned(replies: list[Generation], bounds: tuple[float, float]) -> bool:
     return bool(rewards) and bounds[0] <= sum(rewards) / len(rewards) <= bounds[1]
 
 
-def _evaluated_row(step: int, each: Generation) -> Row:
-    return Row(
+def _evaluated_row(step: int, each: Generation) -> SampleRow:
+    return SampleRow(
         group=each.problem,
         sample=each.sample,
         step=step,
@@ -158,12 +158,12 @@ def _range(option: str, text: str | None, kind: Callable[[str], N], most: N) -> 
     return bounds
 
 
-def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[Row]:
+def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[SampleRow]:
     for group in found:
         yield from _samples(reader, group, tokenizer)
 
 
-def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[Row]:
+def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:
     try:
         payload = codec.decode(GroupPayload, reader.read(group.handles["payload"]))
     except PayloadLost as error:
@@ -172,7 +172,7 @@ def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Ite
     scores = group.scores
     prompt = tokenizer.decode(payload.prompt, skip_special=False)
     for index, sample in enumerate(payload.samples):
-        yield Row(
+        yield SampleRow(
             group=group.group_id,
             sample=index,
             step=group.step,
@@ -191,13 +191,13 @@ def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Ite
         )
 
 
-def _table(group: list[Row]) -> Table:
+def _table(group: list[SampleRow]) -> LiteralTable:
     """The samples of one group: what they have in common above, what differs below."""
     first = group[0]
     step = "" if first.step is None else f", step {first.step}"
     state = first.state if first.why is None else f"{first.state}: {first.why}"
     title = f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}"
-    table = Table(title=title, title_justify="left", title_style="")
+    table = LiteralTable(title=title, title_justify="left", title_style="")
     rules = sorted({name for row in group for name in row.rules})
     table.add_column("reply", overflow="fold", min_width=16)
     for column in ("reward", *rules, "versions", "finish"):

@@ -24,7 +24,7 @@ from runtime.config import Rewards
 from runtime.errors import UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
-from runtime.rewards.rules import RULES, Outcome, RewardRule, RuleContext, attempt
+from runtime.rewards.rules import RULES, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits, withdraw
 from runtime.shown import shown
@@ -39,7 +39,7 @@ NAMED = 10  # lines that could not be judged, of which each is named
 _CONTEXT = RuleContext()
 
 
-class Case(Struct):
+class ScoreCase(Struct):
     """One line. `fault`: why it cannot be judged."""
 
     number: int  # of the line, from 1
@@ -61,7 +61,7 @@ class Tally(Struct):
     faults: list[str]
     bad_lines: int = 0
 
-    def add(self, case: Case, outcome: Outcome) -> None:
+    def add(self, case: ScoreCase, outcome: RuleOutcome) -> None:
         self.cases[case.kind] += 1
         if case.expected is not None:
             self.labelled[case.kind] += 1
@@ -120,15 +120,15 @@ def _opened(path: Path, mode: str) -> IO[Any]:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
-def _cases(source: IO[bytes], verifier: str | None) -> Iterator[Case]:
+def _cases(source: IO[bytes], verifier: str | None) -> Iterator[ScoreCase]:
     for number, line in enumerate(source, 1):
         if not line.isspace():
             yield _case(number, line, verifier)
 
 
-def _case(number: int, line: bytes, verifier: str | None) -> Case:
+def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
     """What a line says. Bytes that are no UTF-8 are replaced, as a tokenizer would."""
-    case = Case(number, len(line))
+    case = ScoreCase(number, len(line))
     try:
         fields = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
@@ -162,12 +162,12 @@ def _rule_name(verifier: str, truth: str) -> str:
 
 
 async def _score(
-    cases: Iterator[Case], rules: dict[str, RewardRule], workers: int, limits: Limits, cache_entries: int, sink: IO[str]
+    cases: Iterator[ScoreCase], rules: dict[str, RewardRule], workers: int, limits: Limits, cache_entries: int, sink: IO[str]
 ) -> Tally:
     """Judge the cases and write a line for each, in order. What is held meanwhile is bounded by WINDOW and WINDOW_BYTES."""
     tally = Tally(Counter(), Counter(), Counter(), Counter(), [])
     pool = KillablePool(list(rules), workers, limits, cache_entries)
-    window: deque[tuple[Case, asyncio.Future[Verdict]]] = deque()
+    window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]] = deque()
     held = 0
     try:
         for case in cases:
@@ -186,12 +186,12 @@ async def _score(
     return tally
 
 
-async def _judged(case: Case, rules: dict[str, RewardRule], pool: KillablePool) -> asyncio.Future[Verdict]:
+async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillablePool) -> asyncio.Future[Verdict]:
     """The verdict: at once from the verifier's screen, or in time from the pool."""
     known: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
     task, case.task = case.task, None  # the pool holds its text as long as it is needed
     if task is None:
-        known.set_result(Verdict(Outcome(error=case.fault)))
+        known.set_result(Verdict(RuleOutcome(error=case.fault)))
         return known
     screen = rules[task.rule].screen
     if screen is not None:
@@ -203,7 +203,7 @@ async def _judged(case: Case, rules: dict[str, RewardRule], pool: KillablePool) 
     return await pool.submit(task)
 
 
-async def _write(window: deque[tuple[Case, asyncio.Future[Verdict]]], sink: IO[str], tally: Tally) -> None:
+async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: Tally) -> None:
     """Write the first case of the window, once it is judged, and drop it."""
     case, judged = window[0]
     verdict = await judged
@@ -220,7 +220,7 @@ async def _write(window: deque[tuple[Case, asyncio.Future[Verdict]]], sink: IO[s
     sink.write(json.dumps(line) + "\n")
 
 
-def _equal(outcome: Outcome) -> bool | None:
+def _equal(outcome: RuleOutcome) -> bool | None:
     return None if outcome.value is None else outcome.value >= RIGHT
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runtime import layout
 from runtime.errors import SluiceError, UserError
-from runtime.shown import Table, literal
+from runtime.shown import LiteralTable, literal
 from runtime.status import Registration, Status, Topology
 from services import session, wire
 
@@ -78,8 +78,8 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
     return Group(processes, work, *silent)
 
 
-def _columns(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+def _columns(title: str, names: Sequence[str]) -> LiteralTable:
+    table = LiteralTable(title=title, title_justify="left")
     for name in names:
         table.add_column(name, overflow="fold")
     return table

@@ -22,10 +22,10 @@ MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, e
 async def train(config: Config, view: View, here: Here | None = None) -> Summary:
     """Run to the end, with this machine as the coordinator's node. Raises UserError for the user's mistakes, ServiceFault for a
     fault; no process is left either way."""
-    return await _Training(config, view, here or Here.of(config)).run()
+    return await _TrainJob(config, view, here or Here.of(config)).run()
 
 
-class _Training(Job[Summary]):
+class _TrainJob(Job[Summary]):
     trains = True
     stopped_early = "stopped before training began: there is nothing to save"
     stopped_late = "stopped at once; the newest checkpoint stays"

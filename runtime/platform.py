@@ -24,7 +24,7 @@ CollectiveBackend = Literal["hccl", "nccl", "gloo"]
 _BACKENDS: dict[str, CollectiveBackend] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 
 
-class Memory(msgspec.Struct, frozen=True):
+class DeviceMemory(msgspec.Struct, frozen=True):
     """Bytes of one device (of the machine, for the CPU). `available` counts what the caching allocator could hand out."""
 
     total: int
@@ -100,15 +100,15 @@ def process_group_class(backend: str) -> Any:
     return ProcessGroupHCCL
 
 
-def memory(where: torch.device) -> Memory:
+def memory(where: torch.device) -> DeviceMemory:
     """Total and available bytes of a device."""
     if where.type == "cpu":
         figures = psutil.virtual_memory()
-        return Memory(figures.total, figures.available)
+        return DeviceMemory(figures.total, figures.available)
     accelerator = _accelerator(where.type)
     free, total = accelerator.mem_get_info(where)
     cached = accelerator.memory_reserved(where) - accelerator.memory_allocated(where)
-    return Memory(total, free + cached)
+    return DeviceMemory(total, free + cached)
 
 
 def rng_state(where: torch.device) -> dict[str, torch.Tensor]:

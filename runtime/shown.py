@@ -38,7 +38,7 @@ def say(console: Console, line: str) -> None:
     console.print(literal(line), soft_wrap=True)
 
 
-class Table(table.Table):
+class LiteralTable(table.Table):
     """rich's, whose title, headers and cells are literal."""
 
     def __init__(self, *headers: str, title: str = "", caption: str = "", **options: Any):

@@ -14,7 +14,7 @@ from msgspec import Struct
 from runtime import layout, startup
 from runtime.errors import UserError
 from runtime.memory import Memory
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.startup import Startup
 
 LAUNCHER = "launcher"
@@ -144,9 +144,9 @@ class Totals:
         )
 
 
-def render(summary: Summary) -> Table:
+def render(summary: Summary) -> LiteralTable:
     """The table at the end of a run."""
-    table = Table(show_header=False, title=f"Stopped: {summary.stop_reason}", title_justify="left", title_style="bold")
+    table = LiteralTable(show_header=False, title=f"Stopped: {summary.stop_reason}", title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     before, after = (_percent(accuracy) for accuracy in (summary.accuracy_before, summary.accuracy_after))

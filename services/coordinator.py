@@ -26,11 +26,11 @@ from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.pipeline.evaluation_run import EvaluationRun
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.material import EvaluationMaterial, Material
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.ports import Replaceable
 from runtime.startup import Phases, Startup, in_order
 from runtime.status import Progress, Registration, Status, Stop, Topology
@@ -45,7 +45,7 @@ log = logging.getLogger("sluice")
 T = TypeVar("T")
 
 
-class Coordinator:
+class CoordinatorProcess:
     """One coordinator process, from binding its port to its end."""
 
     def __init__(self, config: Config, phases: Phases, trains: bool = True):
@@ -62,7 +62,7 @@ class Coordinator:
         self._nodes = Nodes(config, trains, self._peers)
         self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
-        self._run: Run | None = None
+        self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | None = None
         self._address = ""
 
@@ -118,7 +118,7 @@ class Coordinator:
             await self._peers.connect(placed, self._arrive)
             material.startup.phases["services"] = time.monotonic() - before
             material.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run = Run(material, self._peers.roles())
+            self._run = TrainingRun(material, self._peers.roles())
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -176,7 +176,7 @@ class Coordinator:
         held_out = load_held_out(config, tokenizer, train.problems)
         return Material(
             config=config,
-            ledger=await Ledger.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
+            ledger=await LedgerWriter.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
             trackers=self._trackers(),
             train=train,
             held_out=held_out,
@@ -328,7 +328,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
-        return Coordinator(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd)
+        return CoordinatorProcess(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd)
 
     process.lead(arguments.config, work)
 

@@ -104,7 +104,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         for name, value in transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
-        return Process(service, arguments.coordinator, phases).run()
+        return ServiceProcess(service, arguments.coordinator, phases).run()
 
     lead(arguments.config, work)
 
@@ -130,7 +130,7 @@ def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]
         sys.exit(1)
 
 
-class Process:
+class ServiceProcess:
     """One service process, from binding its port to its end."""
 
     def __init__(self, service: Service, coordinator: str, phases: Phases):

@@ -36,7 +36,7 @@ PACKAGE = "sluice.v1"
 
 
 @dataclass(frozen=True)
-class Side:
+class MethodSide:
     """One direction of a method: its message, and the translation both ways."""
 
     message: type[Message]
@@ -57,8 +57,8 @@ class Method:
 
     service: str
     name: str
-    request: Side
-    reply: Side
+    request: MethodSide
+    reply: MethodSide
     priority: Priority = Priority.DATA
 
     @property
@@ -109,40 +109,40 @@ def _read(item: Any, type_: Any) -> Any:
     return dict(item) if origin is dict else item
 
 
-def _struct(message: Any, type_: Any) -> Side:
+def _struct(message: Any, type_: Any) -> MethodSide:
     def pack(value: Any) -> Message:
         out = message()
         _write(out, value)
         return out
 
-    return Side(message, pack, lambda out: _read(out, type_))
+    return MethodSide(message, pack, lambda out: _read(out, type_))
 
 
-def _bulk(message: Any, field: str, type_: Any) -> Side:
+def _bulk(message: Any, field: str, type_: Any) -> MethodSide:
     """A message whose one field holds the msgpack of `type_`."""
-    return Side(
+    return MethodSide(
         message, lambda value: message(**{field: codec.encode(value)}), lambda out: codec.decode(type_, getattr(out, field))
     )
 
 
-def _raw(message: Any, field: str) -> Side:
+def _raw(message: Any, field: str) -> MethodSide:
     """A message whose one field is handed on without decoding."""
-    return Side(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
+    return MethodSide(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
 
 
-def _raw_list(message: Any, field: str) -> Side:
+def _raw_list(message: Any, field: str) -> MethodSide:
     """A message whose one field is a list of which each item is handed on without decoding."""
-    return Side(message, lambda values: message(**{field: values}), lambda out: list(getattr(out, field)))
+    return MethodSide(message, lambda values: message(**{field: values}), lambda out: list(getattr(out, field)))
 
 
-_empty = Side(common_pb2.Empty, lambda _: common_pb2.Empty(), lambda _: None)
+_empty = MethodSide(common_pb2.Empty, lambda _: common_pb2.Empty(), lambda _: None)
 _status = _struct(common_pb2.StatusReply, status.Status)
 _onload = _struct(common_pb2.Empty, commands.Onload)
 _offload = _struct(common_pb2.Empty, commands.Offload)
 _join = _struct(weights_pb2.JoinWeightsRequest, commands.JoinWeights)
 
 
-def _weights(type_: Any) -> Side:
+def _weights(type_: Any) -> MethodSide:
     return _struct(weights_pb2.WeightsRequest, type_)
 
 

@@ -20,12 +20,12 @@ from msgspec import Struct
 from rich.console import Console
 
 from runtime.errors import UserError
-from runtime.shown import Table, literal
+from runtime.shown import LiteralTable, literal
 
 FOLDER = Path("runs") / ".cache" / "bench"
 MATERIAL = FOLDER / "material"  # made at once by a rename, so that nothing else may lie in it
 
-Measured = tuple[Any, list[Table]]  # the figures, and how they are shown
+Measured = tuple[Any, list[LiteralTable]]  # the figures, and how they are shown
 Show = Callable[[str], None]
 
 
@@ -41,7 +41,7 @@ class Options(Struct, frozen=True, kw_only=True):
     receivers: int | None = None
 
 
-class Machine(Struct):
+class BenchMachine(Struct):
     """Where it was measured."""
 
     cores: int
@@ -90,49 +90,49 @@ def _check(name: str, options: Options) -> None:
         raise UserError(f"--json: there is no folder {options.json.parent}")
 
 
-def machine() -> Machine:
-    return Machine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
+def machine() -> BenchMachine:
+    return BenchMachine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
 
 
 def _coordinator(options: Options, show: Show) -> Measured:
     from launcher.benches import coordinator as bench
 
-    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    report = asyncio.run(bench.measure(MATERIAL, bench.CoordinatorBenchSettings(), show))
     return report, bench.render(report)
 
 
 def _engine(options: Options, show: Show) -> Measured:
     from launcher.benches import engine as bench
 
-    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), show))
+    report = asyncio.run(bench.measure(MATERIAL, bench.EngineBenchSettings(), show))
     return report, [bench.render(report)]
 
 
 def _engines(options: Options, show: Show) -> Measured:
     from launcher.benches import engines as bench
 
-    report = asyncio.run(bench.measure(FOLDER / "engines", bench.Settings(), show))
+    report = asyncio.run(bench.measure(FOLDER / "engines", bench.EnginesSettings(), show))
     return report, bench.render(report)
 
 
 def _learning(options: Options, show: Show) -> Measured:
     from launcher.benches import learning as bench
 
-    report = asyncio.run(bench.measure(FOLDER / "learning", bench.Settings(), show))
+    report = asyncio.run(bench.measure(FOLDER / "learning", bench.LearningSettings(), show))
     return report, bench.render(report)
 
 
 def _messages(options: Options, show: Show) -> Measured:
     from launcher.benches import messages as bench
 
-    report = bench.run(bench.Settings(), show)
+    report = bench.run(bench.MessagesSettings(), show)
     return report, bench.render(report)
 
 
 def _packing(options: Options, show: Show) -> Measured:
     from launcher.benches import packing as bench
 
-    report = asyncio.run(bench.measure(FOLDER / "packing", bench.Settings(), show))
+    report = asyncio.run(bench.measure(FOLDER / "packing", bench.PackingSettings(), show))
     return report, bench.render(report)
 
 
@@ -147,7 +147,7 @@ def _rewards(options: Options, show: Show) -> Measured:
     from launcher.benches import rewards as bench
 
     assert options.data is not None
-    report = asyncio.run(bench.measure(options.data, bench.Settings(), show))
+    report = asyncio.run(bench.measure(options.data, bench.RewardsBenchSettings(), show))
     return report, bench.render(report)
 
 
@@ -155,14 +155,14 @@ def _rollout(options: Options, show: Show) -> Measured:
     from launcher.benches import rollout as bench
 
     python = bench.interpreter(options.vllm_python or bench.DEFAULT_PYTHON)
-    report = asyncio.run(bench.measure(FOLDER / "rollout", python, bench.Settings(), show))
+    report = asyncio.run(bench.measure(FOLDER / "rollout", python, bench.RolloutBenchSettings(), show))
     return report, bench.render(report)
 
 
 def _staleness(options: Options, show: Show) -> Measured:
     from launcher.benches.staleness import bench
 
-    settings = bench.QUICK if options.quick else bench.Settings()
+    settings = bench.QUICK if options.quick else bench.StalenessSettings()
     report = asyncio.run(bench.measure(FOLDER / "staleness", settings, show, print))
     return report, bench.render(report)
 
@@ -170,7 +170,7 @@ def _staleness(options: Options, show: Show) -> Measured:
 def _startup(options: Options, show: Show) -> Measured:
     from launcher.benches import startup as bench
 
-    report = asyncio.run(bench.measure(FOLDER / "startup", bench.Settings(), show))
+    report = asyncio.run(bench.measure(FOLDER / "startup", bench.StartupSettings(), show))
     return report, bench.render(report)
 
 
@@ -179,7 +179,7 @@ def _train(options: Options, show: Show) -> Measured:
     from launcher.benches import train_trl
 
     python = train_trl.interpreter(options.trl_python)
-    report = asyncio.run(bench.measure(MATERIAL, bench.Settings(), python, show))
+    report = asyncio.run(bench.measure(MATERIAL, bench.TrainBenchSettings(), python, show))
     return report, bench.render(report)
 
 

@@ -23,14 +23,14 @@ from launcher.benches.process import end
 from runtime import layout
 from runtime.config import Config, Evaluation, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from services import session
 
 DEADLINE = 300.0  # seconds of one run
 AIM = 0.3  # ms a sample
 
 
-class Settings(Struct, frozen=True):
+class CoordinatorBenchSettings(Struct, frozen=True):
     replicas: tuple[int, ...] = (2, 20, 200)
     groups: int = 4  # of a step, for each replica
     samples: int = 12_800  # at least, of one measure
@@ -53,14 +53,16 @@ class Cost(Struct):
         return self.cpu_seconds / self.samples * 1e3
 
 
-class Report(Struct):
+class CoordinatorBenchReport(Struct):
     """`milliseconds` of processor time for each sample, by replicas: the median of the rounds."""
 
     costs: list[Cost]
     milliseconds: dict[int, float]
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(
+    folder: Path, settings: CoordinatorBenchSettings, show: Callable[[str], None] = lambda line: None
+) -> CoordinatorBenchReport:
     """Each number of replicas in turn. Raises UserError, ServiceFault."""
     config = await asyncio.to_thread(bench_config, folder)
     costs: list[Cost] = []
@@ -69,10 +71,10 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
             show(f"round {number + 1} of {settings.rounds}: {replicas} replicas")
             costs.append(await _run(config, replicas, settings))
     by_replicas = {n: sorted(cost.milliseconds for cost in costs if cost.replicas == n) for n in settings.replicas}
-    return Report(costs, {n: found[len(found) // 2] for n, found in by_replicas.items()})
+    return CoordinatorBenchReport(costs, {n: found[len(found) // 2] for n, found in by_replicas.items()})
 
 
-def _configured(config: Config, replicas: int, settings: Settings, folder: Path) -> Config:
+def _configured(config: Config, replicas: int, settings: CoordinatorBenchSettings, folder: Path) -> Config:
     groups = settings.groups * replicas
     per_step = groups * config.sampling.group_size
     steps = settings.warm + -(-settings.samples // per_step) + 1
@@ -88,7 +90,7 @@ def _configured(config: Config, replicas: int, settings: Settings, folder: Path)
     )
 
 
-async def _run(config: Config, replicas: int, settings: Settings) -> Cost:
+async def _run(config: Config, replicas: int, settings: CoordinatorBenchSettings) -> Cost:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as temporary:
         folder = Path(temporary)
         config = _configured(config, replicas, settings, folder)
@@ -103,7 +105,7 @@ async def _run(config: Config, replicas: int, settings: Settings) -> Cost:
                 raise ServiceFault(fault.service, fault.phase, f"{fault.reason}; the last line of the log: {last}") from fault
 
 
-async def _watched(config: Config, folder: Path, log: int, settings: Settings) -> Cost:
+async def _watched(config: Config, folder: Path, log: int, settings: CoordinatorBenchSettings) -> Cost:
     """One run, from its first process to its last."""
     trial = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "launcher.benches.coordinator_trial", str(folder / layout.CONFIG)),
@@ -121,7 +123,7 @@ async def _watched(config: Config, folder: Path, log: int, settings: Settings) -
         await end(trial)  # and with it its coordinator
 
 
-async def _window(config: Config, address: str, coordinator: psutil.Process, settings: Settings) -> Cost:
+async def _window(config: Config, address: str, coordinator: psutil.Process, settings: CoordinatorBenchSettings) -> Cost:
     """From the step `warm` to the last but one: the last waits for no other."""
     begin: tuple[int, float, float] | None = None
     last = config.training.steps - 1
@@ -144,8 +146,8 @@ def _cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def render(report: Report) -> list[Table]:
-    table = Table("replicas", "samples", "samples/s", "coordinator, ms a sample", "its memory, MiB", title="Coordinator")
+def render(report: CoordinatorBenchReport) -> list[LiteralTable]:
+    table = LiteralTable("replicas", "samples", "samples/s", "coordinator, ms a sample", "its memory, MiB", title="Coordinator")
     for cost in sorted(report.costs, key=lambda cost: cost.replicas):
         rate = f"{cost.samples / cost.seconds:,.0f}"
         table.add_row(str(cost.replicas), f"{cost.samples:,}", rate, f"{cost.milliseconds:.3f}", f"{cost.memory / 2**20:.0f}")

@@ -130,7 +130,7 @@ def _generated(request: GroupRequest, version: PolicyVersion) -> GeneratedGroup:
     )
 
 
-class Training(TrainEngine):
+class InstantTrainer(TrainEngine):
     """Takes every group, and makes a version of one small tensor."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class Training(TrainEngine):
         """Nobody asks for it."""
 
 
-class Scoring:
+class InstantScoring:
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         out = []
         for request in requests:
@@ -190,25 +190,25 @@ class Scoring:
         """Nor has it to be."""
 
 
-class Rollout(RolloutService):
+class InstantRollout(RolloutService):
     def load(self) -> None:
         self.use(Generating(self.config.sampling.group_size))
 
 
-class Trainer(TrainerService):
+class InstantTrainerService(TrainerService):
     def load(self) -> None:
-        self._worker = TrainRank(Training(), self.config, 0, 1, torch.device("cpu"))
+        self._worker = TrainRank(InstantTrainer(), self.config, 0, 1, torch.device("cpu"))
 
 
-class Reference(ReferenceService):
+class InstantReference(ReferenceService):
     def load(self) -> None:
-        self._scorer = LentScorer(Scoring(), away=False)
+        self._scorer = LentScorer(InstantScoring(), away=False)
 
 
 SERVICES: dict[str, Callable[[Config, str, int], process.Service]] = {
-    "rollout": Rollout,
-    "trainer": Trainer,
-    "reference": Reference,
+    "rollout": InstantRollout,
+    "trainer": InstantTrainerService,
+    "reference": InstantReference,
     "reward": RewardService,
 }
 
@@ -227,7 +227,7 @@ class Troupe(Supervisor):
     ) -> Child:
         config = self._config(spec.command[spec.command.index("--config") + 1])
         service = SERVICES[spec.role](config, spec.name, 0)
-        self._running[spec.name] = asyncio.create_task(process.Process(service, self._coordinator, Phases()).run())
+        self._running[spec.name] = asyncio.create_task(process.ServiceProcess(service, self._coordinator, Phases()).run())
         self._running[spec.name].add_done_callback(_raised)
         self.incarnations[spec.name] = incarnation
         return None  # type: ignore[return-value]  # the agent does not look at it

@@ -10,10 +10,10 @@ from msgspec import Struct
 
 from launcher.benches.material import bench_config
 from launcher.benches.worker import Measured, Worker, total
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 
-class Settings(Struct, frozen=True):
+class EngineBenchSettings(Struct, frozen=True):
     rounds: int = 4
     seconds: float = 3.0  # of one measure
 
@@ -25,7 +25,7 @@ class Decoding(Struct):
     two_processes: float
 
 
-class Report(Struct):
+class EngineBenchReport(Struct):
     engine: Decoding
     plain: Decoding
 
@@ -34,7 +34,9 @@ class Report(Struct):
         return Decoding(self.engine.one_process / self.plain.one_process, self.engine.two_processes / self.plain.two_processes)
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(
+    folder: Path, settings: EngineBenchSettings, show: Callable[[str], None] = lambda line: None
+) -> EngineBenchReport:
     """Each process has one thread. Raises UserError, ServiceFault."""
     config = bench_config(folder)
     alone: dict[str, list[Measured]] = {"decode": [], "plain decode": []}
@@ -54,11 +56,11 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
     engine, plain = (
         Decoding(total(alone[what]).rate, sum(total(side).rate for side in zip(*pairs[what], strict=True))) for what in alone
     )
-    return Report(engine, plain)
+    return EngineBenchReport(engine, plain)
 
 
-def render(report: Report) -> Table:
-    table = Table(title="Decoding, tokens/s", title_justify="left", title_style="bold")
+def render(report: EngineBenchReport) -> LiteralTable:
+    table = LiteralTable(title="Decoding, tokens/s", title_justify="left", title_style="bold")
     for name in ("", "embedded engine", "plain loop", "engine / plain"):
         table.add_column(name, justify="right" if name else "left")
     for label, key in (("one process, one thread", "one_process"), ("two processes at once", "two_processes")):

@@ -12,21 +12,21 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from launcher.benches.intervals import Interval, t_interval
-from launcher.benches.packing import Settings as Samples
-from launcher.benches.packing import Shape, packing_config
+from launcher.benches.intervals import ConfidenceInterval, t_interval
+from launcher.benches.packing import PackingSettings as Samples
+from launcher.benches.packing import PackingShape, packing_config
 from launcher.benches.worker import Measured, Worker, total
 from runtime.config import Config
 from runtime.config.checks.megatron import megatron_faults
 from runtime.errors import UserError
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 ENGINES: tuple[Literal["torch"], Literal["megatron"]] = ("torch", "megatron")
 PASSES, SAVE, LOAD = "passes", "save", "load"
 
 
-class Settings(Struct, frozen=True):
-    shape: Shape = Shape(512, 4, 8, 4, 1376)
+class EnginesSettings(Struct, frozen=True):
+    shape: PackingShape = PackingShape(512, 4, 8, 4, 1376)
     budget: int = 4096  # training.max_tokens_per_microbatch
     rounds: int = 8
     seconds: float = 2.0  # of one measure at least; it ends with a whole batch
@@ -45,21 +45,21 @@ class Ratio(Struct):
 
     pairs: list[float]
     median: float
-    mean_within: Interval | None  # 95 % for the mean
+    mean_within: ConfidenceInterval | None  # 95 % for the mean
 
     @classmethod
     def of(cls, pairs: Sequence[float]) -> Ratio:
         return cls(list(pairs), median(pairs), t_interval(pairs))
 
 
-class Report(Struct):
-    shape: Shape
+class EnginesReport(Struct):
+    shape: PackingShape
     budget: int
     engines: dict[str, Engine]
     megatron_over_torch: Ratio
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(folder: Path, settings: EnginesSettings, show: Callable[[str], None] = lambda line: None) -> EnginesReport:
     """Each engine in a process of its own; they take turns, and turns in who is first. Raises UserError, ServiceFault."""
     base = packing_config(folder, settings.shape, settings.budget, settings.samples)
     for fault in megatron_faults(_with(base, "megatron"), {"trainer": None}):
@@ -80,7 +80,7 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
                 show(f"checkpoint {number + 1} of {settings.checkpoints}: {engine}")
                 saves[engine].append((await workers[engine].measure(SAVE, 0.0)).seconds)
                 loads[engine].append((await workers[engine].measure(LOAD, 0.0)).seconds)
-    return Report(
+    return EnginesReport(
         shape=settings.shape,
         budget=settings.budget,
         engines={
@@ -97,9 +97,9 @@ def _with(config: Config, engine: Literal["torch", "megatron"]) -> Config:
     return replace(config, services=replace(config.services, trainer=trainer))
 
 
-def render(report: Report) -> list[Table]:
+def render(report: EnginesReport) -> list[LiteralTable]:
     title = f"Training engines, {report.shape.name}, micro-batches of {report.budget:,} tokens"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = LiteralTable(title=title, title_justify="left", title_style="bold")
     for name in ("", "forward and backward, tokens/s", "save, s", "load, s"):
         table.add_column(name, justify="right" if name else "left")
     for name, engine in report.engines.items():

@@ -11,12 +11,12 @@ from msgspec import Struct
 CONFIDENCE = 0.95  # of both intervals
 
 
-class Interval(Struct, frozen=True):
+class ConfidenceInterval(Struct, frozen=True):
     low: float
     high: float
 
 
-def wilson(successes: int, trials: int) -> Interval:
+def wilson(successes: int, trials: int) -> ConfidenceInterval:
     """Of a probability, from independent trials with that probability each (Wilson 1927, the score interval).
 
     (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n), with p = successes / trials, n = trials > 0 and z the normal quantile.
@@ -24,10 +24,10 @@ def wilson(successes: int, trials: int) -> Interval:
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share, spread = successes / trials, z * z / trials
     centre, half = share + spread / 2, z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
-    return Interval(max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread)))
+    return ConfidenceInterval(max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread)))
 
 
-def t_interval(values: Sequence[float]) -> Interval | None:
+def t_interval(values: Sequence[float]) -> ConfidenceInterval | None:
     """Of the mean that independent, roughly normal `values` scatter about (Student 1908): mean ± t s / √n.
 
     None for fewer than two values, whose spread says nothing.
@@ -35,7 +35,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     if len(values) < 2:
         return None
     mean, half = fmean(values), t_quantile(CONFIDENCE, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean - half, mean + half)
+    return ConfidenceInterval(mean - half, mean + half)
 
 
 def t_quantile(confidence: float, freedom: int) -> float:

@@ -26,7 +26,7 @@ from launcher.benches.staleness.runs import train_quickstart
 from launcher.benches.worker import Worker
 from runtime import layout
 from runtime.config import loading
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.trackers import read_jsonl
 
 SLUICE = "sluice train"
@@ -34,7 +34,7 @@ PLAIN = {1: "plain loop, one thread", 2: "plain loop, two threads"}
 AIM = 1.1  # of the plain loop's time, at most
 
 
-class Settings(Struct, frozen=True):
+class LearningSettings(Struct, frozen=True):
     seeds: int = 5
     goal: float = 0.9
     every: int = 10  # steps between evaluations; the quickstart's 25 are coarse beside the some 60 that the goal takes
@@ -42,7 +42,7 @@ class Settings(Struct, frozen=True):
     deadline: float = 1800.0  # seconds of one run, its warm-up included
 
 
-class Point(Struct, frozen=True):
+class LearningPoint(Struct, frozen=True):
     """An evaluation that fell due at `step`, and when its accuracy was known, in seconds since training began."""
 
     step: int
@@ -50,21 +50,21 @@ class Point(Struct, frozen=True):
     accuracy: float
 
 
-class Trial(Struct, frozen=True):
+class LearningTrial(Struct, frozen=True):
     """One training: its evaluations, the first before it. `seconds` and `step` of the first that reached the goal."""
 
     seed: int
-    points: list[Point]
+    points: list[LearningPoint]
     step: int | None
     seconds: float | None
 
     @classmethod
-    def of(cls, seed: int, points: list[Point], goal: float) -> Trial:
+    def of(cls, seed: int, points: list[LearningPoint], goal: float) -> LearningTrial:
         reached = next((point for point in points if point.accuracy >= goal), None)
         return cls(seed, points, reached.step if reached else None, reached.seconds if reached else None)
 
 
-class Report(Struct):
+class LearningReport(Struct):
     """Trials by way, seed by seed. `ratios`: of each seed, the run's seconds over those of the plain loop with so many threads.
 
     `ratio` is the median of the run's seconds over the lower median of the plain loop's. A median is None, and so is a ratio,
@@ -73,31 +73,31 @@ class Report(Struct):
 
     goal: float
     every: int
-    trials: dict[str, list[Trial]]
+    trials: dict[str, list[LearningTrial]]
     seconds: dict[str, float | None]
     ratios: dict[str, list[float | None]]
     ratio: float | None
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(folder: Path, settings: LearningSettings, show: Callable[[str], None] = lambda line: None) -> LearningReport:
     """Seed by seed, each way in turn. Raises SluiceError that names the run and its log."""
-    trials: dict[str, list[Trial]] = {name: [] for name in (SLUICE, *PLAIN.values())}
+    trials: dict[str, list[LearningTrial]] = {name: [] for name in (SLUICE, *PLAIN.values())}
     for seed in range(1, settings.seeds + 1):
         name = f"seed{seed}"
         show(f"seed {seed} of {settings.seeds}: {SLUICE}")
         await train_quickstart(name, overrides(name, seed, settings, folder), folder, settings.deadline)
-        trials[SLUICE].append(Trial.of(seed, points(read_jsonl(folder / name / layout.METRICS)), settings.goal))
+        trials[SLUICE].append(LearningTrial.of(seed, points(read_jsonl(folder / name / layout.METRICS)), settings.goal))
         config = loading.load(folder / name / layout.CONFIG, ())
         for threads, way in PLAIN.items():
             show(f"seed {seed} of {settings.seeds}: {way}")
             async with Worker.started(config, threads, module="launcher.benches.learning_trial") as worker:
                 order = {"what": way, "goal": settings.goal, "every": settings.every, "steps": settings.steps}
                 found = (await worker.ask(order))["points"]
-            trials[way].append(Trial.of(seed, [Point(*each) for each in found], settings.goal))
+            trials[way].append(LearningTrial.of(seed, [LearningPoint(*each) for each in found], settings.goal))
     return report(settings, trials)
 
 
-def overrides(name: str, seed: int, settings: Settings, folder: Path) -> list[str]:
+def overrides(name: str, seed: int, settings: LearningSettings, folder: Path) -> list[str]:
     """What a run changes of the quickstart. Paths are quoted, as they may hold what means something in YAML."""
     return [
         f"run.name={name}",
@@ -113,13 +113,13 @@ def overrides(name: str, seed: int, settings: Settings, folder: Path) -> list[st
     ]
 
 
-def points(rows: Sequence[dict[str, Any]]) -> list[Point]:
+def points(rows: Sequence[dict[str, Any]]) -> list[LearningPoint]:
     """The evaluations of a run, by its metrics; training begins when the one before it is done."""
     found = [row for row in rows if "eval/accuracy" in row]
-    return [Point(row["step"], row["time"] - found[0]["time"], row["eval/accuracy"]) for row in found]
+    return [LearningPoint(row["step"], row["time"] - found[0]["time"], row["eval/accuracy"]) for row in found]
 
 
-def report(settings: Settings, trials: dict[str, list[Trial]]) -> Report:
+def report(settings: LearningSettings, trials: dict[str, list[LearningTrial]]) -> LearningReport:
     seconds = {way: _median([trial.seconds for trial in of]) for way, of in trials.items()}
     ratios = {
         way: [_ratio(own.seconds, other.seconds) for own, other in zip(trials[SLUICE], trials[way], strict=True)]
@@ -127,7 +127,7 @@ def report(settings: Settings, trials: dict[str, list[Trial]]) -> Report:
     }
     plain = [found for way in PLAIN.values() if (found := seconds[way]) is not None]
     ratio = _ratio(seconds[SLUICE], min(plain, default=None))
-    return Report(settings.goal, settings.every, trials, seconds, ratios, ratio)
+    return LearningReport(settings.goal, settings.every, trials, seconds, ratios, ratio)
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -139,8 +139,8 @@ def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or under is None else over / under
 
 
-def render(made: Report) -> list[Table]:
-    table = Table(title=f"Seconds of training to {made.goal:.0%} accuracy", title_justify="left", title_style="bold")
+def render(made: LearningReport) -> list[LiteralTable]:
+    table = LiteralTable(title=f"Seconds of training to {made.goal:.0%} accuracy", title_justify="left", title_style="bold")
     for name in ("", "median", "of each seed", "steps", f"{SLUICE} / this, by seed"):
         table.add_column(name, justify="left" if not name else "right")
     for way, trials in made.trials.items():

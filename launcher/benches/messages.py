@@ -21,7 +21,7 @@ from msgspec import Struct
 from launcher.benches.process import end
 from runtime.commands import CommitWeights
 from runtime.errors import DeadlineExceeded, ServiceFault
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services import wire
 from services.session import Session, call
@@ -35,7 +35,7 @@ PROMPT = np.arange(16, dtype=np.int32)
 Ask = Callable[[int], Awaitable[object]]
 
 
-class Settings(Struct, frozen=True):
+class MessagesSettings(Struct, frozen=True):
     rounds: int = 5
     pings: int = 400  # of a way in a round, one after the other
     calls: int = 4000  # of a way in a round, many at once
@@ -49,7 +49,7 @@ class Pings(Struct):
     p90: float
 
 
-class Report(Struct):
+class MessagesReport(Struct):
     """`rates`: calls per second by way, the median of the rounds; `ratios`: ours over plain, round by round, the median."""
 
     pings: dict[str, Pings]
@@ -78,12 +78,12 @@ class _Peer:
         return await self._session.call("Generate", request, TIMEOUT)
 
 
-def run(settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+def run(settings: MessagesSettings, show: Callable[[str], None] = lambda line: None) -> MessagesReport:
     """On the services' own event loop. Raises ServiceFault."""
     return uvloop.run(measure(settings, show))
 
 
-async def measure(settings: Settings, show: Callable[[str], None]) -> Report:
+async def measure(settings: MessagesSettings, show: Callable[[str], None]) -> MessagesReport:
     async with _peer() as peer:
         for ask in (*peer.pings.values(), *peer.rates.values()):  # connections are made with the first call
             await ask(0)
@@ -95,7 +95,7 @@ async def measure(settings: Settings, show: Callable[[str], None]) -> Report:
             ratios.append(median(found[STREAM]) / median(found[PLAIN]))
             for way, each in found.items():
                 seconds[way] += each
-        report = Report({way: _summary(each) for way, each in seconds.items()}, median(ratios), {}, {})
+        report = MessagesReport({way: _summary(each) for way, each in seconds.items()}, median(ratios), {}, {})
         for in_flight in settings.in_flight:
             rates: dict[str, list[float]] = {way: [] for way in peer.rates}
             for number in range(settings.rounds):
@@ -158,12 +158,12 @@ def _summary(seconds: list[float]) -> Pings:
     return Pings(p50=median(seconds) * 1e6, p90=quantiles(seconds, n=10)[-1] * 1e6)
 
 
-def render(report: Report) -> list[Table]:
-    pings = Table("way", "p50, µs", "p90, µs", title="One call after the other", title_justify="left")
+def render(report: MessagesReport) -> list[LiteralTable]:
+    pings = LiteralTable("way", "p50, µs", "p90, µs", title="One call after the other", title_justify="left")
     for way, each in report.pings.items():
         pings.add_row(way, f"{each.p50:.0f}", f"{each.p90:.0f}")
     pings.caption = f"the stream's p50 is {report.ping_ratio:.2f} of plain grpc.aio's"
-    rates = Table(
+    rates = LiteralTable(
         "calls at once", "plain, calls/s", "stream, calls/s", "ratio", title="Many calls at once", title_justify="left"
     )
     for in_flight, rate in report.rates.items():

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from launcher.benches.material import bench_config
 from launcher.benches.packing_trial import PACKED, SORTED, UNSORTED, WAYS, cut
 from launcher.benches.worker import Measured, Worker, total
-from launcher.random_groups import Lengths, draw_lengths
+from launcher.random_groups import GroupLengths, draw_lengths
 from runtime import batching
 from runtime.config import Config, Warmup
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 
-class Shape(Struct, frozen=True):
+class PackingShape(Struct, frozen=True):
     """A model to measure with: a Qwen2 of this size."""
 
     hidden_size: int
@@ -36,12 +36,12 @@ class Shape(Struct, frozen=True):
         return bench_config(folder / f"{self.layers}x{self.hidden_size}", Warmup(**structs.asdict(self)))
 
 
-QUICKSTART = Shape(128, 4, 4, 2, 384)
-LARGER = Shape(256, 6, 8, 4, 768)
+QUICKSTART = PackingShape(128, 4, 4, 2, 384)
+LARGER = PackingShape(256, 6, 8, 4, 768)
 
 
-class Settings(Struct, frozen=True):
-    shapes: tuple[Shape, ...] = (QUICKSTART, LARGER)
+class PackingSettings(Struct, frozen=True):
+    shapes: tuple[PackingShape, ...] = (QUICKSTART, LARGER)
     budgets: tuple[int, ...] = (8192, 2048)  # training.max_tokens_per_microbatch
     rounds: int = 2
     seconds: float = 2.0  # of one measure at least; it ends with a whole pass over the batches
@@ -63,22 +63,22 @@ class Way(Struct):
     waste: Waste
 
 
-class Case(Struct):
-    shape: Shape
+class PackingCase(Struct):
+    shape: PackingShape
     budget: int  # tokens of a micro-batch, padding included
     ways: dict[str, Way]
     packed_over_sorted: float
     packed_over_unsorted: float
 
 
-class Report(Struct):
+class PackingReport(Struct):
     reply_tokens: int  # of the longest reply
     samples_per_step: int
     real_tokens_per_step: float
-    cases: list[Case]
+    cases: list[PackingCase]
 
 
-def packing_config(folder: Path, shape: Shape, budget: int, settings: Settings) -> Config:
+def packing_config(folder: Path, shape: PackingShape, budget: int, settings: PackingSettings) -> Config:
     """`Shape.bench_config` with these lengths and this budget, and without a reference."""
     config = shape.bench_config(folder)
     return replace(
@@ -90,7 +90,7 @@ def packing_config(folder: Path, shape: Shape, budget: int, settings: Settings) 
     )
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(folder: Path, settings: PackingSettings, show: Callable[[str], None] = lambda line: None) -> PackingReport:
     """Each case in a process of its own of one thread, its ways in turn. Raises UserError, ServiceFault."""
     cases, lengths = [], []
     for shape, budget in product(settings.shapes, settings.budgets):
@@ -103,7 +103,7 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
                     show(f"{shape.name}, {budget} tokens: round {number + 1} of {settings.rounds}, {way}")
                     rounds[way].append(await worker.measure(way, settings.seconds))
         cases.append(_case(shape, budget, lengths, {way: total(measured).rate for way, measured in rounds.items()}))
-    return Report(
+    return PackingReport(
         reply_tokens=max(max(group.replies) for batch in lengths for group in batch),
         samples_per_step=sum(len(group.replies) for group in lengths[0]),
         real_tokens_per_step=sum(sum(group.samples) for batch in lengths for group in batch) / len(lengths),
@@ -111,8 +111,8 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
     )
 
 
-def _case(shape: Shape, budget: int, lengths: Sequence[Sequence[Lengths]], rates: dict[str, float]) -> Case:
-    return Case(
+def _case(shape: PackingShape, budget: int, lengths: Sequence[Sequence[GroupLengths]], rates: dict[str, float]) -> PackingCase:
+    return PackingCase(
         shape=shape,
         budget=budget,
         ways={way: Way(rate, waste(way, lengths, budget)) for way, rate in rates.items()},
@@ -121,7 +121,7 @@ def _case(shape: Shape, budget: int, lengths: Sequence[Sequence[Lengths]], rates
     )
 
 
-def waste(way: str, batches: Sequence[Sequence[Lengths]], budget: int) -> Waste:
+def waste(way: str, batches: Sequence[Sequence[GroupLengths]], budget: int) -> Waste:
     """What `way` computes for `batches` beyond their tokens, by the cuts that it makes."""
     from runtime.engines.train_batch import BUCKET_RATIO
 
@@ -149,13 +149,13 @@ def waste(way: str, batches: Sequence[Sequence[Lengths]], budget: int) -> Waste:
     return Waste(linear=1 - fed / linear, attention=1 - fed / linear, computed=linear / real)
 
 
-def render(report: Report) -> list[Table]:
+def render(report: PackingReport) -> list[LiteralTable]:
     return [_render(report, case) for case in report.cases]
 
 
-def _render(report: Report, case: Case) -> Table:
+def _render(report: PackingReport, case: PackingCase) -> LiteralTable:
     title = f"Training, {case.shape.name}, micro-batches of {case.budget:,} tokens"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = LiteralTable(title=title, title_justify="left", title_style="bold")
     for name in ("", "tokens/s", "packed is", "padding", "in attention", "computed"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     ratios = {PACKED: "", SORTED: f"× {case.packed_over_sorted:.2f}", UNSORTED: f"× {case.packed_over_unsorted:.2f}"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from launcher.random_groups import Lengths, draw_groups, draw_lengths
+from launcher.random_groups import GroupLengths, draw_groups, draw_lengths
 from runtime import batching, codec
 from runtime.config import Config
 from runtime.types import GroupPayload, TrainGroup
@@ -54,7 +54,7 @@ class PackingTrial:
         return metrics["actor/pg_loss"], metrics["grad_norm"]
 
     @cached_property
-    def lengths(self) -> list[list[Lengths]]:
+    def lengths(self) -> list[list[GroupLengths]]:
         return draw_lengths(self._config)
 
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from launcher.benches.rewards_trial import OURS, PLAIN, Judged
+from launcher.benches.rewards_trial import OURS, PLAIN, JudgedCases
 from runtime.config import Rewards
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
@@ -22,7 +22,7 @@ from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import RuleContext, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 CASES = Path("cases") / "verifier_open.jsonl"
 GSM8K = Path("data") / "gsm8k" / "example_model_solutions.jsonl"
@@ -33,13 +33,13 @@ DEADLINE = 600.0  # seconds that a process may take for a chunk, or to start
 _LAST_LINE = re.compile(r"A: (.*)\Z")
 
 
-class Settings(Struct, frozen=True):
+class RewardsBenchSettings(Struct, frozen=True):
     verifiers: tuple[str, ...] = ("gsm8k", "math")
     workers: tuple[int, ...] = (1, 2)
     rounds: int = 3
 
 
-class Side(Struct):
+class JudgingSide(Struct):
     """One way of judging the open cases."""
 
     cases_per_second: float
@@ -58,20 +58,22 @@ class Scored(Struct):
     agreement: float  # with the labels that came with the replies
 
 
-class Report(Struct):
+class RewardsBenchReport(Struct):
     cases: int
-    sides: dict[str, Side]
+    sides: dict[str, JudgingSide]
     ratio: float  # ours over plain
     replies: int
     scored: list[Scored]
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(
+    folder: Path, settings: RewardsBenchSettings, show: Callable[[str], None] = lambda line: None
+) -> RewardsBenchReport:
     """Measure on what lies in `folder` (`cases/`, `data/gsm8k/`). Raises UserError when there is neither, ServiceFault."""
     cases, replies = folder / CASES, folder / GSM8K
     if not cases.is_file() and not replies.is_file():
         raise UserError(f"--data: neither {cases} nor {replies} is there")
-    report = Report(0, {}, 0.0, 0, [])
+    report = RewardsBenchReport(0, {}, 0.0, 0, [])
     if cases.is_file():
         report.cases, report.sides = await _compare(cases, show)
         report.ratio = report.sides[OURS].cases_per_second / report.sides[PLAIN].cases_per_second
@@ -85,7 +87,7 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
     return report
 
 
-async def _compare(path: Path, show: Callable[[str], None]) -> tuple[int, dict[str, Side]]:
+async def _compare(path: Path, show: Callable[[str], None]) -> tuple[int, dict[str, JudgingSide]]:
     """Both ways on every case, chunk by chunk in turn, each in a process on the same core."""
     core = str(min(os.sched_getaffinity(0)))
     async with _trial(OURS, path, core) as ours, _trial(PLAIN, path, core) as plain:
@@ -93,19 +95,19 @@ async def _compare(path: Path, show: Callable[[str], None]) -> tuple[int, dict[s
         total = 0
         for process in processes.values():
             total = int(await _line(process))
-        judged: dict[str, list[Judged]] = {way: [] for way in processes}
+        judged: dict[str, list[JudgedCases]] = {way: [] for way in processes}
         for first in range(0, total, CHUNK):
             last = min(first + CHUNK, total)
             for way, process in processes.items():
                 show(f"case {first} of {total}: {way}")
                 assert process.stdin is not None
                 process.stdin.write(f"{first} {last}\n".encode())
-                judged[way].append(msgspec.json.decode(await _line(process), type=Judged))
+                judged[way].append(msgspec.json.decode(await _line(process), type=JudgedCases))
     return total, {way: _side(parts, total) for way, parts in judged.items()}
 
 
-def _side(parts: Sequence[Judged], total: int) -> Side:
-    return Side(
+def _side(parts: Sequence[JudgedCases], total: int) -> JudgingSide:
+    return JudgingSide(
         cases_per_second=total / sum(part.seconds for part in parts),
         agreement=sum(part.agreed for part in parts) / total,
         slowest_chunk=max(part.seconds / part.cases for part in parts),
@@ -181,15 +183,15 @@ async def _score(
     return Scored(verifier, workers, min(screened), min(pooled), started, agreed / len(labels))
 
 
-def render(report: Report) -> list[Table]:
+def render(report: RewardsBenchReport) -> list[LiteralTable]:
     return [
         *([_render_cases(report)] if report.cases else []),
         *([_render_replies(report)] if report.replies else []),
     ]
 
 
-def _render_cases(report: Report) -> Table:
-    table = Table(title=f"{report.cases:,} open cases, one core", title_justify="left", title_style="bold")
+def _render_cases(report: RewardsBenchReport) -> LiteralTable:
+    table = LiteralTable(title=f"{report.cases:,} open cases, one core", title_justify="left", title_style="bold")
     for name in ("", "cases/s", "agreement", "slowest hundred"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for way, side in report.sides.items():
@@ -200,8 +202,8 @@ def _render_cases(report: Report) -> Table:
     return table
 
 
-def _render_replies(report: Report) -> Table:
-    table = Table(title=f"GSM8K's test, {report.replies:,} replies", title_justify="left", title_style="bold")
+def _render_replies(report: RewardsBenchReport) -> LiteralTable:
+    table = LiteralTable(title=f"GSM8K's test, {report.replies:,} replies", title_justify="left", title_style="bold")
     for name in ("", "workers", "screened first", "all by workers", "start-up", "agreement"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for scored in report.scored:

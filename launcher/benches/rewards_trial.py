@@ -23,29 +23,29 @@ from runtime.rewards.rules import RuleContext, attempt
 OURS, PLAIN = "Sluice", "plain math-verify"
 KINDS = ("gsm8k", "boxed", "expr")  # what math-verify is for; the kind `format` is not
 
-Way = Callable[["Case"], bool]
+Way = Callable[["RewardCase"], bool]
 
 
-class Case(Struct):
+class RewardCase(Struct):
     kind: str
     prediction: str
     truth: str
     expected: bool
 
 
-class Judged(Struct):
+class JudgedCases(Struct):
     cases: int
     agreed: int
     seconds: float
 
 
-def load(path: Path) -> list[Case]:
+def load(path: Path) -> list[RewardCase]:
     """The cases that both ways can judge."""
-    cases = [msgspec.json.decode(line, type=Case) for line in path.read_bytes().splitlines()]
+    cases = [msgspec.json.decode(line, type=RewardCase) for line in path.read_bytes().splitlines()]
     return [case for case in cases if case.kind in KINDS]
 
 
-def ours(case: Case) -> bool:
+def ours(case: RewardCase) -> bool:
     """The verifier of the case's kind, as the reward service runs it: its screen, then what the screen leaves open."""
     entry = find_rule(case.kind)
     context = RuleContext()
@@ -62,7 +62,7 @@ def plain() -> Way:
 
     logging.disable(logging.CRITICAL)  # it reports each timeout
 
-    def judge(case: Case) -> bool:
+    def judge(case: RewardCase) -> bool:
         prediction = _in_dollars(case.prediction) if case.kind == "expr" else case.prediction
         return bool(math_verify.verify(math_verify.parse(_in_dollars(case.truth)), math_verify.parse(prediction)))
 
@@ -78,14 +78,17 @@ def main() -> None:
     os.sched_setaffinity(0, {int(core)})
     cases = load(Path(file))
     judge = ours if way == OURS else plain()
-    for case in (Case("expr", "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}", True), Case("boxed", "\\boxed{x+1}", "1+x", True)):
+    for case in (
+        RewardCase("expr", "\\frac{\\sqrt{8}}{2}", "\\sqrt{2}", True),
+        RewardCase("boxed", "\\boxed{x+1}", "1+x", True),
+    ):
         judge(case)  # whatever is imported when it is needed first
     print(json.dumps(len(cases)), flush=True)
     for line in sys.stdin:
         first, last = map(int, line.split())
         start = time.perf_counter()
         right = [judge(case) is case.expected for case in cases[first:last]]
-        judged = Judged(len(right), sum(right), time.perf_counter() - start)
+        judged = JudgedCases(len(right), sum(right), time.perf_counter() - start)
         print(msgspec.json.encode(judged).decode(), flush=True)
 
 

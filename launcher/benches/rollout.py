@@ -14,19 +14,19 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from launcher.benches.packing import Shape
+from launcher.benches.packing import PackingShape
 from launcher.benches.worker import Measured, Worker, total
 from runtime.config import Config, Rollout
 from runtime.errors import UserError
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 ENGINES = ("torch", "vllm")
 TRIAL = "launcher.benches.rollout_trial"
 DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
 
 
-class Settings(Struct, frozen=True):
-    shapes: tuple[Shape, ...] = (Shape(128, 4, 4, 2, 384), Shape(512, 4, 8, 4, 1536))
+class RolloutBenchSettings(Struct, frozen=True):
+    shapes: tuple[PackingShape, ...] = (PackingShape(128, 4, 4, 2, 384), PackingShape(512, 4, 8, 4, 1536))
     sequences: tuple[int, ...] = (32, 128)  # generated at once
     rounds: int = 3
     seconds: float = 3.0  # of one measure of tokens
@@ -41,11 +41,11 @@ class Pauses(Struct):
     updates: int
 
 
-class Case(Struct):
+class RolloutCase(Struct):
     """`ratios`: vLLM's rate over the embedded engine's, round by round. `own_pauses`: vLLM's by its own pause and load, and
     `own_ratios` the medians of an update's over those, round by round."""
 
-    shape: Shape
+    shape: PackingShape
     sequences: int
     tokens_per_second: dict[str, float]
     ratios: list[float]
@@ -54,8 +54,8 @@ class Case(Struct):
     own_ratios: list[float]
 
 
-class Report(Struct):
-    cases: list[Case]
+class RolloutBenchReport(Struct):
+    cases: list[RolloutCase]
     start_seconds: dict[str, dict[str, float]]  # by shape and engine
 
 
@@ -68,10 +68,10 @@ def interpreter(path: Path) -> str:
 
 
 async def measure(
-    folder: Path, vllm_python: str, settings: Settings, show: Callable[[str], None] = lambda line: None
-) -> Report:
+    folder: Path, vllm_python: str, settings: RolloutBenchSettings, show: Callable[[str], None] = lambda line: None
+) -> RolloutBenchReport:
     """Both engines in processes of their own of one thread, in turn. Raises UserError, ServiceFault."""
-    cases: list[Case] = []
+    cases: list[RolloutCase] = []
     starts: dict[str, dict[str, float]] = {}
     for shape in settings.shapes:
         async with AsyncExitStack() as stack:
@@ -83,18 +83,22 @@ async def measure(
                 workers[engine] = await stack.enter_async_context(Worker.started(config, 1, python, TRIAL))
                 starts[shape.name][engine] = Measured(**await workers[engine].hear("start")).seconds
             cases += [await _case(shape, sequences, workers, settings, show) for sequences in settings.sequences]
-    return Report(cases, starts)
+    return RolloutBenchReport(cases, starts)
 
 
-def rollout_config(folder: Path, shape: Shape, engine: str, slots: int) -> Config:
+def rollout_config(folder: Path, shape: PackingShape, engine: str, slots: int) -> Config:
     config = shape.bench_config(folder)
     fleet = Rollout(engine=engine, slots=slots, dtype="float32")  # type: ignore[arg-type]
     return replace(config, services=replace(config.services, rollout=fleet))
 
 
 async def _case(
-    shape: Shape, sequences: int, workers: Mapping[str, Worker], settings: Settings, show: Callable[[str], None]
-) -> Case:
+    shape: PackingShape,
+    sequences: int,
+    workers: Mapping[str, Worker],
+    settings: RolloutBenchSettings,
+    show: Callable[[str], None],
+) -> RolloutCase:
     for engine, worker in workers.items():  # the first of each is not counted
         await worker.ask({"what": "pauses", "sequences": sequences, "updates": 1, "own": engine == "vllm"})
     rates: dict[str, list[Measured]] = {engine: [] for engine in workers}
@@ -114,7 +118,7 @@ async def _case(
                 own_pauses += found["own"]
                 own_ratios.append(median(found["pauses"]) / median(found["own"]))
     torch, vllm = (rates[engine] for engine in ENGINES)
-    return Case(
+    return RolloutCase(
         shape=shape,
         sequences=sequences,
         tokens_per_second={engine: total(rounds).rate for engine, rounds in rates.items()},
@@ -134,11 +138,11 @@ def rank(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def render(report: Report) -> list[Table]:
-    rates = Table(title="Generation, tokens/s", title_justify="left", title_style="bold")
+def render(report: RolloutBenchReport) -> list[LiteralTable]:
+    rates = LiteralTable(title="Generation, tokens/s", title_justify="left", title_style="bold")
     for name in ("", "sequences", "torch", "vllm", "vllm / torch", "of the rounds"):
         rates.add_column(name, justify="right" if name else "left")
-    pauses = Table(title="Pause of an update, ms", title_justify="left", title_style="bold")
+    pauses = LiteralTable(title="Pause of an update, ms", title_justify="left", title_style="bold")
     shares = (f"{one} {share}" for one in (*ENGINES, "vllm's own") for share in ("p50", "p99"))
     for name in ("", "sequences", *shares, "vllm / own", "updates"):
         pauses.add_column(name, justify="right" if name else "left")
@@ -154,7 +158,7 @@ def render(report: Report) -> list[Table]:
     rates.caption_justify = "left"
     pauses.caption = "vllm's own: its pause, its load of the model's files, and the end of its pause"
     pauses.caption_justify = "left"
-    starts = Table(title="Start of the engine, s", title_justify="left", title_style="bold")
+    starts = LiteralTable(title="Start of the engine, s", title_justify="left", title_style="bold")
     for name in ("", *ENGINES):
         starts.add_column(name, justify="right" if name else "left")
     for shape, seconds in report.start_seconds.items():

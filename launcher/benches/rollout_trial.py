@@ -39,7 +39,7 @@ GENERATED = 0.05  # seconds of generation between two swaps
 TOKENS = 256  # ids that prompts are made of
 
 
-class Trial:
+class RolloutTrial:
     """Keeps an engine busy."""
 
     def __init__(self, config: Config, engine: RolloutEngine):
@@ -140,7 +140,7 @@ async def serve(config: Config, say: Callable[[Any], None]) -> None:
     begun = time.perf_counter()
     engine = await asyncio.to_thread(make_engine, config, FLEET)
     say({"count": 1, "seconds": time.perf_counter() - begun})
-    trial = Trial(config, engine)
+    trial = RolloutTrial(config, engine)
     try:
         while line := await asyncio.to_thread(sys.stdin.readline):
             order = json.loads(line)

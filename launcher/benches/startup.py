@@ -22,7 +22,7 @@ from rich.markup import escape
 from runtime import memory, startup
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.memory import Memory
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.summary import CONTROL, Summary
 
 CONFIG = Path("configs") / "quickstart.yaml"
@@ -31,7 +31,7 @@ DEADLINE = 300.0  # seconds of one start, whatever else the machine does
 ENDING = 20.0  # seconds until what was started is gone
 
 
-class Settings(Struct, frozen=True):
+class StartupSettings(Struct, frozen=True):
     rounds: int = 3
     idle: int = 6  # processes
     steps: int = 40  # of a run, so that its memory is that of a run under way
@@ -52,14 +52,14 @@ class RunStart(Struct):
     memory: dict[str, Memory]
 
 
-class Report(Struct):
+class StartupReport(Struct):
     load: tuple[float, float]  # of the machine, the mean over a minute: before the first start and after the last
     runs: list[RunStart]
     idle: dict[str, list[Start]]  # by system
     note: str = ""
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(folder: Path, settings: StartupSettings, show: Callable[[str], None] = lambda line: None) -> StartupReport:
     """Everything in turn. Raises UserError outside a checkout, ServiceFault."""
     if not CONFIG.is_file():
         raise UserError(f"bench startup: there is no {CONFIG}; run it in Sluice's folder")
@@ -75,7 +75,7 @@ async def measure(folder: Path, settings: Settings, show: Callable[[str], None] 
         for system in systems:
             idle[system].append(await _idle(system, settings.idle))
     note = "" if "ray" in systems else WITHOUT_RAY
-    return Report(load=(before, os.getloadavg()[0]), runs=runs, idle=idle, note=note)
+    return StartupReport(load=(before, os.getloadavg()[0]), runs=runs, idle=idle, note=note)
 
 
 async def _run(folder: Path, steps: int) -> RunStart:
@@ -142,12 +142,12 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
         await child.wait()
 
 
-def render(report: Report) -> list[Table]:
+def render(report: StartupReport) -> list[LiteralTable]:
     return [_of_a_run(report), _of_idle_processes(report)]
 
 
-def _of_a_run(report: Report) -> Table:
-    table = Table(title="Quickstart, to the first step", title_justify="left", title_style="bold")
+def _of_a_run(report: StartupReport) -> LiteralTable:
+    table = LiteralTable(title="Quickstart, to the first step", title_justify="left", title_style="bold")
     table.add_column("phase")
     table.add_column("seconds: median (lowest – highest)", justify="right")
     for phase in (startup.TOTAL, *startup.PHASES, startup.NOT_COUNTED):
@@ -164,8 +164,8 @@ def _of_a_run(report: Report) -> Table:
     return table
 
 
-def _of_idle_processes(report: Report) -> Table:
-    table = Table(title="A control plane and idle processes", title_justify="left", title_style="bold")
+def _of_idle_processes(report: StartupReport) -> LiteralTable:
+    table = LiteralTable(title="A control plane and idle processes", title_justify="left", title_style="bold")
     for name in ("", "seconds: median (lowest – highest)", "processes", "resident", "proportional"):
         table.add_column(name, justify="right" if name else "left")
     for system, starts in report.idle.items():

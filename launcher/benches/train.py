@@ -20,7 +20,7 @@ from launcher.train import train
 from launcher.view import View
 from runtime.config import Config
 from runtime.errors import ServiceFault
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.status import Progress
 
 ALONE = ("train", "generate", "reference")
@@ -28,7 +28,7 @@ AIM = 0.9  # of the bound
 AIM_OVER_TRL = 2.5
 
 
-class Settings(Struct, frozen=True):
+class TrainBenchSettings(Struct, frozen=True):
     rounds: int = 2
     seconds: float = 5.0  # of one measure of the plain loop, and of the engines alone
     steps: int = 120  # of one run
@@ -38,7 +38,7 @@ class Settings(Struct, frozen=True):
     trl_steps: int = 12
 
 
-class Report(Struct):
+class TrainBenchReport(Struct):
     """Rates in samples per second; `step_seconds` of the engines alone, by phase; `cpu_seconds` of one step, by process.
 
     `trl` is by number of threads, and empty where no environment has it.
@@ -57,7 +57,7 @@ class Report(Struct):
     pipeline_over_trl: float | None  # over the faster number of threads
 
 
-class Window(Struct):
+class SteadyWindow(Struct):
     """The steady part of one run: from one step to another, with the processor seconds that each process used."""
 
     steps: int
@@ -82,12 +82,12 @@ class Probe(View):
         if self._end is None and progress.step >= self._last:
             self._end = progress.step, time.monotonic(), cpu_seconds()
 
-    def window(self) -> Window:
+    def window(self) -> SteadyWindow:
         """Raises ServiceFault when the run did not come so far."""
         if self._begin is None or self._end is None:
             raise ServiceFault("bench", "run", f"the run did not reach step {self._last}")
         (first, begun, before), (last, ended, after) = self._begin, self._end
-        return Window(last - first, ended - begun, {name: after[name] - before[name] for name in after if name in before})
+        return SteadyWindow(last - first, ended - begun, {name: after[name] - before[name] for name in after if name in before})
 
 
 def cpu_seconds() -> dict[str, float]:
@@ -112,14 +112,14 @@ def _seconds(process: psutil.Process) -> float:
 
 
 async def measure(
-    folder: Path, settings: Settings, trl_python: str | None = None, show: Callable[[str], None] = lambda line: None
-) -> Report:
+    folder: Path, settings: TrainBenchSettings, trl_python: str | None = None, show: Callable[[str], None] = lambda line: None
+) -> TrainBenchReport:
     """Runs, the plain loop, TRL where there is an interpreter that has it, and the engines alone, in turn.
 
     Raises UserError, ServiceFault.
     """
     config = bench_config(folder)
-    windows: list[Window] = []
+    windows: list[SteadyWindow] = []
     plain: list[Measured] = []
     pairs: list[tuple[Measured, Measured]] = []
     alone: dict[str, list[Measured]] = {what: [] for what in ALONE}
@@ -150,7 +150,7 @@ async def measure(
     return _report(config, windows, total(plain).rate, processes, alone, trl)
 
 
-async def _run(config: Config, settings: Settings) -> Window:
+async def _run(config: Config, settings: TrainBenchSettings) -> SteadyWindow:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         run = replace(config.run, dir=folder)
         probe = Probe(settings.warm, settings.steps - settings.tail)
@@ -160,19 +160,19 @@ async def _run(config: Config, settings: Settings) -> Window:
 
 def _report(
     config: Config,
-    windows: list[Window],
+    windows: list[SteadyWindow],
     threaded: float,
     processes: float,
     alone: dict[str, list[Measured]],
     trl: dict[int, list[Measured]],
-) -> Report:
+) -> TrainBenchReport:
     samples = config.training.groups_per_step * config.sampling.group_size
     steps = sum(window.steps for window in windows)
     pipeline = samples * steps / sum(window.seconds for window in windows)
     seconds = {what: samples / total(rounds).rate for what, rounds in alone.items()}
     bound = bound_of(samples, seconds)
     trl_rates = {threads: total(rounds).rate for threads, rounds in trl.items()}
-    return Report(
+    return TrainBenchReport(
         samples_per_step=samples,
         pipeline=pipeline,
         plain_two_threads=threaded,
@@ -192,8 +192,8 @@ def bound_of(samples: int, seconds: dict[str, float]) -> float:
     return samples / max(seconds["train"], seconds["generate"] + seconds["reference"])
 
 
-def render(report: Report) -> list[Table]:
-    rates = Table(title="Training, samples/s", title_justify="left", title_style="bold", show_header=False)
+def render(report: TrainBenchReport) -> list[LiteralTable]:
+    rates = LiteralTable(title="Training, samples/s", title_justify="left", title_style="bold", show_header=False)
     rates.add_column()
     rates.add_column(justify="right")
     rates.add_row("whole run (every service), steady state", f"{report.pipeline:,.0f}")
@@ -215,7 +215,7 @@ def render(report: Report) -> list[Table]:
     if report.pipeline_over_trl is None:
         rates.caption += f"\n{train_trl.MISSING}"
     rates.caption_justify = "left"
-    cpu = Table(title="Processor time of a run, ms a step", title_justify="left", title_style="bold")
+    cpu = LiteralTable(title="Processor time of a run, ms a step", title_justify="left", title_style="bold")
     cpu.add_column("process")
     cpu.add_column("ms", justify="right")
     for name, value in sorted(report.cpu_seconds.items(), key=lambda item: -item[1]):

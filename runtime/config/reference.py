@@ -35,7 +35,7 @@ Every key of a configuration file: {keys} keys in {sections} sections. How the f
 _COLUMNS = ("key", "type", "default", "unit", "meaning", "MindSpeed-RL")
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class ReferenceKey(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the reference, in words. `default` and `unit` may be empty."""
 
     path: str
@@ -45,15 +45,15 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     meaning: str
 
 
-class Part(msgspec.Struct, frozen=True):
+class ReferenceSection(msgspec.Struct, frozen=True):
     """A section: its path, what it is for, and its own keys."""
 
     path: str
     purpose: str
-    keys: list[Key]
+    keys: list[ReferenceKey]
 
 
-def parts() -> list[Part]:
+def parts() -> list[ReferenceSection]:
     """Every section in the order of the schema, each before those below it; the first is the file as a whole."""
     return list(_parts(inspect.type_info(Config), "", None))
 
@@ -65,7 +65,7 @@ def page() -> str:
     return "\n".join([head, *(_section(part) for part in found if part.path or part.keys)])
 
 
-def _parts(kind: inspect.Type, path: str, default: Any) -> Iterator[Part]:
+def _parts(kind: inspect.Type, path: str, default: Any) -> Iterator[ReferenceSection]:
     """The section `kind` at `path`, where `default` stands unless the file has it, and all below."""
     if not isinstance(kind, inspect.StructType):
         return
@@ -77,7 +77,7 @@ def _parts(kind: inspect.Type, path: str, default: Any) -> Iterator[Part]:
         if not isinstance(field.type, inspect.StructType) or field.name in said:
             keys.append(_key(here, field, value, said.get(field.name, "")))
         below += [part for inner in _inner(field.type, here, value) for part in _parts(*inner)]
-    yield Part(path, purpose(kind.cls), keys)
+    yield ReferenceSection(path, purpose(kind.cls), keys)
     yield from below
 
 
@@ -99,9 +99,9 @@ def _inner(kind: inspect.Type, path: str, value: Any) -> Iterator[tuple[inspect.
             yield from _inner(variant, path, value)
 
 
-def _key(path: str, field: inspect.Field, value: Any, said: str) -> Key:
+def _key(path: str, field: inspect.Field, value: Any, said: str) -> ReferenceKey:
     unit = _unit(field.type)
-    return Key(path=path, type=_words(field.type), default=_shown(value, unit), unit=unit, meaning=said)
+    return ReferenceKey(path=path, type=_words(field.type), default=_shown(value, unit), unit=unit, meaning=said)
 
 
 def _unit(kind: inspect.Type) -> str:
@@ -191,7 +191,7 @@ def _binary(size: int) -> str:
     return f"{size} B"
 
 
-def _section(part: Part) -> str:
+def _section(part: ReferenceSection) -> str:
     title = f"{'#' * min(2 + part.path.count('.'), 4)} {part.path}" if part.path else "## The file"
     lines = [title, "", part.purpose, ""]
     if part.keys:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from runtime.errors import ConfigError
 
 
-class Problem(NamedTuple):
+class ArithmeticProblem(NamedTuple):
     """The sum of two numbers."""
 
     a: int
@@ -45,7 +45,9 @@ class Problem(NamedTuple):
         return f"{units} {tens} #### {10 * tens + units % 10}"
 
 
-def split(min_operand: int, max_operand: int, held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
+def split(
+    min_operand: int, max_operand: int, held_out: int, seed: int
+) -> tuple[list[ArithmeticProblem], list[ArithmeticProblem]]:
     """All ordered pairs of operands in [min_operand, max_operand], shuffled, as (training, held-out) problems.
 
     `a+b` and `b+a` fall on the same side, so no held-out problem is a training problem turned round; the one that is
@@ -54,11 +56,11 @@ def split(min_operand: int, max_operand: int, held_out: int, seed: int) -> tuple
     pairs = [(a, b) for a in range(min_operand, max_operand + 1) for b in range(a, max_operand + 1)]
     rng = random.Random(seed)
     rng.shuffle(pairs)
-    train: list[Problem] = []
-    held: list[Problem] = []
+    train: list[ArithmeticProblem] = []
+    held: list[ArithmeticProblem] = []
     for a, b in pairs:
         side = held if len(held) < held_out else train
-        side.extend({Problem(a, b), Problem(b, a)})
+        side.extend({ArithmeticProblem(a, b), ArithmeticProblem(b, a)})
     if not train:
         count = (max_operand - min_operand + 1) ** 2 if max_operand >= min_operand else 0
         raise ConfigError(
@@ -71,7 +73,7 @@ def split(min_operand: int, max_operand: int, held_out: int, seed: int) -> tuple
     return train, held[:held_out]
 
 
-def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
+def write_jsonl(path: Path, problems: Iterable[ArithmeticProblem]) -> None:
     """One JSON object a line, with `question` and `answer`."""
     lines = (json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems)
     path.write_text("".join(lines), encoding="utf-8")

@@ -29,7 +29,7 @@ class MissingColumn(Exception):
         self.role, self.column = role, column
 
 
-class Columns(Struct, frozen=True, kw_only=True):
+class FieldColumns(Struct, frozen=True, kw_only=True):
     """Which column holds what; "" where there is none. Those in `optional` may be missing from a row."""
 
     prompt: str
@@ -42,7 +42,7 @@ class Columns(Struct, frozen=True, kw_only=True):
 class Fields:
     """A row with its columns. The methods raise Rejected for a value that cannot be used, MissingColumn for one not there."""
 
-    def __init__(self, row: Row, columns: Columns, system_prompt: str = ""):
+    def __init__(self, row: Row, columns: FieldColumns, system_prompt: str = ""):
         self.row = row
         self._columns = columns
         self._system_prompt = system_prompt

@@ -15,7 +15,18 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from runtime import config
-from runtime.data.fields import Columns, Fields, Messages, MissingColumn, Rejected, Row, difficulty, extra, label_text, question
+from runtime.data.fields import (
+    FieldColumns,
+    Fields,
+    Messages,
+    MissingColumn,
+    Rejected,
+    Row,
+    difficulty,
+    extra,
+    label_text,
+    question,
+)
 from runtime.data.files import data_files
 from runtime.data.reading import read_rows
 from runtime.errors import UserError
@@ -31,13 +42,13 @@ class Handler(msgspec.Struct, frozen=True):
     """How a row format is read, and the columns that it has where the configuration names none."""
 
     read: Read
-    columns: Columns
+    columns: FieldColumns
 
 
 HANDLERS: Registry[Handler] = Registry("data.handler")
 
 
-def handler(name: str, columns: Columns) -> Callable[[Read], Read]:
+def handler(name: str, columns: FieldColumns) -> Callable[[Read], Read]:
     """Decorator that registers a function as the handler `name`."""
 
     def add(read: Read) -> Read:
@@ -118,7 +129,7 @@ class RowReader:
         raise no_column(self._column_key(missing.role), missing.column, found) from None
 
 
-def columns_of(row_format: config.RowFormat, of: Handler) -> Columns:
+def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
     """The columns that `row_format` names, else the handler's own; the query and system columns of its own may be missing."""
     named = {
         "prompt": row_format.prompt_key,
@@ -128,7 +139,7 @@ def columns_of(row_format: config.RowFormat, of: Handler) -> Columns:
     }
     chosen = {role: getattr(of.columns, role) if column is None else column for role, column in named.items()}
     optional = tuple(role for role in ("query", "system") if named[role] is None)
-    return Columns(**chosen, optional=optional)
+    return FieldColumns(**chosen, optional=optional)
 
 
 def data_key(role: str) -> str:
@@ -179,13 +190,13 @@ def source_rows(path: str, key: str) -> Iterator[SourceRow]:
         before = position
 
 
-@handler("plain", Columns(prompt="question", label="answer"))
+@handler("plain", FieldColumns(prompt="question", label="answer"))
 def plain(fields: Fields) -> tuple[Messages, str]:
     """The prompt as it is, the label as it is: text or a number."""
     return fields.conversation(), fields.label()
 
 
-@handler("gsm8k", Columns(prompt="question", label="answer"))
+@handler("gsm8k", FieldColumns(prompt="question", label="answer"))
 def gsm8k(fields: Fields) -> tuple[Messages, str]:
     """GSM8K as published: the label is the number after the last `####`, without thousands commas."""
     _, mark, answer = _CALCULATOR.sub("", fields.label()).rpartition("####")
@@ -194,13 +205,13 @@ def gsm8k(fields: Fields) -> tuple[Messages, str]:
     return fields.conversation(), label_text(answer.replace(",", ""))
 
 
-@handler("alpaca", Columns(prompt="instruction", query="input", label="output"))
+@handler("alpaca", FieldColumns(prompt="instruction", query="input", label="output"))
 def alpaca(fields: Fields) -> tuple[Messages, str]:
     """Alpaca's format: the instruction, and its input below it when there is one; the label is the output."""
     return fields.conversation(), fields.label()
 
 
-@handler("r1", Columns(prompt="problem", label="answer"))
+@handler("r1", FieldColumns(prompt="problem", label="answer"))
 def r1(fields: Fields) -> tuple[Messages, str]:
     """A problem with its final answer. Of a list of accepted answers the first is the label."""
     answer = fields.value("label")
@@ -211,7 +222,7 @@ def r1(fields: Fields) -> tuple[Messages, str]:
     return fields.conversation(), label_text(answer)
 
 
-@handler("math", Columns(prompt="problem", label="solution"))
+@handler("math", FieldColumns(prompt="problem", label="solution"))
 def math(fields: Fields) -> tuple[Messages, str]:
     r"""MATH as published: the label is what the solution's last `\boxed{}` holds."""
     answer = last_boxed(fields.label())
@@ -220,7 +231,7 @@ def math(fields: Fields) -> tuple[Messages, str]:
     return fields.conversation(), label_text(answer)
 
 
-@handler("math17k", Columns(prompt="prompt", label="reward_model"))
+@handler("math17k", FieldColumns(prompt="prompt", label="reward_model"))
 def math17k(fields: Fields) -> tuple[Messages, str]:
     """DAPO-Math-17k's format: the prompt is a chat, the label is `ground_truth` in the column `reward_model`."""
     verdict = fields.value("label")

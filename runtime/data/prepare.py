@@ -45,7 +45,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, int]
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class PreparedData(msgspec.Struct, kw_only=True):
     """What was prepared. `tokens` are those of the prompts kept."""
 
     path: str
@@ -76,7 +76,7 @@ class _Encoded(msgspec.Struct, frozen=True):
     long: list[tuple[str, str]]  # source and reason of those that are too long
 
 
-def prepare(settings: Preparation, progress: Progress = lambda done, total: None) -> Outcome:
+def prepare(settings: Preparation, progress: Progress = lambda done, total: None) -> PreparedData:
     """Make the file that `settings` ask for. Raises UserError for rows, columns, a tokenizer or a disk that will not do."""
     began = time.monotonic()
     tokenizer = Tokenizer(
@@ -199,7 +199,7 @@ class _Work:
             columns[name] = _array(name, [item.extra[index] for item, _, _ in encoded.kept])
         self._tables.append(pa.table(columns))
 
-    def finish(self, began: float) -> Outcome:
+    def finish(self, began: float) -> PreparedData:
         """Write the file. Raises UserError when no prompt is left, or the file cannot be written."""
         import pyarrow as pa
 
@@ -225,7 +225,7 @@ class _Work:
             prepared.write(output, table, info)
         except OSError as error:
             raise UserError(f"output_prefix: {output}: {(error.strerror or str(error)).lower()}") from error
-        return Outcome(
+        return PreparedData(
             path=str(output),
             sources={
                 source: Count(rows=count, kept=self._kept[source], dropped=_by_count(self._dropped.get(source, {})))

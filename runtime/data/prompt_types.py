@@ -26,24 +26,24 @@ BUILT_IN = Path(__file__).parent / "templates.json"  # configs/templates.json of
 Slot = str | list[str] | dict[str, str]
 
 
-class Part(msgspec.Struct, frozen=True):
+class PromptPart(msgspec.Struct, frozen=True):
     """What is written for one message."""
 
     slots: list[Slot]
 
 
-_TEXT = Part(["{{content}}"])
+_TEXT = PromptPart(["{{content}}"])
 
 
 class PromptType(msgspec.Struct, frozen=True):
     """One object of the file. A part that is left out is the text alone, with the end-of-sequence token behind a reply."""
 
     name: str
-    format_user: Part | None = None
-    format_assistant: Part | None = None
-    format_system: Part | None = None
-    format_separator: Part | None = None  # before every user's message but the first
-    format_prefix: Part | None = None  # once, before everything
+    format_user: PromptPart | None = None
+    format_assistant: PromptPart | None = None
+    format_system: PromptPart | None = None
+    format_separator: PromptPart | None = None  # before every user's message but the first
+    format_prefix: PromptPart | None = None  # once, before everything
     default_system: str | list[str] = ""
     stop_words: list[str] = []  # tokens that end a reply, beside the model's own
     efficient_eos: bool = False  # no end-of-sequence token after a reply

@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from runtime.engines.classic_folder import RankFiles
-from runtime.engines.conversion_check import Reader
-from runtime.engines.core_folder import Column, Part, columns
+from runtime.engines.conversion_check import ParameterReader
+from runtime.engines.core_folder import Column, CoreFile, columns
 from runtime.engines.families import Family, Layout, Parameter
 from runtime.engines.families.family import HEAD, require_same
 from runtime.engines.families.naming import REWARD_BIAS, REWARD_HEAD, Place, places, reward_headed
@@ -60,7 +60,7 @@ class ClassicCheckpoint:
         self.left_out = [HEAD] if reward and HEAD in last else []
         self.columns = [_reward_headed(column) if reward else column for column in columns(family, layout)]
         self._holders: dict[str, list[RankReader]] = {}  # of each part, the ranks that have it
-        of_stages: dict[int, list[Part]] = {}
+        of_stages: dict[int, list[CoreFile]] = {}
         for column in self.columns:
             of_stages.setdefault(column.parts[0].stage, []).extend(column.parts)
         for rank, stage in ((rank, stage) for stage in of_stages for rank in ranks.grid.ranks()):
@@ -72,10 +72,10 @@ class ClassicCheckpoint:
                 for part in parts:
                     self._holders.setdefault(part.name, []).append(reader)
 
-    def part(self, part: Part) -> RankReader:
+    def part(self, part: CoreFile) -> RankReader:
         return self._holders[part.name][0]
 
-    def copies(self) -> Iterator[tuple[Parameter, Reader]]:
+    def copies(self) -> Iterator[tuple[Parameter, ParameterReader]]:
         """What further ranks hold of the same."""
         for part in (part for column in self.columns for part in column.parts):
             for reader in self._holders[part.name][1:]:
@@ -89,7 +89,7 @@ def _reward_headed(column: Column) -> Column:
 class RankReader:
     """What one rank holds of one stage. Conversion asks for parameters by the table's names."""
 
-    def __init__(self, path: Path, stored: dict[str, ArchiveTensor], parts: list[Part], beside: set[str]):
+    def __init__(self, path: Path, stored: dict[str, ArchiveTensor], parts: list[CoreFile], beside: set[str]):
         """`beside`: names that there may be as well. Raises UserError, naming the tensors, unless they are those of `parts`."""
         parameters = [parameter for part in parts for parameter in part.parameters]
         self.path = path

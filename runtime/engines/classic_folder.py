@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from runtime.engines.classic_ranks import Coordinates, Grid, grid_of
+from runtime.engines.classic_ranks import ClassicGrid, Coordinates, grid_of
 from runtime.engines.families.argument_types import require_types
 from runtime.engines.families.arguments import DECISIVE, noop_layers
 from runtime.engines.plain_pickle import Attributes, told
@@ -47,7 +47,7 @@ class RankFile(msgspec.Struct, frozen=True, kw_only=True):
 class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks'."""
 
-    grid: Grid
+    grid: ClassicGrid
     files: dict[Coordinates, RankFile]
 
     @property

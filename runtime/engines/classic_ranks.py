@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from runtime.engines.core_folder import Part
+from runtime.engines.core_folder import CoreFile
 from runtime.errors import UserError
 
 Coordinates = tuple[int, int, int]  # tensor rank, pipeline stage (not a virtual one), expert rank
 
 
-class Grid(msgspec.Struct, frozen=True, kw_only=True):
+class ClassicGrid(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of parallelism, and where experts are."""
 
     tensor: int
@@ -59,7 +59,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         """Whose experts a rank has."""
         return rank[2] * self.tensor + rank[0] if self.extended else rank[2]
 
-    def holds(self, rank: Coordinates, part: Part) -> bool:
+    def holds(self, rank: Coordinates, part: CoreFile) -> bool:
         """Whether a rank has a part of a layout with this grid's groups, of one of its own stages."""
         if part.expert is None:
             return part.tensor == rank[0]
@@ -69,7 +69,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.tensor} x {self.pipeline} x {self.expert}"
 
 
-def grid_of(arguments: Mapping[str, Any], found: Coordinates, where: str) -> Grid:
+def grid_of(arguments: Mapping[str, Any], found: Coordinates, where: str) -> ClassicGrid:
     """By Megatron-LM's arguments; what they do not tell is as `found`. Raises UserError for sizes that are none."""
     sizes = []
     for kind, other in zip(("tensor", "pipeline", "expert"), found, strict=True):
@@ -84,7 +84,7 @@ def grid_of(arguments: Mapping[str, Any], found: Coordinates, where: str) -> Gri
     sparse = bool(arguments.get("num_experts"))
     if sparse and each not in (1, tensor):
         raise UserError(f"{where}: args.expert_tensor_parallel_size is {each!r}; must be 1, or {tensor}, as for all else")
-    return Grid(
+    return ClassicGrid(
         tensor=tensor,
         pipeline=pipeline,
         expert=expert,

@@ -10,20 +10,20 @@ import msgspec
 import torch
 
 from runtime.engines.classic_folder import FILE, LAYER, RELEASE, TRACKER, VERSION
-from runtime.engines.classic_ranks import Coordinates, Grid
-from runtime.engines.conversion_parts import HfModel, Progress
+from runtime.engines.classic_ranks import ClassicGrid, Coordinates
+from runtime.engines.conversion_parts import ConversionProgress, HfModel
 from runtime.engines.families import Layout, Parameter
 from runtime.engines.families.arguments import arguments_of
 from runtime.engines.families.family import EMBEDDING
-from runtime.engines.families.naming import REWARD_BIAS, REWARD_HEAD, Experts, Naming, place, reward_headed
-from runtime.engines.families.shape import Shape
+from runtime.engines.families.naming import REWARD_BIAS, REWARD_HEAD, ExpertStorage, Naming, place, reward_headed
+from runtime.engines.families.shape import ModelShape
 from runtime.errors import UserError
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be written."""
 
-    grid: Grid
+    grid: ClassicGrid
     layout: Layout  # by which a rank's parameters are cut: virtual stages are stages of it, and groups of experts expert ranks
     naming: Naming
     noops: tuple[int, ...] = ()  # layers that only pass tokens on; counted among the others
@@ -37,7 +37,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 def target_for(
     layout: Layout,
-    shape: Shape,
+    shape: ModelShape,
     naming: Naming,
     *,
     layers_per_virtual_stage: int | None = None,
@@ -49,7 +49,7 @@ def target_for(
     tensor ranks. Raises UserError, naming the option, where they do not go together, or not with the model.
     """
     _require_options(layout, shape, layers_per_virtual_stage, noops, expert_tensor, extended)
-    grid = Grid(
+    grid = ClassicGrid(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         expert=layout.expert,
@@ -72,7 +72,7 @@ def target_for(
 
 
 def _require_options(
-    layout: Layout, shape: Shape, each: int | None, noops: tuple[int, ...], expert_tensor: int | None, extended: bool
+    layout: Layout, shape: ModelShape, each: int | None, noops: tuple[int, ...], expert_tensor: int | None, extended: bool
 ) -> None:
     whole = extended or expert_tensor == 1
     msgspec.structs.replace(layout, whole_experts=whole, **({"pipeline": 1} if noops else {})).require(shape)
@@ -133,7 +133,7 @@ def _with_gaps(held: list[Parameter], target: Target, stage: int, layers: int) -
     return list(map(named, held))
 
 
-def write_ranks(folder: Path, model: HfModel, target: Target, progress: Progress) -> None:
+def write_ranks(folder: Path, model: HfModel, target: Target, progress: ConversionProgress) -> None:
     """All files; of a rank's tensors all are held at a time."""
     arguments = _arguments(model, target)
     for rank in target.grid.ranks():
@@ -147,7 +147,9 @@ def write_ranks(folder: Path, model: HfModel, target: Target, progress: Progress
     (folder / TRACKER).write_text(RELEASE)
 
 
-def _state(model: HfModel, naming: Naming, parameters: list[Parameter], progress: Progress) -> dict[str, torch.Tensor]:
+def _state(
+    model: HfModel, naming: Naming, parameters: list[Parameter], progress: ConversionProgress
+) -> dict[str, torch.Tensor]:
     """By the names that the checkpoint is to have."""
     names = {parameter.name for parameter in parameters}
     state: dict[str, torch.Tensor] = {}
@@ -176,7 +178,7 @@ def _arguments(model: HfModel, target: Target) -> argparse.Namespace:
     layout, shape = target.layout, model.family.shape
     embedding = next(p for p in model.family.parameters(Layout()) if p.sources[0].name == EMBEDDING)
     dtype = getattr(torch, model.tensors.spec(embedding).dtype)
-    numbered = target.naming.experts is Experts.NUMBERED
+    numbered = target.naming.experts is ExpertStorage.NUMBERED
     found = {
         **arguments_of(model.family, model.config),
         "padded_vocab_size": layout.padded_vocab(shape),
@@ -190,7 +192,7 @@ def _arguments(model: HfModel, target: Target) -> argparse.Namespace:
         "virtual_pipeline_model_parallel_size": target.chunks if target.chunks > 1 else None,
         "num_layers_per_virtual_pipeline_stage": target.each,
         "num_layer_list": ",".join(map(str, layout.layers_per_stage)) or None if not target.noops else None,
-        "moe_grouped_gemm": target.naming.experts is not Experts.SEQUENTIAL,
+        "moe_grouped_gemm": target.naming.experts is not ExpertStorage.SEQUENTIAL,
         "transformer_impl": "transformer_engine" if target.naming.fused or numbered else "local",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -19,11 +19,11 @@ from runtime import checkpoint
 from runtime.engines import classic_folder, hf_policy, value_model
 from runtime.engines.classic_checkpoint import ClassicCheckpoint, has_value_head
 from runtime.engines.classic_writer import rank_parameters, target_for, write_ranks
-from runtime.engines.conversion_check import Reader, require_same_bits
+from runtime.engines.conversion_check import ParameterReader, require_same_bits
 from runtime.engines.conversion_parts import (
+    ConversionProgress,
+    ConversionReport,
     HfModel,
-    Progress,
-    Report,
     Show,
     dtype_name,
     open_hf,
@@ -35,9 +35,9 @@ from runtime.engines.core_checkpoint import OWN, CoreCheckpoint, is_checkpoint
 from runtime.engines.core_folder import (
     LAYOUT,
     Column,
+    CoreFile,
     CoreFolder,
     Description,
-    Part,
     columns,
     read_description,
     write_description,
@@ -51,7 +51,7 @@ from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorFolder, TensorWriter
 
 _PLAIN = Naming()
-Pieces = list[tuple[Parameter, Reader]]
+Pieces = list[tuple[Parameter, ParameterReader]]
 Comparison = Callable[["_Core", Path], float]  # of a model in megatron-core's layout and a Hugging Face folder
 
 
@@ -61,7 +61,7 @@ class _Core:
 
     family: Family
     columns: list[Column]
-    part: Callable[[Part], Reader]
+    part: Callable[[CoreFile], ParameterReader]
     describe: Callable[[Path, torch.dtype], None]  # writes what a Hugging Face folder has beside its weights, of a dtype
     copies: Pieces = field(default_factory=list)  # what more ranks hold of the same
     left_out: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ def to_core(
     value_head: bool = False,
     check_logits: bool = False,
     show: Show,
-) -> Report:
+) -> ConversionReport:
     """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
 
     The parameters get `dtype`; None: that of their tensors. `check_logits` needs memory for both models whole. Raises
@@ -96,7 +96,7 @@ def to_core(
     parts = [part for column in columns(model.family, layout) for part in column.parts]
     specs = {part.name: [model.tensors.spec(parameter) for parameter in part.parameters] for part in parts}
 
-    def write(partial: Path, progress: Progress) -> None:
+    def write(partial: Path, progress: ConversionProgress) -> None:
         hf_policy.write_description(source, partial, dtype)
         write_description(partial, Description(layout=layout, value_head=value_head))
         for part in parts:
@@ -123,7 +123,7 @@ def to_megatron(
     check_logits: bool = False,
     show: Show,
     **options: Any,
-) -> Report:
+) -> ConversionReport:
     """As `to_core`, into a release in Megatron-LM's own layout, whose tensors are named by `naming`. `options` are those of
     `target_for`."""
     require_new(folder)
@@ -133,7 +133,7 @@ def to_megatron(
     held = [parameters for rank in ranks for parameters in rank_parameters(model, target, rank)]
     nbytes = sum(model.tensors.spec(parameter).nbytes for parameters in held for parameter in parameters)
 
-    def write(partial: Path, progress: Progress) -> None:
+    def write(partial: Path, progress: ConversionProgress) -> None:
         write_ranks(partial, model, target, progress)
 
     def reopen(partial: Path) -> _Core:
@@ -142,7 +142,7 @@ def to_megatron(
     return _from_hf(source, folder, model, nbytes, len(ranks), write, reopen, check_logits, show)
 
 
-def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> Report:
+def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> ConversionReport:
     """Convert `source`, which is in any of megatron-core's layouts, or a checkpoint of the trainer on megatron-core, into the
     new Hugging Face folder `folder`, and check it.
 
@@ -155,7 +155,9 @@ def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show)
     return _to_hf(_open_checkpoint(source) if is_checkpoint(source) else _open_folder(source), folder, check_logits, show)
 
 
-def megatron_to_hf(source: Path, folder: Path, hf_config: Path | None, *, check_logits: bool = False, show: Show) -> Report:
+def megatron_to_hf(
+    source: Path, folder: Path, hf_config: Path | None, *, check_logits: bool = False, show: Show
+) -> ConversionReport:
     """As `to_hf`, of a checkpoint in Megatron-LM's own layout. `hf_config` has the model's config.json and tokenizer; None:
     config.json is made of the checkpoint's arguments, and there is no tokenizer.
 
@@ -171,15 +173,15 @@ def _from_hf(
     model: HfModel,
     nbytes: int,
     files: int,
-    write: Callable[[Path, Progress], None],
+    write: Callable[[Path, ConversionProgress], None],
     reopen: Callable[[Path], _Core],
     check_logits: bool,
     show: Show,
-) -> Report:
+) -> ConversionReport:
     """Write `files` files of `nbytes` bytes, and check them."""
     compare = _comparison(model.family) if check_logits else None
     require_room(folder, nbytes)
-    progress = Progress(show, nbytes)
+    progress = ConversionProgress(show, nbytes)
     with checkpoint.atomic_folder(folder) as partial:
         started = time.monotonic()
         write(partial, progress)
@@ -187,7 +189,7 @@ def _from_hf(
         core = reopen(partial)
         require_same_bits(core.pieces(), model.tensors.read, progress.add)
         difference = _compare(compare, core, source, show)
-    return Report(
+    return ConversionReport(
         nbytes=nbytes,
         files=files,
         tensors=len(model.family.tensors()),
@@ -197,11 +199,11 @@ def _from_hf(
     )
 
 
-def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Report:
+def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> ConversionReport:
     compare = _comparison(core.family) if check_logits else None
     pieces = core.pieces()
     specs = _hf_specs(core.family, pieces)
-    progress = Progress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
+    progress = ConversionProgress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
     require_room(folder, sum(spec.nbytes for spec in specs))
     with checkpoint.atomic_folder(folder) as partial:
         started = time.monotonic()
@@ -214,7 +216,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Report:
         files = weight_paths(partial)
         require_same_bits(pieces, TensorFolder(files).get, progress.add)
         difference = _compare(compare, core, partial, show)
-    return Report(
+    return ConversionReport(
         nbytes=sum(spec.nbytes for spec in specs),
         files=len(files),
         tensors=len(specs),
@@ -291,7 +293,7 @@ def _wholes(core: _Core) -> dict[str, torch.Tensor]:
     return found
 
 
-def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[Reader]]]:
+def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterReader]]]:
     """One parameter after the other, as each of the tensor ranks has it, and where it is read."""
     for column in core.columns:
         readers = [core.part(part) for part in column.parts]
@@ -310,7 +312,7 @@ def _hf_specs(family: Family, pieces: Pieces) -> list[TensorSpec]:
     return [TensorSpec(name, dtypes[name], shape) for name, shape in family.tensors().items()]
 
 
-def _join(core: _Core, writer: hf_policy.ShardWriter, progress: Progress) -> None:
+def _join(core: _Core, writer: hf_policy.ShardWriter, progress: ConversionProgress) -> None:
     """Write the Hugging Face tensors."""
     for row, readers in _rows(core):
         if row[0].split == 0 and not row[0].copy:
@@ -323,7 +325,7 @@ def _join(core: _Core, writer: hf_policy.ShardWriter, progress: Progress) -> Non
         progress.add("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))
 
 
-def _join_rows(parameter: Parameter, reader: Reader, writer: hf_policy.ShardWriter) -> None:
+def _join_rows(parameter: Parameter, reader: ParameterReader, writer: hf_policy.ShardWriter) -> None:
     """Where the blocks of a piece are rows of the whole, it need not meet the other ranks' pieces."""
     for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
         writer.write(source.name, block, index[0].start)

@@ -16,7 +16,7 @@ from runtime.weights.plan import TensorSpec
 AT_ONCE = 16 << 20  # bytes that are compared
 
 
-class Reader(Protocol):
+class ParameterReader(Protocol):
     """Where a rank's parameters are read, by name."""
 
     @property
@@ -29,7 +29,7 @@ class Reader(Protocol):
 
 
 def require_same_bits(
-    pieces: Iterable[tuple[Parameter, Reader]],
+    pieces: Iterable[tuple[Parameter, ParameterReader]],
     read: Callable[[str], Sliceable],
     checked: Callable[[str, int], None],
 ) -> None:
@@ -47,7 +47,7 @@ def require_same_bits(
         checked("checking", reader.specs[parameter.name].nbytes)
 
 
-def _first_difference(parameter: Parameter, reader: Reader, read: Callable[[str], Sliceable]) -> str | None:
+def _first_difference(parameter: Parameter, reader: ParameterReader, read: Callable[[str], Sliceable]) -> str | None:
     """The first source that differs from what the parameter has of it."""
     for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
         step = max(1, AT_ONCE * block.shape[0] // max(1, block.nbytes))

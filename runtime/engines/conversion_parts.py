@@ -24,7 +24,7 @@ Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 _BUFFER = "rotary_emb.inv_freq"  # which old checkpoints stored; it follows from config.json
 
 
-class Report(msgspec.Struct, kw_only=True):
+class ConversionReport(msgspec.Struct, kw_only=True):
     """`seconds` are of the conversion, without the check."""
 
     nbytes: int
@@ -94,7 +94,7 @@ class _Cast:
         return part if self._dtype is None else part.to(self._dtype)
 
 
-class Progress:
+class ConversionProgress:
     """Counts what was converted, then what was checked."""
 
     def __init__(self, show: Show, total: int):

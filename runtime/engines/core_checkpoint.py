@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from runtime.engines.core_folder import Part, columns
+from runtime.engines.core_folder import CoreFile, columns
 from runtime.engines.families import Family, Layout
 from runtime.engines.families.family import HEAD, require_same
 from runtime.engines.families.naming import FUSED
@@ -85,7 +85,7 @@ class CoreCheckpoint:
             dtype = self._stored[self._place(name)[0]].properties.dtype
             self.specs[name] = TensorSpec(name, str(dtype).removeprefix("torch."), shape)
 
-    def part(self, part: Part) -> CoreCheckpoint:
+    def part(self, part: CoreFile) -> CoreCheckpoint:
         """Where the parameters of `part` are read."""
         return self
 

@@ -32,7 +32,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     value_head: bool
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class CoreFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file: the parameters of a rank that lie in it."""
 
     tensor: int
@@ -48,7 +48,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class Column(msgspec.Struct, frozen=True):
     """The files of the tensor ranks 0, 1, ... at one stage, and expert rank: together they hold whole tensors."""
 
-    parts: list[Part]
+    parts: list[CoreFile]
 
     def rows(self) -> Iterator[tuple[Parameter, ...]]:
         """One parameter after the other, as each of the tensor ranks has it."""
@@ -66,10 +66,10 @@ def columns(family: Family, layout: Layout) -> Iterator[Column]:
                 yield Column(parts)
 
 
-def _part(family: Family, layout: Layout, tensor: int, stage: int, expert: int | None) -> Part:
+def _part(family: Family, layout: Layout, tensor: int, stage: int, expert: int | None) -> CoreFile:
     held = family.parameters(layout, tensor_rank=tensor, pipeline_rank=stage, expert_rank=expert or 0)
     parameters = [parameter for parameter in held if parameter.expert == (expert is not None)]
-    return Part(tensor=tensor, stage=stage, expert=expert, parameters=parameters)
+    return CoreFile(tensor=tensor, stage=stage, expert=expert, parameters=parameters)
 
 
 def write_description(folder: Path, description: Description) -> None:
@@ -103,5 +103,5 @@ class CoreFolder:
             require_same(str(reader.path), needed, {name: spec.shape for name, spec in reader.specs.items()})
             self._readers[part.name] = reader
 
-    def part(self, part: Part) -> TensorReader:
+    def part(self, part: CoreFile) -> TensorReader:
         return self._readers[part.name]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from runtime.engines.families import family_for
-from runtime.engines.families.shape import Experts
+from runtime.engines.families.shape import ExpertShape
 from runtime.errors import UserError
 
 DECODED = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     qk_norm: bool
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
 
 
 def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:

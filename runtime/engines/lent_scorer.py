@@ -9,7 +9,7 @@ from runtime.commands import Offload, Onload
 from runtime.types import LogprobRequest, Logprobs
 
 
-class Scorer(Protocol):
+class OffloadableScorer(Protocol):
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]: ...
 
     def offload(self) -> None: ...
@@ -20,7 +20,7 @@ class Scorer(Protocol):
 class LentScorer:
     """`scorer`, which comes back to its device with the first question, if nobody called it back before."""
 
-    def __init__(self, scorer: Scorer, away: bool):
+    def __init__(self, scorer: OffloadableScorer, away: bool):
         """`away`: it gives up its device now."""
         self._scorer = scorer
         self._away = False

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.config import Config, Parallel, Spread, Trainer
 from runtime.engines.families import Layout, family_for
-from runtime.engines.families.memory import RankBytes, Work, rank_bytes
+from runtime.engines.families.memory import ModelWork, RankBytes, rank_bytes
 
 MEGATRON_NEEDS_CORE = "megatron needs a package: pip install 'sluice-rl[megatron]'"
 LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
@@ -51,7 +51,7 @@ def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bo
     settings: Spread = getattr(config.services, role)
     trains = isinstance(settings, Trainer)
     dtype = config.model.dtype if isinstance(settings, Trainer) else settings.dtype
-    work = Work(
+    work = ModelWork(
         ranks=settings.processes,
         tokens=_microbatch_tokens(config, settings) // settings.parallel.context,
         width=4 if dtype == "float32" or (dtype == "auto" and on_cpus) else 2,

@@ -48,7 +48,7 @@ class _Prefilled:
 
 
 @dataclass
-class _Group:
+class _TorchGroup:
     request: GroupRequest
     samples: list[Sample | None]
     unfinished: int
@@ -86,8 +86,8 @@ class TorchRolloutEngine(RolloutEngine):
         self._staged: DecoderWeights | None = None
         self._loading: PolicyVersion | None = None  # whose weights overwrite those of `version`, not whole yet
         self._loaded: set[str] = set()  # of them
-        self._groups: dict[int, _Group] = {}
-        self._waiting: deque[_Group] = deque()  # groups with samples not admitted yet
+        self._groups: dict[int, _TorchGroup] = {}
+        self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
         self._sampling = RowSampling(np.zeros((0, 4), np.float32), device)
         self._sampling_key = b""
@@ -104,7 +104,7 @@ class TorchRolloutEngine(RolloutEngine):
             check_request(request, known, self._cache.max_length, self._decoder.config.vocab_size)
             known.add(request.group_id)
         for request in requests:
-            group = _Group(request, [None] * request.n, request.n)
+            group = _TorchGroup(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
             (self._waiting.appendleft if request.purpose == "probe" else self._waiting.append)(group)
 
@@ -168,7 +168,7 @@ class TorchRolloutEngine(RolloutEngine):
             group, index = slots.owner_of(slot)
             self._finish(group, index, slots.take(slot, met_stop))
 
-    def _admit(self, group: _Group) -> None:
+    def _admit(self, group: _TorchGroup) -> None:
         """Give the next sample of the first waiting group a slot, unless its first token is its last."""
         if group.prefilled is None:
             self._prefill()
@@ -222,9 +222,9 @@ class TorchRolloutEngine(RolloutEngine):
         self._stats.prefill_tokens += sum(map(len, texts))
         return hidden, kept
 
-    def _next_prompts(self) -> list[_Group]:
+    def _next_prompts(self) -> list[_TorchGroup]:
         """The first waiting groups without a prefilled prompt, within the token budget but at least one."""
-        chosen: list[_Group] = []
+        chosen: list[_TorchGroup] = []
         room, ahead, longest = self._slots.free - 1, _PREFILL_AHEAD, 0
         for group in self._waiting:
             if room <= 0:
@@ -236,7 +236,7 @@ class TorchRolloutEngine(RolloutEngine):
             chosen.append(group)
         return chosen
 
-    def _finish(self, group: _Group, index: int, done: Sample) -> None:
+    def _finish(self, group: _TorchGroup, index: int, done: Sample) -> None:
         group.samples[index] = done
         group.unfinished -= 1
         if group.unfinished:

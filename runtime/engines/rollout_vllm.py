@@ -47,7 +47,7 @@ _WORKER = "runtime.engines.vllm.worker.WeightLoading"
 
 
 @dataclass
-class _Group:
+class _VllmGroup:
     request: GroupRequest
     samples: list[Sample | None]
     unfinished: int
@@ -57,7 +57,7 @@ class _Group:
 class _Sequence:
     """A sample that vLLM has, or that waits for it."""
 
-    group: _Group
+    group: _VllmGroup
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -99,7 +99,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._slots = slots
         self._swap_timeout = swap_timeout
         self._version = version
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _VllmGroup] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}  # by vLLM's request id
         self._withdrawn: list[str] = []  # request ids that vLLM does not know yet to be forgotten
@@ -124,7 +124,7 @@ class VLLMRolloutEngine(RolloutEngine):
             check_temperature(request)
             known.add(request.group_id)
         for request in requests:
-            group = _Group(request, [None] * request.n, request.n)
+            group = _VllmGroup(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
             sequences = [_Sequence(group, index) for index in range(request.n)]
             (self._waiting.extendleft if request.purpose == "probe" else self._waiting.extend)(sequences)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.engines.families.shape import Experts
+from runtime.engines.families.shape import ExpertShape
 
 
-def routed(x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: Experts) -> torch.Tensor:
+def routed(
+    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: ExpertShape
+) -> torch.Tensor:
     """[m, H] to the weighted sum [m, H] of what each token's `experts.per_token` experts make of it.
 
     `router` [E, H]; `gate_up` [E · 2 · I, H] and `down` [E · H, I], one expert's after the other. The weights are those of a

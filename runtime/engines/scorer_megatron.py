@@ -14,7 +14,7 @@ from runtime import codec, platform
 from runtime.config import Config
 from runtime.engines import train_batch, train_rows
 from runtime.engines.megatron import vocab_parallel
-from runtime.engines.megatron.passes import Passes
+from runtime.engines.megatron.passes import MegatronPasses
 from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
 from runtime.errors import InvalidMessage
@@ -23,7 +23,7 @@ from runtime.types import LogprobRequest, Logprobs
 _LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
 
 
-class MegatronScorer(Passes):
+class MegatronScorer(MegatronPasses):
     """Every block of ranks that holds the model has its own share of the requests: that of its first rank.
 
     `megatron.facade.prepare` has been called in this process.

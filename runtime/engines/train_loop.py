@@ -33,7 +33,7 @@ from runtime.types import StepResult, TrainGroup
 
 
 @dataclass(frozen=True)
-class Work:
+class ReadySamples:
     """Samples that are ready to be trained on. `live`: bool [B], false where a sample's gradient is exactly 0."""
 
     rows: Rows
@@ -143,7 +143,7 @@ class UpdateLoop(UpdateEngine):
 
     def _begin_update(self) -> None:
         self._statistics = StepStatistics(self._device)
-        self._added: list[tuple[Work, np.ndarray]] = []
+        self._added: list[tuple[ReadySamples, np.ndarray]] = []
 
     def accumulate(self, groups: Sequence[TrainGroup], last: bool = False) -> None:
         with self._timed():
@@ -172,10 +172,10 @@ class UpdateLoop(UpdateEngine):
                 self._add(work, (work.rows.mini_batch == index)[work.rows.group], last=True)
                 self._update()
 
-    def _work(self, rows: Rows) -> Work:
-        return Work(rows, *self._columns(rows))
+    def _work(self, rows: Rows) -> ReadySamples:
+        return ReadySamples(rows, *self._columns(rows))
 
-    def _add(self, work: Work, chosen: np.ndarray, last: bool) -> None:
+    def _add(self, work: ReadySamples, chosen: np.ndarray, last: bool) -> None:
         """Add the gradient of the samples `chosen` (bool [B]) of `work`, the `last` ones of an update or not."""
         self._added.append((work, chosen))
         trained = work.rows.trained() & chosen

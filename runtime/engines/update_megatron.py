@@ -10,8 +10,8 @@ import torch
 from runtime import codec, platform
 from runtime.config import Config, Optimizer, Trainer
 from runtime.engines.megatron import state
-from runtime.engines.megatron.optimizer import Updates
-from runtime.engines.megatron.passes import Passes
+from runtime.engines.megatron.optimizer import MegatronOptimizer
+from runtime.engines.megatron.passes import MegatronPasses
 from runtime.engines.megatron.writer import Writer
 from runtime.engines.offload import Shelf
 from runtime.engines.train_batch import MicroBatch
@@ -24,7 +24,7 @@ from runtime.types import TrainGroup
 Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as megatron-core has it: the sum, its tokens, what to report
 
 
-class MegatronUpdateEngine(Passes, UpdateLoop):
+class MegatronUpdateEngine(MegatronPasses, UpdateLoop):
     """Every block of ranks that holds the model has its own share of the data: that of its first rank."""
 
     def __init__(
@@ -43,7 +43,7 @@ class MegatronUpdateEngine(Passes, UpdateLoop):
         device, seed, timeout = rank_place.device, config.run.seed, config.deadlines.train
         self._build(source, settings, compute, device, seed=seed, timeout=timeout, value_head=value_head)
         self._source = source
-        self._updates = Updates(self._model.train(), options, compute, device, settings.overlap)
+        self._updates = MegatronOptimizer(self._model.train(), options, compute, device, settings.overlap)
         self._passed = self._updates.model
         self._writer = Writer(self._grid.host_group(config.deadlines.save), self.role, config.deadlines.save)
         self._shelves = [Shelf(self._updates.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]

@@ -26,7 +26,7 @@ import msgspec
 
 from runtime.config import Warmup
 from runtime.data import arithmetic
-from runtime.data.arithmetic import Problem
+from runtime.data.arithmetic import ArithmeticProblem
 from runtime.engines import tiny_model
 from runtime.errors import ConfigError, UserError
 
@@ -86,7 +86,7 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
 class Corpus:
     """The training problems, each draw of which may forget the carry."""
 
-    def __init__(self, tokenizer: Tokenizer, problems: Sequence[Problem], forgotten_carry: float, seed: int):
+    def __init__(self, tokenizer: Tokenizer, problems: Sequence[ArithmeticProblem], forgotten_carry: float, seed: int):
         import torch
 
         self._careful = _rows(tokenizer, [(p.question, p.answer) for p in problems])
@@ -111,7 +111,7 @@ class Corpus:
 class Examination:
     """What a model says, greedy, to the held-out problems."""
 
-    def __init__(self, tokenizer: Tokenizer, held_out: Sequence[Problem]):
+    def __init__(self, tokenizer: Tokenizer, held_out: Sequence[ArithmeticProblem]):
         carries = [p for p in held_out if p.carry]
         self._right = _rows(tokenizer, [(p.question, p.answer) for p in held_out])
         self._slips = _rows(tokenizer, [(p.question, p.careless_answer) for p in carries])

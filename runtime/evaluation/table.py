@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from runtime.evaluation.results import EvaluationResult, SetResult
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 
-def render(results: Sequence[EvaluationResult]) -> Table:
+def render(results: Sequence[EvaluationResult]) -> LiteralTable:
     """The figures of every set in each of `results`, and below what is to be said of them."""
     by_name = [{each.name: each for each in result.sets} for result in results]
     caption = "\n".join(
@@ -17,7 +17,7 @@ def render(results: Sequence[EvaluationResult]) -> Table:
         for name, each in sets.items()
         for note in _notes(each)
     )
-    table = Table(title="Evaluation", title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    table = LiteralTable(title="Evaluation", title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     table.add_column("set", style="cyan", no_wrap=True)
     table.add_column("figure")
     for result in results:

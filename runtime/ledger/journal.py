@@ -55,7 +55,7 @@ class Restored(Struct, kw_only=True):
     incarnation: int
 
 
-class Ledger:
+class LedgerWriter:
     """The writing side; one per folder at a time. Used from one event loop."""
 
     def __init__(self, folder: Path, thread: ThreadPoolExecutor, writer: _Writer):
@@ -69,7 +69,7 @@ class Ledger:
         self._dirty = asyncio.Event()
 
     @classmethod
-    async def open(cls, folder: Path | str, segment_bytes: int) -> Ledger:
+    async def open(cls, folder: Path | str, segment_bytes: int) -> LedgerWriter:
         """Open or create. Raises UserError when another process has it open, StorageFull, ServiceFault."""
         thread = ThreadPoolExecutor(1, "ledger")
         try:

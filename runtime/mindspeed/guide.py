@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runtime.mindspeed.keys import Key, shown, table
+from runtime.mindspeed.keys import MindSpeedKey, shown, table
 
 BEGIN, END = "<!-- keys: begin, from runtime/mindspeed/keys.yaml -->", "<!-- keys: end -->"
 
@@ -39,7 +39,7 @@ def _lines() -> Iterator[str]:
             yield from _section(keys)
 
 
-def _section(keys: dict[str, Key]) -> Iterator[str]:
+def _section(keys: dict[str, MindSpeedKey]) -> Iterator[str]:
     mapped = {name: key for name, key in keys.items() if key.to}
     if mapped:
         yield "| key | default there | decides | how |"
@@ -56,7 +56,7 @@ def _section(keys: dict[str, Key]) -> Iterator[str]:
         yield from _by_reason(title, chosen, lambda key: key.refused)
 
 
-def _by_reason(title: str, keys: dict[str, Key], reason: Callable[[Key], str]) -> Iterator[str]:
+def _by_reason(title: str, keys: dict[str, MindSpeedKey], reason: Callable[[MindSpeedKey], str]) -> Iterator[str]:
     if not keys:
         return
     named: dict[str, list[str]] = {}

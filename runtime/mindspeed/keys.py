@@ -70,7 +70,7 @@ _WORDS = {
 }
 
 
-class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MindSpeedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exactly one of `to`, `ignored` and `refused` is given."""
 
     default: Any = None  # MindSpeed-RL's own
@@ -123,9 +123,9 @@ def _is(value: Any, kind: str) -> bool:
 
 
 @functools.cache
-def table() -> dict[str, dict[str, Key]]:
+def table() -> dict[str, dict[str, MindSpeedKey]]:
     """By section of their file (`rl_config`), then by key."""
-    return msgspec.convert(yaml.safe_load(FILE.read_bytes()), dict[str, dict[str, Key]])
+    return msgspec.convert(yaml.safe_load(FILE.read_bytes()), dict[str, dict[str, MindSpeedKey]])
 
 
 def named_there(path: str) -> list[str]:
@@ -139,7 +139,7 @@ def looked_up(section: str) -> tuple[str, ...]:
     return _LOOKED_UP.get(section, (section,))
 
 
-def find(section: str, name: str) -> tuple[str, Key] | None:
+def find(section: str, name: str) -> tuple[str, MindSpeedKey] | None:
     """A key of a file's `section`, and the section of the table that has it."""
     return next(((place, table()[place][name]) for place in looked_up(section) if name in table().get(place, {})), None)
 
@@ -150,9 +150,9 @@ def essential() -> frozenset[str]:
     return frozenset(name for keys in table().values() for name, key in keys.items() if key.essential)
 
 
-def names(section: str) -> Mapping[str, Key]:
+def names(section: str) -> Mapping[str, MindSpeedKey]:
     """The keys that a file's `section` may have."""
-    found: dict[str, Key] = {}
+    found: dict[str, MindSpeedKey] = {}
     for place in reversed(looked_up(section)):
         found |= table().get(place, {})
     return found

@@ -35,7 +35,7 @@ _FORMS: dict[Format, tuple[str, ...]] = {
 _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
 
 
-class Entry(Struct, frozen=True):
+class FileEntry(Struct, frozen=True):
     """A key with its value. `section` is that of the file, `model` for those of a model's file."""
 
     section: str
@@ -53,7 +53,7 @@ class Read(Struct, frozen=True):
 
     name: str  # the file's, without its suffix
     format: Format
-    entries: tuple[Entry, ...]
+    entries: tuple[FileEntry, ...]
 
 
 def read(file: Path, models: Path | None = None) -> Read:
@@ -65,13 +65,13 @@ def read(file: Path, models: Path | None = None) -> Read:
     format = _format(file, raw)
     chosen, found = _models(raw, models or file.parent / "model")
     faults += found
-    entries: list[Entry] = []
+    entries: list[FileEntry] = []
     for section, content in _sections(raw, format, faults):
         entries += _entries(section, content, faults)
     if not entries and not faults:
         faults.append("its sections have no keys")
     for name, content in chosen.items():
-        entries += [Entry("model", key, value, model=name) for key, value in content.items()]
+        entries += [FileEntry("model", key, value, model=name) for key, value in content.items()]
     faults += [] if found else _model_names(entries, chosen)
     faults += [
         f"{each.path}: {each.value}: is not resolved here; write the value" for each in entries if _interpolates(each.value)
@@ -139,17 +139,17 @@ def _sections(raw: Mapping[str, Any], format: Format, faults: list[str]) -> Iter
             yield name, content
 
 
-def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Iterator[Entry]:
+def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Iterator[FileEntry]:
     """The keys of a section; a mapping whose keys the table knows is entered."""
     known = keys.names(section)
     for name, value in content.items():
         inner = any(key.startswith(f"{name}.") for key in known)
         if inner and isinstance(value, dict):
-            yield from (Entry(section, f"{name}.{key}", each) for key, each in value.items())
+            yield from (FileEntry(section, f"{name}.{key}", each) for key, each in value.items())
         elif inner and value is not None:
             faults.append(f"{section}.{name}: {keys.shown(value)} is not a mapping")
         elif not inner:
-            yield Entry(section, name, value)
+            yield FileEntry(section, name, value)
 
 
 def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -189,7 +189,7 @@ def _model(path: Path, name: str) -> tuple[dict[str, Any], list[str]]:
     return _underscored(content, f"{name}.")
 
 
-def _model_names(entries: list[Entry], models: Mapping[str, Any]) -> Iterator[str]:
+def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterator[str]:
     """A role's `model` must be one of those that were read."""
     for entry in entries:
         named = isinstance(entry.value, str) and entry.value in models

@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 
 from runtime.config.yaml_text import dump
 from runtime.mindspeed.keys import Outcome
-from runtime.mindspeed.settings import Row
+from runtime.mindspeed.settings import TranslatedKey
 from runtime.mindspeed.translate import Translation
 
 OUTCOMES: tuple[Outcome, ...] = ("mapped", "ignored", "refused", "left out")
 COLUMNS = ("MindSpeed-RL", "value", "outcome", "here, or why not")
 
 
-def totals(rows: Sequence[Row]) -> str:
+def totals(rows: Sequence[TranslatedKey]) -> str:
     """`40 keys: 31 mapped, 9 ignored, 0 refused, 0 left out`."""
     counts = Counter(row.outcome for row in rows)
     return f"{len(rows)} keys: " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
 
 
-def cells(row: Row) -> tuple[str, str, str, str]:
+def cells(row: TranslatedKey) -> tuple[str, str, str, str]:
     """A row under COLUMNS."""
     return row.path, row.value, row.outcome, "; ".join(filter(None, [", ".join(row.ours), row.reason]))
 

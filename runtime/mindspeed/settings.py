@@ -8,11 +8,11 @@ from typing import Any
 from msgspec import Struct
 
 from runtime.mindspeed import keys
-from runtime.mindspeed.keys import Key, Outcome
-from runtime.mindspeed.reading import Entry, Format, Read
+from runtime.mindspeed.keys import MindSpeedKey, Outcome
+from runtime.mindspeed.reading import FileEntry, Format, Read
 
 
-class Row(Struct, frozen=True):
+class TranslatedKey(Struct, frozen=True):
     """What became of a key of the file. `ours`: PATH=VALUE of each of our keys that it decided."""
 
     path: str
@@ -38,7 +38,7 @@ class Setting(Struct, frozen=True):
     given: bool
 
 
-class Settings:
+class TranslatedSettings:
     """Reads keys, and records what becomes of them.
 
     `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and what they
@@ -71,7 +71,7 @@ class Settings:
             if each.path not in self._left_out:
                 self._check(each)
 
-    def _check(self, entry: Entry) -> None:
+    def _check(self, entry: FileEntry) -> None:
         found = keys.find(entry.section, entry.name)
         if found is None:
             near = keys.nearest(entry.section, entry.name)
@@ -93,7 +93,7 @@ class Settings:
         chosen = [self._by_place.get((own, name)), self._by_place.get((shared, name)), self._by_model.get((model, name))]
         return self._setting(next((each for each in chosen if each is not None), None), own, name)
 
-    def _setting(self, entry: Entry | None, section: str, name: str) -> Setting:
+    def _setting(self, entry: FileEntry | None, section: str, name: str) -> Setting:
         found = keys.find(section, name)
         assert found is not None, f"the table has {section}.{name}"
         place, key = found
@@ -135,29 +135,29 @@ class Settings:
             self._said[setting.path] = reason
             self.faults.append(f"{setting.path}: {keys.shown(setting.value)}: refused: {reason}")
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TranslatedKey]:
         """One for each key of the file, in its order."""
         for entry in self._entries:
             path, value = entry.path, keys.shown(entry.value)
             found = keys.find(entry.section, entry.name)
             if path in self._left_out:
-                yield Row(path, value, "left out", reason="--without")
+                yield TranslatedKey(path, value, "left out", reason="--without")
             elif found is not None:
                 yield self._row(entry, *found)
 
-    def _row(self, entry: Entry, place: str, key: Key) -> Row:
+    def _row(self, entry: FileEntry, place: str, key: MindSpeedKey) -> TranslatedKey:
         path, value = entry.path, keys.shown(entry.value)
         ours, said = tuple(self._ours.get(path, ())), self._said.get(path, "")
         if path in self._refused:
-            return Row(path, value, "refused", reason=said)
+            return TranslatedKey(path, value, "refused", reason=said)
         if ours:
-            return Row(path, value, "mapped", ours, self._noted.get(path, key.note))
+            return TranslatedKey(path, value, "mapped", ours, self._noted.get(path, key.note))
         if key.refused:
-            return Row(path, value, "ignored", reason=said or "off there too: it asks for nothing")
+            return TranslatedKey(path, value, "ignored", reason=said or "off there too: it asks for nothing")
         reason = said or key.ignored or ("left empty" if entry.value is None else "")
-        return Row(path, value, "ignored", reason=reason or self._overridden(entry, place))
+        return TranslatedKey(path, value, "ignored", reason=reason or self._overridden(entry, place))
 
-    def _overridden(self, entry: Entry, place: str) -> str:
+    def _overridden(self, entry: FileEntry, place: str) -> str:
         """Why a mapped key decided nothing: a section that is nearer to the role has it, or the role does not take it."""
         others = [each for each in self._entries if each.name == entry.name and each.path in self._ours]
         if others:
@@ -177,11 +177,11 @@ def _ends(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
-def _wrong(key: Key, value: Any) -> bool:
+def _wrong(key: MindSpeedKey, value: Any) -> bool:
     return bool(key.fault(value))
 
 
-def _typed(key: Key, value: Any) -> Any:
+def _typed(key: MindSpeedKey, value: Any) -> Any:
     """Whole numbers as int where the key's are, so that 4.0 is written as 4."""
     whole = key.type == "int" or (not key.type and type(key.default) is int)
     return int(value) if whole and isinstance(value, float) else value

@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from runtime.mindspeed import algorithm, layout
 from runtime.mindspeed.keys import shown
 from runtime.mindspeed.reading import Read
-from runtime.mindspeed.settings import Carried, Row, Setting, Settings, as_float
+from runtime.mindspeed.settings import Carried, Setting, TranslatedKey, TranslatedSettings, as_float
 
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
 _HANDLERS = {
@@ -41,14 +41,14 @@ class Translation(Struct, frozen=True):
     """`raw` is the configuration: what differs from Sluice's defaults, by section."""
 
     raw: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[TranslatedKey, ...]
     carried: tuple[Carried, ...]
     advice: tuple[str, ...]
 
 
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
     """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
-    settings = Settings(read, without)
+    settings = TranslatedSettings(read, without)
     _run(settings)
     _data(settings)
     _lengths(settings)
@@ -70,7 +70,7 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     )
 
 
-def _run(keys: Settings) -> None:
+def _run(keys: TranslatedSettings) -> None:
     keys.put("run.name", keys.name)
     keys.put("run.seed", (seed := keys.role("actor", "seed")).value, seed)
     save, finetune = keys.role("actor", "save"), keys.role("actor", "finetune")
@@ -85,7 +85,7 @@ def _run(keys: Settings) -> None:
     keys.put("model.dtype", {True: "auto", False: "float32"}.get(bf16.value), bf16)
 
 
-def _data(keys: Settings) -> None:
+def _data(keys: TranslatedSettings) -> None:
     path, shuffle = keys.role("actor", "data_path"), keys.role("actor", "no_shuffle")
     if path.value is not None:
         keys.put("data.train", _prepared(keys, path), path)
@@ -108,7 +108,7 @@ def _data(keys: Settings) -> None:
             keys.put(f"data.{_COLUMNS[name]}", column, columns)
 
 
-def _prepared(keys: Settings, setting: Setting) -> str | list[dict[str, Any]]:
+def _prepared(keys: TranslatedSettings, setting: Setting) -> str | list[dict[str, Any]]:
     """What `sluice data prepare` writes for theirs: of one prefix, or of several with a weight before each."""
     parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     parts = [str(part).strip() for part in parts if str(part).strip()]
@@ -138,7 +138,7 @@ def _file(prefix: str) -> str:
     return prefix if not prefix or PurePath(prefix).suffix in _DATA_FILES else f"{prefix}.parquet"
 
 
-def _lengths(keys: Settings) -> None:
+def _lengths(keys: TranslatedSettings) -> None:
     rl = keys.format == "current"
     prompt = keys.of("rl_config", "max_prompt_length") if rl else keys.role("actor", "max_prompt_length")
     both, reply = keys.role("actor", "seq_length"), keys.of("generate_config", "sampling_config.max_tokens")
@@ -164,7 +164,7 @@ def _lengths(keys: Settings) -> None:
         )
 
 
-def _profiler(keys: Settings) -> None:
+def _profiler(keys: TranslatedSettings) -> None:
     profiler = keys.of("profiler_config", "integrated")
     if isinstance(profiler.value, dict) and profiler.value.get("profile"):
         keys.refuse(
@@ -172,7 +172,7 @@ def _profiler(keys: Settings) -> None:
         )
 
 
-def _training(keys: Settings) -> None:
+def _training(keys: TranslatedSettings) -> None:
     steps, every = keys.role("actor", "train_iters"), keys.role("actor", "save_interval")
     keys.put("training.steps", steps.value, steps)
     keys.put("checkpoint.every", every.value, every)
@@ -184,7 +184,7 @@ def _training(keys: Settings) -> None:
         optimizer(keys, "critic", "critic.optimizer")
 
 
-def _batches(keys: Settings) -> None:
+def _batches(keys: TranslatedSettings) -> None:
     rl = keys.format == "current"
     batch = keys.role("actor", "global_batch_size")
     filtered, kept = keys.of("rl_config", "filter_groups_enable"), keys.of("rl_config", "filter_groups_train_batch_size")
@@ -203,7 +203,7 @@ def _batches(keys: Settings) -> None:
         _mini_batch(keys, mini, batch.value)
 
 
-def _mini_batch(keys: Settings, mini: Setting, batch: int) -> None:
+def _mini_batch(keys: TranslatedSettings, mini: Setting, batch: int) -> None:
     samples = keys.values.get("sampling.group_size") or 1
     prompts, note = mini.value, ""
     if prompts > batch:
@@ -226,7 +226,7 @@ def _mini_batch(keys: Settings, mini: Setting, batch: int) -> None:
     keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
 
 
-def optimizer(keys: Settings, role: str, path: str) -> None:
+def optimizer(keys: TranslatedSettings, role: str, path: str) -> None:
     """The optimizer of a role, at our keys `path`."""
     for ours, theirs in {
         "learning_rate": "lr",
@@ -251,7 +251,7 @@ def optimizer(keys: Settings, role: str, path: str) -> None:
         keys.put(f"{path}.betas", [float(value) for value in values], *betas)
 
 
-def _trackers(keys: Settings) -> None:
+def _trackers(keys: TranslatedSettings) -> None:
     if keys.format != "current":
         return
     board, wandb, swanlab = (keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab"))
@@ -274,7 +274,7 @@ def _trackers(keys: Settings) -> None:
     keys.say("of use_swanlab", keys.of("rl_config", "swanlab_mode"))
 
 
-def _advice(keys: Settings) -> list[str]:
+def _advice(keys: TranslatedSettings) -> list[str]:
     """What the user should know beside the single keys."""
     apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
     told = [
@@ -295,7 +295,7 @@ def _advice(keys: Settings) -> list[str]:
     return told + keys.advice
 
 
-def _schema_faults(keys: Settings) -> list[str]:
+def _schema_faults(keys: TranslatedSettings) -> list[str]:
     """Values beyond what ours may be, by the names of theirs."""
     told = []
     for fault in loading.type_faults(_nested(keys.values)):

@@ -32,7 +32,7 @@ from runtime.evaluation.results import EvaluationResult, Judged
 from runtime.pipeline.material import EvaluationMaterial
 from runtime.pipeline.roles import EvaluationRoles
 from runtime.pipeline.rollouts import RolloutPool
-from runtime.pipeline.scoring import Scoring
+from runtime.pipeline.scoring import RewardScoring
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
@@ -92,7 +92,7 @@ class Evaluator:
         self._folder = material.folder
         self._sets = material.held_out
         self._pool = pool
-        self._scoring = Scoring(roles)
+        self._scoring = RewardScoring(roles)
         self._text = material.text
         self._judge = material.config.rewards.rules[0]
         self._sampling = [_sampling(material, held_out) for held_out in self._sets]

@@ -21,7 +21,7 @@ from runtime.pipeline.dynamic_sampling import DynamicSampling
 from runtime.pipeline.material import Material
 from runtime.pipeline.roles import Roles
 from runtime.pipeline.rollouts import RolloutPool
-from runtime.pipeline.scoring import Scoring
+from runtime.pipeline.scoring import RewardScoring
 from runtime.pipeline.states import Mark, Phase
 from runtime.ports import Answer, RolloutPort
 from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
@@ -57,7 +57,7 @@ class GroupStage:
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
         self._turn = count()
-        self._scoring = Scoring(roles, spans)
+        self._scoring = RewardScoring(roles, spans)
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,

@@ -44,7 +44,7 @@ from runtime.pipeline.rollouts import RolloutPool
 from runtime.pipeline.training import TrainedStep, TrainStage
 from runtime.pipeline.turn_stage import TurnStage
 from runtime.pipeline.turn_taking import TurnTaking
-from runtime.pipeline.updates import AlternatingUpdates, Updates
+from runtime.pipeline.updates import AlternatingUpdates, ModelUpdates
 from runtime.ports import RolloutPort, UpdatePort
 from runtime.position import Position
 from runtime.status import Progress
@@ -159,7 +159,7 @@ class Lineage:
 
     def _train_stage(self) -> TrainStage:
         config, roles = self._config, self._roles
-        updates = Updates(roles.trainer, roles.critic, self._spans)
+        updates = ModelUpdates(roles.trainer, roles.critic, self._spans)
         if alternates(config) and roles.critic is not None:
             updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
         make: Callable[..., TrainStage] = TrainStage

@@ -13,7 +13,7 @@ from runtime.data.prompts import Prompts
 from runtime.errors import UserError
 from runtime.evaluation.generations import TextDecoder
 from runtime.evaluation.held_out import HeldOut
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.pipeline.roles import Updated
 from runtime.pipeline.states import Mark
 from runtime.startup import Startup
@@ -43,7 +43,7 @@ class EvaluationMaterial:
 class Material(EvaluationMaterial):
     """What a run that trains is made of, besides its roles."""
 
-    ledger: Ledger
+    ledger: LedgerWriter
     train: Prompts
     launched: float  # when the run was asked for, on the clock of time.monotonic
     regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run

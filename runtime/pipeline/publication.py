@@ -66,7 +66,7 @@ class Failed(Struct, frozen=True):
     reason: str
 
 
-class Lost(Struct, frozen=True):
+class MemberUnreachable(Struct, frozen=True):
     """`member`, or the sender, cannot be reached any more."""
 
     member: str
@@ -77,7 +77,7 @@ class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Prepared | Sent | Verified | Committed | Aborted | Failed | Lost | Tick
+Event = Prepared | Sent | Verified | Committed | Aborted | Failed | MemberUnreachable | Tick
 
 
 class Send(Struct, frozen=True):
@@ -112,7 +112,7 @@ _EXPECTED: dict[type, tuple[Phase, ...]] = {
 }
 
 
-class Publication:
+class WeightSync:
     """One version over one epoch's members.
 
     `phase` and `next_deadline` (None once done or aborted) are the state. `lost` names who must not be in the next epoch,
@@ -157,7 +157,7 @@ class Publication:
         if self.final:
             return []
         actions: list[Action] = []
-        if isinstance(event, Failed | Lost):
+        if isinstance(event, Failed | MemberUnreachable):
             actions += self._fail(event, now)
         elif not isinstance(event, Tick) and self.phase in _EXPECTED[type(event)]:
             self._answered[type(event)].add(self.sender if isinstance(event, Sent) else event.member)
@@ -186,7 +186,7 @@ class Publication:
                 self._enter("done" if self.phase == "commit" else "aborted", now)
         return actions
 
-    def _fail(self, event: Failed | Lost, now: float) -> list[Action]:
+    def _fail(self, event: Failed | MemberUnreachable, now: float) -> list[Action]:
         if event.member not in (*self.members, self.sender):
             return []
         if self.phase == "commit" and event.member == self.sender:
@@ -194,7 +194,7 @@ class Publication:
         if isinstance(event, Failed):
             self.failed.add(event.member)
         known = event.member in self.lost
-        if isinstance(event, Lost) or self.phase == "commit":
+        if isinstance(event, MemberUnreachable) or self.phase == "commit":
             self.lost.add(event.member)
         if self.phase == "abort" and (known or (isinstance(event, Failed) and event.member != self.sender)):
             return []  # a failed collective fails for all; the sender's word, and who is lost, are told whoever was heard first

@@ -22,13 +22,13 @@ from runtime.pipeline.publication import (
     Committed,
     Event,
     Failed,
-    Lost,
+    MemberUnreachable,
     PhaseSeconds,
     Prepared,
-    Publication,
     Sent,
     Tick,
     Verified,
+    WeightSync,
 )
 from runtime.pipeline.rollouts import RolloutPool
 from runtime.ports import RolloutPort, TrainerPort, WeightMember
@@ -286,7 +286,7 @@ class Transaction:
     async def _attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
         publisher, now = self._publisher, self._clock()
-        machine = Publication(self._version, self._ports, publisher._trainer.name, publisher.seconds(self._behind), now)
+        machine = WeightSync(self._version, self._ports, publisher._trainer.name, publisher.seconds(self._behind), now)
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
         for name in self._ports:
             machine.handle(Prepared(name), now)
@@ -295,7 +295,7 @@ class Transaction:
         self._withdraw()
         return self._conclude(machine)
 
-    def _conclude(self, machine: Publication) -> bool:
+    def _conclude(self, machine: WeightSync) -> bool:
         publisher, pool = self._publisher, self._pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
         self._behind |= publisher._trainer.name in machine.failed  # it may not have the whole version, and gather it anew
@@ -317,7 +317,7 @@ class Transaction:
         pool.membership.break_up(self._epoch.number)
         return False
 
-    async def _step(self, machine: Publication) -> None:
+    async def _step(self, machine: WeightSync) -> None:
         """Wait for an answer or the deadline, and let the machine say what follows."""
         assert machine.next_deadline is not None
         timeout = max(0.0, machine.next_deadline - self._clock())
@@ -365,12 +365,12 @@ def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event])
     if error is None:
         return answered(name)
     if isinstance(error, Unreachable | Unanswered):
-        return Lost(name, str(error))
+        return MemberUnreachable(name, str(error))
     if isinstance(error, SluiceError):
         return Failed(name, str(error))
     raise error
 
 
-def _fault(machine: Publication) -> ServiceFault:
+def _fault(machine: WeightSync) -> ServiceFault:
     """Names the members that were lost, or else whoever failed first."""
     return ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)

@@ -17,7 +17,7 @@ from runtime.ports import Replaceable
 from runtime.summary import Summary
 
 
-class Run:
+class TrainingRun:
     """One run. `stop` ends it in order; everything else happens in `execute`."""
 
     def __init__(self, material: Material, roles: Roles):

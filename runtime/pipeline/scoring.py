@@ -12,7 +12,7 @@ from runtime.rewards.combination import combine
 from runtime.types import ScoreRequest, Scores
 
 
-class Scoring:
+class RewardScoring:
     """Asks one replica of each role that gives rewards, and adds up what they answer."""
 
     def __init__(self, roles: EvaluationRoles, spans: SpanClock | None = None):

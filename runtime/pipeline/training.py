@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 from msgspec import Struct
 
 from runtime.aio import TaskGroup
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.metrics import PublicationFigures, SpanClock
 from runtime.pipeline.buffer import Buffer, Group
 from runtime.pipeline.probes import Probes
 from runtime.pipeline.publisher import Publisher, Transaction
 from runtime.pipeline.states import Phase
-from runtime.pipeline.updates import Updates, joined
+from runtime.pipeline.updates import ModelUpdates, joined
 from runtime.ports import Answer
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
@@ -42,11 +42,11 @@ class TrainStage:
 
     def __init__(
         self,
-        updates: Updates,
+        updates: ModelUpdates,
         publisher: Publisher,
         probes: Probes,
         buffer: Buffer,
-        ledger: Ledger,
+        ledger: LedgerWriter,
         spans: SpanClock,
         *,
         streams: bool,

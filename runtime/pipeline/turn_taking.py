@@ -17,19 +17,19 @@ from runtime.pipeline.turns import (
     Action,
     Arrived,
     Event,
-    Generated,
+    GenerationDone,
     Lender,
-    Lost,
-    Move,
+    MemberLost,
     Offloaded,
-    Onload,
     Onloaded,
     Phase,
-    Published,
     Reached,
     Referred,
+    TellLevel,
+    TellOnload,
     Trained,
     Turns,
+    VersionPublished,
 )
 from runtime.ports import RolloutPort
 from runtime.status import replaced
@@ -76,7 +76,7 @@ class TurnTaking:
         self._pool.close()
         with self._spans.span(TO_TRAIN):
             await self._publisher.hold()
-            self._handle(Generated(refers))
+            self._handle(GenerationDone(refers))
             await self._until("ref_onload", "refer", "train")
         if refers:
             assert referred is not None
@@ -97,7 +97,7 @@ class TurnTaking:
             if version is not None:
                 await self._until("publish")
                 figures = await self._publisher.publish(version)
-                self._handle(Published())
+                self._handle(VersionPublished())
             await self._until("generate")
             self._publisher.free()
         self._pool.open()
@@ -125,7 +125,7 @@ class TurnTaking:
         """Tell the turns who was lost."""
         there = {*self._pool.membership.living, *self._arriving}
         for member in self._turns.members - there:
-            self._handle(Lost(member))
+            self._handle(MemberLost(member))
 
     def _handle(self, event: Event) -> None:
         for action in self._turns.handle(event):
@@ -135,9 +135,9 @@ class TurnTaking:
         self._changed.set()
 
     def _carry_out(self, action: Action) -> Coroutine[Any, Any, None]:
-        if isinstance(action, Move):
+        if isinstance(action, TellLevel):
             return self._move(action.member, action.level)
-        return self._onload(action.who) if isinstance(action, Onload) else self._offload(action.who)
+        return self._onload(action.who) if isinstance(action, TellOnload) else self._offload(action.who)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)

@@ -41,7 +41,7 @@ class Arrived(Struct, frozen=True):
     member: Member
 
 
-class Lost(Struct, frozen=True):
+class MemberLost(Struct, frozen=True):
     """It is gone, or given up."""
 
     member: Member
@@ -54,7 +54,7 @@ class Reached(Struct, frozen=True):
     level: Level
 
 
-class Generated(Struct, frozen=True):
+class GenerationDone(Struct, frozen=True):
     """No rollout has anything to do any more. `refers`: the reference has."""
 
     refers: bool = False
@@ -74,7 +74,7 @@ class Trained(Struct, frozen=True):
     publishes: bool = True
 
 
-class Published(Struct, frozen=True):
+class VersionPublished(Struct, frozen=True):
     """The version counts."""
 
 
@@ -82,36 +82,36 @@ class Offloaded(Struct, frozen=True):
     who: Lender
 
 
-Event = Arrived | Lost | Reached | Generated | Onloaded | Referred | Trained | Published | Offloaded
+Event = Arrived | MemberLost | Reached | GenerationDone | Onloaded | Referred | Trained | VersionPublished | Offloaded
 
 
-class Move(Struct, frozen=True):
+class TellLevel(Struct, frozen=True):
     """Tell `member` to come to `level`."""
 
     member: Member
     level: Level
 
 
-class Onload(Struct, frozen=True):
+class TellOnload(Struct, frozen=True):
     """Tell `who` to bring its state to the devices."""
 
     who: Lender
 
 
-class Offload(Struct, frozen=True):
+class TellOffload(Struct, frozen=True):
     """Tell `who` to take its state off the devices."""
 
     who: Lender
 
 
-Action = Move | Onload | Offload
+Action = TellLevel | TellOnload | TellOffload
 
 # In which phases an event is expected; a rollout may come, go or answer in any.
 _EXPECTED: dict[type, tuple[Phase, ...]] = {
-    Generated: ("asleep", "generate"),
+    GenerationDone: ("asleep", "generate"),
     Referred: ("refer",),
     Trained: ("train",),
-    Published: ("publish",),
+    VersionPublished: ("publish",),
     Onloaded: ("ref_onload", "onload"),
     Offloaded: ("ref_offload", "offload"),
 }
@@ -155,7 +155,7 @@ class Turns:
             for former in [member for member in self._levels if member.name == event.member.name]:
                 self._forget(former)
             self._levels[event.member] = Level.ASLEEP
-        elif isinstance(event, Lost):
+        elif isinstance(event, MemberLost):
             self._forget(event.member)
         elif isinstance(event, Reached):
             if self._told.get(event.member) == event.level:
@@ -182,22 +182,22 @@ class Turns:
         wanted = _LEVEL.get(self.phase, Level.ASLEEP)
         tell = [member for member, level in sorted(self._levels.items()) if level != wanted and member not in self._told]
         self._told |= dict.fromkeys(tell, wanted)
-        return [Move(member, wanted) for member in tell]
+        return [TellLevel(member, wanted) for member in tell]
 
     def _proceed(self, event: Event) -> list[Action]:
         if self.phase not in _EXPECTED[type(event)]:
             raise InvariantViolated(f"{event} in the turns' phase {self.phase}")
-        if isinstance(event, Generated):
+        if isinstance(event, GenerationDone):
             self.phase, self._refers = "park", event.refers
         elif isinstance(event, Referred):
             self.phase = "ref_offload"
-            return [Offload("reference")]
+            return [TellOffload("reference")]
         elif isinstance(event, Trained):
             if event.publishes:
                 self.phase = "rouse"
                 return []
             return self._dismiss()
-        elif isinstance(event, Published):
+        elif isinstance(event, VersionPublished):
             return self._dismiss()
         else:
             assert isinstance(event, Onloaded | Offloaded)
@@ -217,15 +217,15 @@ class Turns:
         if self.phase == "park":
             if self._refers:
                 self.phase = "ref_onload"
-                return [Onload("reference")]
+                return [TellOnload("reference")]
             return self._invite()
         self.phase = "publish" if self.phase == "rouse" else "generate"
         return []
 
     def _invite(self) -> list[Action]:
         self.phase = "onload"
-        return [Onload("trainer")]
+        return [TellOnload("trainer")]
 
     def _dismiss(self) -> list[Action]:
         self.phase = "offload"
-        return [Offload("trainer")]
+        return [TellOffload("trainer")]

@@ -14,7 +14,7 @@ from runtime.ports import Answer, CriticPort, TrainerPort, UpdatePort
 from runtime.types import StepResult, TrainGroup
 
 
-class Updates:
+class ModelUpdates:
     """Both get the same commands in the same order, and update beside each other."""
 
     alternating = False
@@ -46,7 +46,7 @@ class Updates:
         return result
 
 
-class AlternatingUpdates(Updates):
+class AlternatingUpdates(ModelUpdates):
     """The critic updates first, while the trainer's state is off the devices; then the trainer, while the critic's is.
 
     The batch is kept here until each one's time comes: so long nothing brings its state back. The trainer's stays after its

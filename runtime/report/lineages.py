@@ -12,7 +12,7 @@ STEP_ENDED = "timing/all"  # in every point of a training step, and in no evalua
 
 
 @dataclass
-class Lineage:
+class RecordedLineage:
     """Training steps `first` to `last` (numbers of steps done) without a return to a checkpoint; `times` in seconds since the
     epoch. Steps after `kept` were done again by a later lineage; `kept` < `first` when none of them is left."""
 
@@ -30,7 +30,7 @@ class Course:
 
     steps: list[Point] = field(default_factory=list)
     evaluations: list[Point] = field(default_factory=list)
-    lineages: list[Lineage] = field(default_factory=list)
+    lineages: list[RecordedLineage] = field(default_factory=list)
 
     @property
     def done_again(self) -> int:
@@ -44,7 +44,7 @@ class Course:
 
 def course(points: Sequence[Point]) -> Course:
     """`points` as they were logged. A lineage begins where the incarnation changes, or where steps are counted back."""
-    lineages: list[Lineage] = []
+    lineages: list[RecordedLineage] = []
     steps: dict[int, Point] = {}
     evaluations: dict[int, Point] = {}
     for point in points:
@@ -60,7 +60,7 @@ def course(points: Sequence[Point]) -> Course:
             steps = {done: kept for done, kept in steps.items() if done < step}
             evaluations = {done: kept for done, kept in evaluations.items() if done < step}
             number = incarnation if newest is None or incarnation != newest.incarnation else newest.incarnation + 1
-            newest = Lineage(number, step, step, step, (time, time))
+            newest = RecordedLineage(number, step, step, step, (time, time))
             lineages.append(newest)
         newest.last = newest.kept = step
         newest.times = (newest.times[0], time)

@@ -47,7 +47,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Section:
+class PanelSection:
     title: str
     panels: list[Panel]
 
@@ -137,9 +137,9 @@ _SPEED = (
 )
 
 
-def sections(course: Course) -> list[Section]:
+def sections(course: Course) -> list[PanelSection]:
     """All that is drawn of a run, in order."""
-    columns = Columns(course.steps)
+    columns = MetricColumns(course.steps)
     learning = _panels(_LEARNING, columns)
     learning[1:1] = [_accuracy(course.evaluations)]
     rules = {metric: match[1] for metric in columns.names if (match := _RULE.fullmatch(metric))}
@@ -150,14 +150,14 @@ def sections(course: Course) -> list[Section]:
     speed[0:0] = [_phases(columns)]
     speed[2:2] = [_rates(columns)]
     return [
-        Section("Learning", learning),
-        Section("Optimisation", _panels(_OPTIMISATION, columns)),
-        Section("Off-policy", off_policy),
-        Section("Speed", speed),
+        PanelSection("Learning", learning),
+        PanelSection("Optimisation", _panels(_OPTIMISATION, columns)),
+        PanelSection("Off-policy", off_policy),
+        PanelSection("Speed", speed),
     ]
 
 
-class Columns:
+class MetricColumns:
     """Points by metric: [N] each, NaN where a point has no number."""
 
     def __init__(self, points: Sequence[Point]):
@@ -170,7 +170,7 @@ class Columns:
         return np.array([value if isinstance(value, (int, float)) else np.nan for value in found], np.float64)
 
 
-def _panels(wanted: Sequence[_Wanted], columns: Columns) -> list[Panel]:
+def _panels(wanted: Sequence[_Wanted], columns: MetricColumns) -> list[Panel]:
     found = []
     for each in wanted:
         curves = [_series(legend, columns.steps, columns[metric], each.smooth) for metric, legend in each.metrics.items()]
@@ -195,7 +195,7 @@ def _series(name: str, steps: np.ndarray, values: np.ndarray, smooth: bool) -> S
 
 
 def _accuracy(evaluations: Sequence[Point]) -> Panel:
-    columns = Columns(evaluations)
+    columns = MetricColumns(evaluations)
     sets = {name: match[1] for name in columns.names if (match := _SET.fullmatch(name))}
     if len(sets) != 1:
         sets = {"eval/accuracy": "mean of the sets", **sets}
@@ -203,7 +203,7 @@ def _accuracy(evaluations: Sequence[Point]) -> Panel:
     return Panel("Held-out accuracy", "pass@1", [curve for curve in curves if len(curve.steps)], kind="sparse", share=True)
 
 
-def _rates(columns: Columns) -> Panel:
+def _rates(columns: MetricColumns) -> Panel:
     wall = columns[STEP_ENDED]
     rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
     curve = _series("samples a second", columns.steps, rate, smooth=True)
@@ -219,7 +219,7 @@ def _histogram(points: Sequence[Point]) -> Panel:
     return Panel("Samples by staleness", "samples", bars, kind="bars", x="versions")
 
 
-def _phases(columns: Columns) -> Panel:
+def _phases(columns: MetricColumns) -> Panel:
     """Stacked, the one that took longest at the bottom; last the wall time, which is a line: phases overlap."""
     inside = {STEP_ENDED, *(f"timing/{phase}" for phase in WITHIN_UPDATE)}
     names = [

@@ -28,7 +28,7 @@ _DIMENSIONS: Mapping[str, Dimensions] = {
 }
 
 
-class Published(msgspec.Struct, kw_only=True, frozen=True):
+class PublishedFigure(msgspec.Struct, kw_only=True, frozen=True):
     """A row of published.yaml. Tokens a second and device count those of prompts and replies; None: not published."""
 
     name: str
@@ -43,8 +43,8 @@ class Published(msgspec.Struct, kw_only=True, frozen=True):
     source: str = ""
 
 
-def load(path: Path = ROWS) -> list[Published]:
-    return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), list[Published])
+def load(path: Path = ROWS) -> list[PublishedFigure]:
+    return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), list[PublishedFigure])
 
 
 def dimensions(described: Mapping[str, Any]) -> Dimensions | None:
@@ -54,7 +54,7 @@ def dimensions(described: Mapping[str, Any]) -> Dimensions | None:
     return (hidden, layers, vocabulary) if hidden and layers and vocabulary else None
 
 
-def matching(rows: Sequence[Published], described: Mapping[str, Any] | None, path: str) -> list[Published]:
+def matching(rows: Sequence[PublishedFigure], described: Mapping[str, Any] | None, path: str) -> list[PublishedFigure]:
     """The rows of the model whose config.json is `described` (None: there is none), in the folder `path`."""
     sizes = dimensions(described) if described is not None else None
     return [row for row in rows if _same(row.model, sizes, path)]

@@ -41,13 +41,13 @@ class _Algorithm(Struct):
     dynamic_sampling: bool = False
 
 
-class _Training(Struct):
+class _RecordedTraining(Struct):
     steps: int | None = None
     groups_per_step: int | None = None
     staleness: int | None = None
 
 
-class Settings(Struct):
+class RecordedSettings(Struct):
     """The keys of a resolved configuration that a report tells by name; others are not looked at, so that the runs of other
     versions can be read."""
 
@@ -56,7 +56,7 @@ class Settings(Struct):
     data: _Data = msgspec.field(default_factory=_Data)
     sampling: _Sampling = msgspec.field(default_factory=_Sampling)
     algorithm: _Algorithm = msgspec.field(default_factory=_Algorithm)
-    training: _Training = msgspec.field(default_factory=_Training)
+    training: _RecordedTraining = msgspec.field(default_factory=_RecordedTraining)
     critic: dict[str, Any] | None = None
 
 
@@ -68,13 +68,13 @@ class Ended(Struct):
     dropped: dict[str, int] = {}
 
 
-class Record(Struct, kw_only=True):
+class RunRecord(Struct, kw_only=True):
     """`ended` is None for a run without a summary, or that went on after it. `groups` and `dropped` (by reason) are the
     ledger's, None where there is none to read. `described`: the model's config.json."""
 
     folder: Path
     configuration: str  # as YAML, without the values of environment variables, which may be secrets; "" when there is none
-    settings: Settings
+    settings: RecordedSettings
     points: list[Point]  # as they were logged
     torn: bool  # the last line of the metrics is not whole
     ended: Ended | None
@@ -85,7 +85,7 @@ class Record(Struct, kw_only=True):
     described: dict[str, Any] | None
 
 
-def read(folder: Path) -> Record:
+def read(folder: Path) -> RunRecord:
     """Raises UserError for what is no run's folder, or whose files cannot be read."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
@@ -96,7 +96,7 @@ def read(folder: Path) -> Record:
     points, torn = _points(folder / layout.METRICS)
     groups, dropped = _ledger(folder / layout.LEDGER)
     started = startup.Startup.read(folder)
-    return Record(
+    return RunRecord(
         folder=folder,
         configuration=_without_secrets(configuration),
         settings=settings,
@@ -136,10 +136,10 @@ def _hide(node: Any) -> None:
             _hide(value)
 
 
-def _settings(path: Path, text: str) -> Settings:
+def _settings(path: Path, text: str) -> RecordedSettings:
     """All scalars are read as text, so that a run may be called `on`."""
     try:
-        return msgspec.convert(yaml.load(text, yaml.BaseLoader) or {}, Settings, strict=False)
+        return msgspec.convert(yaml.load(text, yaml.BaseLoader) or {}, RecordedSettings, strict=False)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
     except msgspec.ValidationError as error:

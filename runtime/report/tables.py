@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 
 from runtime.evaluation.results import EvaluationResult, SetResult
 from runtime.report.lineages import STEP_ENDED, Course, Point
-from runtime.report.published import Published
-from runtime.report.record import Record, Settings
+from runtime.report.published import PublishedFigure
+from runtime.report.record import RecordedSettings, RunRecord
 
 NOT_MEASURED = "not measured"
 NOT_PUBLISHED = "not published"
@@ -36,7 +36,7 @@ class Fact:
     detail: str = ""
 
 
-def facts(record: Record, course: Course) -> list[Fact]:
+def facts(record: RunRecord, course: Course) -> list[Fact]:
     """Of the steps that count. What was not measured says so."""
     steps, planned = course.steps, record.settings.training.steps
     seconds = total(steps, STEP_ENDED)
@@ -114,7 +114,7 @@ def _evaluated(step: int, each: SetResult, most: Sequence[int], votes: Sequence[
     ]
 
 
-def groups(record: Record) -> Table:
+def groups(record: RunRecord) -> Table:
     """Groups by state, dropped ones by reason: the ledger's, else the summary's."""
     states, reasons = record.groups, record.dropped
     if states is None and record.ended is not None:
@@ -134,7 +134,7 @@ def failures(course: Course) -> Table | None:
     return Table("Failures of scorers", ["Reason", "Times"], rows) if rows else None
 
 
-def algorithm(settings: Settings) -> str:
+def algorithm(settings: RecordedSettings) -> str:
     """As published rows call it."""
     if settings.critic is not None:
         return "ppo"
@@ -143,7 +143,7 @@ def algorithm(settings: Settings) -> str:
     return "grpo" if settings.algorithm.advantage == "group_norm" else settings.algorithm.advantage
 
 
-def comparison(rows: Sequence[Published], record: Record, course: Course) -> Table | None:
+def comparison(rows: Sequence[PublishedFigure], record: RunRecord, course: Course) -> Table | None:
     """Published rows of the run's model beside the run, those of its algorithm first; None when there are none."""
     if not rows:
         return None

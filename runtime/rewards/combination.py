@@ -9,11 +9,11 @@ import numpy as np
 from msgspec import structs
 
 from runtime.errors import ServiceFault
-from runtime.rewards.rules import Outcome
+from runtime.rewards.rules import RuleOutcome
 from runtime.types import Scores
 
 
-def column(group_id: int, name: str, weight: float, outcomes: Sequence[Outcome], blamed: str = "") -> Scores:
+def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutcome], blamed: str = "") -> Scores:
     """Scores by one scorer alone, whose values are in `rules` under `name`: the reward is `weight` times the value.
 
     A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`; or it raises ServiceFault, where the

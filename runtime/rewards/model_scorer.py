@@ -14,7 +14,7 @@ from runtime import codec, config
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.combination import column
-from runtime.rewards.rules import Outcome
+from runtime.rewards.rules import RuleOutcome
 from runtime.types import REWARD_MODEL, GroupPayload, ScoreRequest, Scores
 
 log = logging.getLogger("sluice")
@@ -61,7 +61,7 @@ class ModelScorer:
         scores = []
         for payload, group, found in zip(payloads, texts, values, strict=True):
             given = iter(found.tolist())
-            outcomes = [_outcome(next(given)) if len(text) <= self._limit else Outcome(error=TOO_LONG) for text in group]
+            outcomes = [_outcome(next(given)) if len(text) <= self._limit else RuleOutcome(error=TOO_LONG) for text in group]
             scores.append(column(payload.group_id, REWARD_MODEL, self._settings.weight, outcomes, self._blamed))
         return scores
 
@@ -103,5 +103,5 @@ def _own_tokenizer(settings: config.RewardModel, policy: Tokenizer) -> Tokenizer
     return own
 
 
-def _outcome(value: float) -> Outcome:
-    return Outcome(value) if math.isfinite(value) else Outcome(error=NOT_FINITE)
+def _outcome(value: float) -> RuleOutcome:
+    return RuleOutcome(value) if math.isfinite(value) else RuleOutcome(error=NOT_FINITE)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from runtime.errors import Cancelled, ServiceFault
 from runtime.rewards.outcome_cache import OutcomeCache, digest
-from runtime.rewards.rules import Outcome
+from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import Task, Verdict
-from runtime.rewards.worker_process import Job, Limits, WorkerProcess, encoded, withdraw
+from runtime.rewards.worker_process import Limits, WorkerProcess, WorkerTask, encoded, withdraw
 
 CAPACITY = 1024  # jobs that wait; beyond it `submit` itself waits
 CAPACITY_BYTES = 64 << 20  # and of their texts, unless one alone has more
@@ -39,8 +39,8 @@ class KillablePool:
         self._limits = limits
         self._cache = OutcomeCache(cache_entries)
         self._pace = FIRST_PACE  # seconds that a task takes, lately
-        self._jobs: dict[bytes, Job] = {}  # by key: those that wait, and those that are being worked on
-        self._waiting: deque[Job] = deque()
+        self._jobs: dict[bytes, WorkerTask] = {}  # by key: those that wait, and those that are being worked on
+        self._waiting: deque[WorkerTask] = deque()
         self._waiting_bytes = 0
         self._work = asyncio.Event()  # jobs wait
         self._room = asyncio.Event()  # the queue is not full, or the pool has ended
@@ -67,7 +67,7 @@ class KillablePool:
         future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         value = self._cache.get(key)
         if value is not None:
-            future.set_result(Verdict(Outcome(value)))
+            future.set_result(Verdict(RuleOutcome(value)))
             return future
         while self._full():
             self._room.clear()
@@ -75,12 +75,12 @@ class KillablePool:
             self._check()
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = Job(message, key)
+            job = self._jobs[key] = WorkerTask(message, key)
             self._enqueue(job)
         job.waiters.append(future)
         return future
 
-    async def run(self, tasks: Sequence[Task]) -> list[Outcome]:
+    async def run(self, tasks: Sequence[Task]) -> list[RuleOutcome]:
         """The outcomes of `tasks`, in their order. Raises as `submit` does."""
         futures: list[asyncio.Future[Verdict]] = []
         try:
@@ -99,7 +99,7 @@ class KillablePool:
         # A slot that was cancelled while it reaped its worker has left that to this method.
         await asyncio.gather(*(worker.kill() for worker in self._alive))
 
-    def settle(self, job: Job, verdict: Verdict) -> None:
+    def settle(self, job: WorkerTask, verdict: Verdict) -> None:
         """As `Employer` says."""
         self._pace += (verdict.seconds - self._pace) / BATCH
         if verdict.outcome.value is not None:
@@ -107,20 +107,20 @@ class KillablePool:
         self._forget(job)
         job.settle(verdict)
 
-    def take_back(self, jobs: Sequence[Job]) -> bool:
+    def take_back(self, jobs: Sequence[WorkerTask]) -> bool:
         """As `Employer` says."""
         if self._workers > 1:
             self._first(jobs)
         return self._workers > 1
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: WorkerTask) -> None:
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
     def _full(self) -> bool:
         return len(self._waiting) >= CAPACITY or self._waiting_bytes >= CAPACITY_BYTES
 
-    def _enqueue(self, job: Job, *, first: bool = False) -> None:
+    def _enqueue(self, job: WorkerTask, *, first: bool = False) -> None:
         (self._waiting.appendleft if first else self._waiting.append)(job)
         self._waiting_bytes += len(job.task)
         self._work.set()
@@ -186,11 +186,11 @@ class KillablePool:
         self._first(worker.jobs)
         return False
 
-    def _first(self, jobs: Sequence[Job]) -> None:
+    def _first(self, jobs: Sequence[WorkerTask]) -> None:
         for job in reversed(jobs):
             self._enqueue(job, first=True)
 
-    async def _take(self) -> list[Job]:
+    async def _take(self) -> list[WorkerTask]:
         """Wait for jobs and take one worker's share of them."""
         while True:
             self._check()
@@ -198,7 +198,7 @@ class KillablePool:
                 self._work.clear()
                 await self._work.wait()
             share = min(BATCH, int(BATCH_SECONDS / self._pace), -(-len(self._waiting) // self._workers))
-            taken: list[Job] = []
+            taken: list[WorkerTask] = []
             size = 0
             while self._waiting and len(taken) < max(share, 1):
                 job = self._waiting[0]

@@ -17,7 +17,7 @@ import msgspec
 from runtime import codec, config
 from runtime.rewards.combination import column
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult
-from runtime.rewards.rules import Outcome
+from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.scorer import ReplyDecoder
 from runtime.types import GroupPayload, ScoreRequest, Scores
 
@@ -81,16 +81,16 @@ class RemoteScorer:
             for text, sample in zip(texts, payload.samples, strict=True)
         ]
 
-    async def _call(self, items: Sequence[RemoteItem]) -> list[Outcome]:
+    async def _call(self, items: Sequence[RemoteItem]) -> list[RuleOutcome]:
         name = self._settings.name
         try:
             results = await self._port.score(items, self._settings.timeout)
         except RemoteFailure as failure:
             log.warning("rewards.remote %s: %d replies without a value: %s", name, len(items), failure)
-            return [Outcome(error=f"{MARK}{failure.reason}")] * len(items)
+            return [RuleOutcome(error=f"{MARK}{failure.reason}")] * len(items)
         if len(results) != len(items):  # there is no telling which is whose
             log.warning("rewards.remote %s: %d results for %d replies", name, len(results), len(items))
-            return [Outcome(error=f"{MARK}wrong number of results")] * len(items)
+            return [RuleOutcome(error=f"{MARK}wrong number of results")] * len(items)
         return list(map(_outcome, results))
 
 
@@ -107,9 +107,9 @@ def _calls(items: Sequence[RemoteItem], batch: int) -> Iterator[Sequence[RemoteI
         yield items[start:]
 
 
-def _outcome(result: RemoteResult) -> Outcome:
+def _outcome(result: RemoteResult) -> RuleOutcome:
     if result.error:
-        return Outcome(error=MARK + " ".join(result.error.split())[:SHOWN])
+        return RuleOutcome(error=MARK + " ".join(result.error.split())[:SHOWN])
     if result.value is None:
-        return Outcome(error=f"{MARK}no value")
-    return Outcome(result.value) if math.isfinite(result.value) else Outcome(error=f"{MARK}not finite")
+        return RuleOutcome(error=f"{MARK}no value")
+    return RuleOutcome(result.value) if math.isfinite(result.value) else RuleOutcome(error=f"{MARK}not finite")

@@ -72,7 +72,7 @@ class RewardRule(msgspec.Struct, frozen=True):
     grouped: bool = False
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
     """One evaluation: a value, or the reason why there is none: timeout, memory, crash, or exception:NAME. Of a rule over a
     group: `values`, one for each reply."""
 
@@ -121,7 +121,7 @@ def up_to(characters: int, function: Evaluate) -> Screen:
     return screen
 
 
-def attempt(function: Evaluate | Screen, text: str | list[str], label: str, context: Context) -> Outcome:
+def attempt(function: Evaluate | Screen, text: str | list[str], label: str, context: Context) -> RuleOutcome:
     """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error.
 
     So does a value that is no number (exception:TypeError) or not finite (exception:ValueError), and of a group another number
@@ -130,15 +130,15 @@ def attempt(function: Evaluate | Screen, text: str | list[str], label: str, cont
     try:
         value: Any = function(text, label, context)  # type: ignore[arg-type]  # a screen is called with one text
         if isinstance(text, str):
-            return Outcome(value if value is None else _number(value))
+            return RuleOutcome(value if value is None else _number(value))
         values = [_number(each) for each in value]
         if len(values) != len(text):
             raise ValueError(f"{len(values)} values for {len(text)} texts")
-        return Outcome(values=values)
+        return RuleOutcome(values=values)
     except MemoryError:
-        return Outcome(error="memory")
+        return RuleOutcome(error="memory")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
-        return Outcome(error=f"exception:{type(error).__name__}")
+        return RuleOutcome(error=f"exception:{type(error).__name__}")
 
 
 def _number(value: object) -> Value:

@@ -13,7 +13,7 @@ from runtime import codec, config
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
-from runtime.rewards.rules import GroupContext, Outcome, RewardRule, RuleContext, attempt
+from runtime.rewards.rules import GroupContext, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
 from runtime.types import GroupPayload, Sample, ScoreRequest, Scores
@@ -100,7 +100,7 @@ class RewardScorer:
                 reason = f"answer:{type(error).__name__}"
                 scores.errors[reason] = scores.errors.get(reason, 0) + 1
 
-    async def _evaluate(self, replies: list[_Reply]) -> list[list[Outcome]]:
+    async def _evaluate(self, replies: list[_Reply]) -> list[list[RuleOutcome]]:
         """The outcome of every rule (outer) on every reply (inner)."""
         outcomes = [[_screen(weighted.rule, reply) for reply in replies] for weighted in self._rules]
         tasks: list[Task] = []
@@ -115,7 +115,7 @@ class RewardScorer:
                 outcomes[column][rows_of] = _each(outcome, len(replies[rows_of]))
         return outcomes
 
-    def _sum(self, group_id: int, outcomes: list[list[Outcome]]) -> Scores:
+    def _sum(self, group_id: int, outcomes: list[list[RuleOutcome]]) -> Scores:
         size = len(outcomes[0])
         total = np.zeros(size)
         valid = np.ones(size, np.uint8)
@@ -151,17 +151,17 @@ def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
     return Task(rule, [reply.text for reply in replies], first.label, context)
 
 
-def _each(outcome: Outcome, replies: int) -> list[Outcome]:
+def _each(outcome: RuleOutcome, replies: int) -> list[RuleOutcome]:
     """One outcome for each reply: where a whole group failed, all have."""
-    return [outcome] * replies if outcome.values is None else [Outcome(value) for value in outcome.values]
+    return [outcome] * replies if outcome.values is None else [RuleOutcome(value) for value in outcome.values]
 
 
-def _screen(rule: RewardRule, reply: _Reply) -> Outcome:
+def _screen(rule: RewardRule, reply: _Reply) -> RuleOutcome:
     """What the rule's screen settles; `Outcome()` is left to the pool."""
-    return Outcome() if rule.screen is None else attempt(rule.screen, reply.text, reply.label, reply.context)
+    return RuleOutcome() if rule.screen is None else attempt(rule.screen, reply.text, reply.label, reply.context)
 
 
-def _value(outcome: Outcome, settings: config.Rule) -> float:
+def _value(outcome: RuleOutcome, settings: config.Rule) -> float:
     if isinstance(outcome.value, bool):
         return settings.correct if outcome.value else settings.wrong
     return float("nan") if outcome.value is None else outcome.value

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import msgspec
 
 from runtime.os_process import die_with_parent
-from runtime.rewards.rules import Context, Evaluate, Outcome, RewardRule, Value, attempt
+from runtime.rewards.rules import Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
 
 LENGTH = struct.Struct("<I")
 
@@ -39,7 +39,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     """What became of a task, and the seconds that it took by the clock, waiting for its turn excluded."""
 
-    outcome: Outcome
+    outcome: RuleOutcome
     seconds: float = 0.0
 
 
@@ -59,7 +59,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
         try:
             tasks = decode(requests.read(LENGTH.unpack(header)[0]))
         except MemoryError:  # a text alone is too long
-            replies.write(frame(msgspec.msgpack.encode(Verdict(Outcome(error="memory")))))
+            replies.write(frame(msgspec.msgpack.encode(Verdict(RuleOutcome(error="memory")))))
             return
         for task in tasks:
             start = time.perf_counter()
@@ -67,7 +67,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
             outcome = attempt(evaluate[task.rule], task.text, task.label, task.context)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:
-                outcome = Outcome(error="exception:TypeError")  # only a screen may leave a case open
+                outcome = RuleOutcome(error="exception:TypeError")  # only a screen may leave a case open
             replies.write(frame(msgspec.msgpack.encode(Verdict(outcome, time.perf_counter() - start))))
 
 

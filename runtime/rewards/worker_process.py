@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from runtime.errors import ServiceFault
-from runtime.rewards.rules import Outcome
+from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import LENGTH, Task, Verdict, frame
 
 START_TIMEOUT = 60.0  # from the start of a worker until its rules are imported
@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True):
     memory_bytes: int
 
 
-class Job:
+class WorkerTask:
     """An encoded task and the futures of whoever waits for its verdict."""
 
     __slots__ = ("key", "task", "waiters")
@@ -87,10 +87,10 @@ def _whole(value: Any) -> Any:
 class Employer(Protocol):
     """Whom a worker reports to."""
 
-    def settle(self, job: Job, verdict: Verdict) -> None:
+    def settle(self, job: WorkerTask, verdict: Verdict) -> None:
         """The job is done, or has failed. A job that was taken back may be settled twice; the first verdict counts."""
 
-    def take_back(self, jobs: Sequence[Job]) -> bool:
+    def take_back(self, jobs: Sequence[WorkerTask]) -> bool:
         """The worker is busy with another task: may others do these, unless it gets to them first? Called once a batch."""
 
 
@@ -116,7 +116,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._spent = False  # it was killed between two tasks
         self._unheard = False  # it was killed, and whatever it still says does not count
         self._offered = self._shared = False  # what is behind that task may be done by others
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[WorkerTask] = deque()
 
     @classmethod
     async def start(cls, rules: Sequence[str], limits: Limits, employer: Employer) -> WorkerProcess:
@@ -140,7 +140,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         except asyncio.TimeoutError as error:
             raise ServiceFault("reward", "start a worker", "its rules are still not imported", START_TIMEOUT) from error
 
-    async def work(self, jobs: Sequence[Job]) -> bool:
+    async def work(self, jobs: Sequence[WorkerTask]) -> bool:
         """Hand over `jobs`, and wait until each has its verdict.
 
         False when the worker is lost: the task that it was at has failed, and `self.jobs` are those that it did not come to.
@@ -160,7 +160,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if self.jobs and not self._spent:
             overdue = self._overdue or self._transport.get_returncode() == -signal.SIGPROF
             reason = "timeout" if overdue else "crash"
-            self._employer.settle(self.jobs.popleft(), Verdict(Outcome(error=reason), self._loop.time() - self._begun))
+            self._employer.settle(self.jobs.popleft(), Verdict(RuleOutcome(error=reason), self._loop.time() - self._begun))
         if self._shared:
             self.jobs.clear()
         return False

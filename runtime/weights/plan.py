@@ -78,7 +78,7 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
         return f"rank {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
 
 
-class Entry(Struct, frozen=True, array_like=True):
+class BucketEntry(Struct, frozen=True, array_like=True):
     """`tensor` indexes `Manifest.tensors`; `offset` and `nbytes` lie within the bucket."""
 
     tensor: int
@@ -89,7 +89,7 @@ class Entry(Struct, frozen=True, array_like=True):
 class Bucket(Struct, frozen=True):
     """`data_bytes` counts up to the trailer, a multiple of `ALIGNMENT`. `root` is the sender that it moves from."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     data_bytes: int
     root: int = 0
 
@@ -149,14 +149,14 @@ def _check(manifest: Manifest) -> None:
 
 def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
     buckets: list[Bucket] = []
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     filled = 0
     for index in tensors:
         nbytes = manifest.tensors[index].nbytes
         if entries and filled + nbytes > manifest.bucket_bytes:
             buckets.append(Bucket(tuple(entries), filled))
             entries, filled = [], 0
-        entries.append(Entry(index, filled, nbytes))
+        entries.append(BucketEntry(index, filled, nbytes))
         filled = aligned(filled + nbytes)
     buckets.append(Bucket(tuple(entries), filled))
     return buckets

@@ -25,11 +25,11 @@ from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.sets import evaluation_sets
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.pipeline.material import Material
 from runtime.pipeline.roles import Replicas, Roles, Updated
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Phase
 from runtime.position import Position
 from runtime.status import Progress, Status
@@ -313,11 +313,11 @@ class RunFolder:
         )
         return replace(base, **self.sections)
 
-    def run(self, cast: Cast, course: Callable[[Run], Awaitable[None]] | None = None, resume: str = "") -> Summary:
+    def run(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None = None, resume: str = "") -> Summary:
         """Execute one run; `course(run)` goes on beside it. Raises what the coordinator would tell."""
         return asyncio.run(asyncio.wait_for(self._execute(cast, course, resume), DEADLINE))
 
-    def fails(self, cast: Cast, course: Callable[[Run], Awaitable[None]] | None = None) -> ServiceFault:
+    def fails(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None = None) -> ServiceFault:
         """Execute one run that is to fail, and return the fault."""
         try:
             self.run(cast, course)
@@ -325,9 +325,9 @@ class RunFolder:
             return fault
         raise AssertionError("the run ended well")
 
-    async def _execute(self, cast: Cast, course: Callable[[Run], Awaitable[None]] | None, resume: str) -> Summary:
+    async def _execute(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None, resume: str) -> Summary:
         settings = self.config(resume)
-        ledger = await Ledger.open(self.path / "ledger", settings.ledger.segment_bytes)
+        ledger = await LedgerWriter.open(self.path / "ledger", settings.ledger.segment_bytes)
         trackers = Trackers(settings.trackers, self.path, "test", {})
         try:
             material = Material(
@@ -342,7 +342,7 @@ class RunFolder:
                 regroup=cast.regroup,
                 launched=time.monotonic(),
             )
-            run = Run(material, cast.roles)
+            run = TrainingRun(material, cast.roles)
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
             try:
                 summary = await run.execute()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.benches import command
-from launcher.benches.rewards import CASES, GSM8K, MODEL, Settings, measure, render
+from launcher.benches.rewards import CASES, GSM8K, MODEL, RewardsBenchSettings, measure, render
 from launcher.benches.rewards_trial import OURS, PLAIN
 from runtime.errors import UserError
 
@@ -40,7 +40,7 @@ def write_replies(folder: Path) -> None:
 def test_both_ways_judge_the_same_cases_and_the_pool_the_replies(tmp_path: Path) -> None:
     write_cases(tmp_path)
     write_replies(tmp_path)
-    report = asyncio.run(measure(tmp_path, Settings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
+    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
     assert report.cases == 4
     assert report.sides[OURS].agreement == 1.0
     assert report.sides[PLAIN].agreement == 0.75
@@ -54,7 +54,7 @@ def test_both_ways_judge_the_same_cases_and_the_pool_the_replies(tmp_path: Path)
 
 def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     write_replies(tmp_path)
-    report = asyncio.run(measure(tmp_path, Settings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
+    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
     assert (report.cases, report.replies) == (0, 3)
     assert len(render(report)) == 1
 

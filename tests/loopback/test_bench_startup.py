@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from launcher.benches import startup
-from launcher.benches.startup import Report, RunStart, Settings, Start
+from launcher.benches.startup import RunStart, Start, StartupReport, StartupSettings
 from runtime.errors import ServiceFault, UserError
 from runtime.memory import Memory
 
@@ -21,7 +21,7 @@ RUN = RunStart(
 )
 
 
-def text_of(report: Report) -> str:
+def text_of(report: StartupReport) -> str:
     console = Console(width=120)
     with console.capture() as capture:
         for table in startup.render(report):
@@ -58,7 +58,7 @@ def test_it_says_what_it_measured_and_that_ray_is_not_there(monkeypatch: pytest.
     monkeypatch.setattr(startup, "_run", run)
     monkeypatch.setattr(startup, "_idle", idle)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    report = asyncio.run(startup.measure(tmp_path, Settings(rounds=2, idle=3, steps=7)))
+    report = asyncio.run(startup.measure(tmp_path, StartupSettings(rounds=2, idle=3, steps=7)))
     assert asked == ["run 1", "run 7", "sluice 3", "run 7", "sluice 3"]
     shown = text_of(report)
     assert "Ray" not in shown
@@ -70,4 +70,4 @@ def test_it_says_what_it_measured_and_that_ray_is_not_there(monkeypatch: pytest.
 def test_it_wants_the_quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"there is no configs/quickstart\.yaml"):
-        asyncio.run(startup.measure(tmp_path, Settings()))
+        asyncio.run(startup.measure(tmp_path, StartupSettings()))

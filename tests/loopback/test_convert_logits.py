@@ -91,7 +91,7 @@ def test_in_another_dtype_both_are_rounded_alike(tmp_path: Path) -> None:
 def test_a_table_that_is_wrong_both_ways_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round trip would not show it."""
 
-    def attention(*args: Any, **options: Any) -> Iterator[blocks.Entry]:
+    def attention(*args: Any, **options: Any) -> Iterator[blocks.ParameterMapping]:
         yield from (replace(entry, groups=1) for entry in blocks.attention(*args, **options))
 
     make_model(tmp_path / "hf", "qwen2")

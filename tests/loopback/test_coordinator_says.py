@@ -14,12 +14,12 @@ from runtime.config import Config
 from runtime.errors import UserError
 from runtime.startup import Phases
 from runtime.status import Progress
-from services.coordinator import Coordinator
+from services.coordinator import CoordinatorProcess
 
 
-def coordinator(folder: Path, **sections: Any) -> Coordinator:
+def coordinator(folder: Path, **sections: Any) -> CoordinatorProcess:
     given = {"run": {"name": "a", "dir": str(folder)}, "rewards": {"rules": [{"name": "gsm8k"}]}, "model": {"path": "/m"}}
-    return Coordinator(msgspec.convert({**given, **sections}, Config), Phases())
+    return CoordinatorProcess(msgspec.convert({**given, **sections}, Config), Phases())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from runtime import checkpoint, config
 from runtime.pipeline.lineage import WHY_ENDED
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, StepResult
 from tests.loopback.model_fakes import checkpoint_step
@@ -95,7 +95,7 @@ class NotingTrainer(FakeTrainer):
 def test_without_staleness_a_step_is_accumulated_while_its_other_groups_are_generated(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, steps=2, staleness=0)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await begun.wait()  # a part of step 0 was sent although group 3 is still being generated
         gate.set()
 
@@ -138,7 +138,7 @@ class StoppingTrainer(FakeTrainer):
     """Stops the run while it applies step `at`."""
 
     at: int
-    run: Run
+    run: TrainingRun
 
     async def applied(self, step: int) -> StepResult:
         if step == self.at:
@@ -150,7 +150,7 @@ def stopping(cast: Cast, at: int) -> tuple[Cast, Any]:
     cast.trainer = StoppingTrainer(cast.weights, LongTail(1, 0.001, 0.01))
     cast.trainer.at = at
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         cast.trainer.run = run  # type: ignore[attr-defined]
 
     return cast, course
@@ -201,7 +201,7 @@ def test_a_stop_gives_up_a_batch_that_is_filled_in_part(tmp_path: Path) -> None:
     cast.trainer = NotingTrainer(cast.weights)
     cast.trainer.events = {("accumulate", 2): sent}
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await sent.wait()
         run.stop("interrupted")
 
@@ -239,7 +239,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it
     # Step 3 makes the version that is to be saved next.
     trainer.events, trainer.written = {("accumulate", 3): begun, ("apply", 3): applied}, {2: written}
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await begun.wait()
         while trainer.done[-1] != ("accumulate", 3):  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0.001)
@@ -268,7 +268,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_trains_the_same_groups_agai
 def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, steps=3)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         run.stop("interrupted")
 
     summary = folder.run(Cast.make(), course)

@@ -12,7 +12,7 @@ import pytest
 from runtime import checkpoint, config, layout
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
 from runtime.errors import ServiceFault, StorageFull, UserError
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, StepResult, ValueRequest
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeModel, FakeTrainer
@@ -108,7 +108,7 @@ def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(
                 await gate.wait()
             return await super().applied(step)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await asyncio.wait_for(published.wait(), PATIENCE)
         for _ in range(20):  # whatever could follow from it would have
             await asyncio.sleep(0)
@@ -138,7 +138,7 @@ def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
                 await gate.wait()
             return await super().generate(request)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         while sum(group.state.phase == Phase.READY for group in run.buffer) < 3:  # noqa: ASYNC110 - the loop is turning
             await asyncio.sleep(0)
         gate.set()

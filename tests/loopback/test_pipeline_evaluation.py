@@ -13,7 +13,7 @@ from runtime import config
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.pipeline.lineage import INTERRUPTED
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_checks import check_books
@@ -63,7 +63,7 @@ def test_an_evaluation_during_training_does_not_hold_up_the_trainer_and_tells_it
     folder = RunFolder(tmp_path, steps=8, eval_problems=9, sections={"evaluation": settings})
     applied, cast = asyncio.Event(), Cast.make()
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await applied.wait()  # step 6 is posted although the evaluation of step 4 has not got on
         for rollout in cast.rollouts:
             rollout.gate.set()  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def test_steps_go_on_while_the_replies_of_an_evaluation_hang(tmp_path: Path) -> 
     folder = RunFolder(tmp_path, steps=12, eval_problems=3, sections={"evaluation": settings})
     applied, cast = asyncio.Event(), Hanging.cast()
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await applied.wait()  # of 32 slots at most 8 are the evaluation's, although a problem has 50 samples
         assert (Hanging.most, Hanging.largest) == (7, 4)  # 3 of one each, then a request of 4, and no room for another
         Hanging.gate.set()
@@ -245,7 +245,7 @@ def test_an_evaluation_that_is_cut_short_leaves_its_replies_and_no_results(tmp_p
                 await asyncio.Event().wait()
             return await super().generate(request)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await three_done.wait()
         run.stop(INTERRUPTED)
 

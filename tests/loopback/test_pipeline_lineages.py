@@ -14,7 +14,7 @@ from runtime import checkpoint, config
 from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.lineage import INTERRUPTED
 from runtime.pipeline.roles import Updated
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Phase
 from runtime.position import Position
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
@@ -172,7 +172,7 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
     for rollout in cast.rollouts:
         rollout.asked = asked  # type: ignore[attr-defined]
     troupe = Troupe(cast, ("apply", 5))
-    made, runs = list[dict[str, int]](), list[Run]()
+    made, runs = list[dict[str, int]](), list[TrainingRun]()
 
     async def regroup() -> Updated:
         (run,) = runs
@@ -182,7 +182,7 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
         made.append(run.buffer.counts())
         return await troupe.regroup()
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         runs.append(run)
 
     cast.regroup = regroup
@@ -249,7 +249,7 @@ def test_an_interruption_while_the_trainer_is_away_ends_the_run(tmp_path: Path) 
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await away.wait()
         run.stop(INTERRUPTED)
 
@@ -292,7 +292,7 @@ def test_a_checkpoint_that_is_being_completed_as_the_trainer_is_lost_counts(
     folder, cast = RunFolder(tmp_path, steps=5, sections=SAVED), Cast.make()
     troupe, complete, loops = Troupe(cast), checkpoint.complete, list[asyncio.AbstractEventLoop]()
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         loops.append(asyncio.get_running_loop())
 
     def lost_meanwhile(partial: Path, at: Path, position: Position) -> None:

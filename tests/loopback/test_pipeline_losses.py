@@ -12,7 +12,7 @@ import pytest
 
 from runtime import config
 from runtime.errors import Unanswered
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Phase
 from runtime.status import Loss, Status
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores
@@ -88,7 +88,7 @@ def test_what_comes_in_the_place_of_a_dead_rollout_serves_with_the_committed_ver
     late = Mortal("rollout-1", cast.weights, incarnation=1)
     committed = []
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await mortal.died.wait()
         run.arrive("rollout", late)
         while late not in run.pool.serving:  # noqa: ASYNC110 - the run's own deadline ends it
@@ -108,7 +108,7 @@ def test_what_comes_in_the_place_of_a_dead_rollout_serves_with_the_committed_ver
 def test_a_run_whose_only_rollout_dies_goes_on_with_the_one_that_comes(tmp_path: Path) -> None:
     cast, (mortal,) = cast_of("rollout-0")
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await mortal.died.wait()
         await asyncio.sleep(0.05)
         run.arrive("rollout", FakeRollout("rollout-0", cast.weights, incarnation=1))
@@ -150,7 +150,7 @@ def test_a_rollout_that_tells_nothing_is_given_up(tmp_path: Path, monkeypatch: p
     cast.rollouts = [FakeRollout("rollout-0", cast.weights), stopped]
     losses: list[Loss] = []
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         run.pool._tell = losses.append
 
     # Nobody publishes while the step waits for the group that it holds: only its silence tells.
@@ -192,8 +192,8 @@ class MortalReference(FakeReference):
         return await super().logprobs(request)
 
 
-def dead(replica: FakeReward | FakeReference, then: Callable[[Run], None]) -> Callable[[Run], Awaitable[None]]:
-    async def course(run: Run) -> None:
+def dead(replica: FakeReward | FakeReference, then: Callable[[TrainingRun], None]) -> Callable[[TrainingRun], Awaitable[None]]:
+    async def course(run: TrainingRun) -> None:
         while not replica.gone:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0.001)
         then(run)
@@ -206,7 +206,7 @@ def test_requests_of_a_reward_and_a_reference_that_die_wait_for_those_that_come(
     reward = cast.reward = MortalReward()
     reference = cast.reference = MortalReference()
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await dead(reward, lambda run: run.arrive("reward", FakeReward(incarnation=1)))(run)
         await dead(reference, lambda run: run.arrive("reference", FakeReference(incarnation=1)))(run)
 

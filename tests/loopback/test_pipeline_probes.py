@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.pipeline_fakes import Cast, FakeRollout, LongTail, RunFolder
 
@@ -56,7 +56,7 @@ def test_an_update_waits_for_the_answers(tmp_path: Path) -> None:
     folder, cast = RunFolder(tmp_path, steps=STEPS), Cast.prompt()
     rollout = gated(cast)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await rollout.asked.wait()
         while ("accumulate", 3) not in cast.trainer.done:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0)
@@ -93,7 +93,7 @@ def test_who_is_lost_meanwhile_is_counted_and_who_comes_instead_is_asked(tmp_pat
     cast.rollouts[1] = Dying("rollout-1", cast.weights)
     newcomer = FakeRollout("rollout-1", cast.weights, incarnation=1)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         while "rollout-1" not in run.pool.losses:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0)
         run.arrive("rollout", newcomer)
@@ -121,7 +121,7 @@ def test_who_keeps_old_weights_is_named_in_progress_and_summary(tmp_path: Path) 
     cast.rollouts[1] = Pretending("rollout-1", cast.weights, LongTail(1))
     states = []
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         while run.buffer.committed < STEPS:
             states.append((run.buffer.committed, run.alarm))
             await asyncio.sleep(0)

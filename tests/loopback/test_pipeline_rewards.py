@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.errors import ServiceFault
 from runtime.ledger.reader import LedgerReader
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Phase
 from runtime.types import ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, FakeTrainer, LongTail, RunFolder
@@ -153,7 +153,7 @@ def test_the_status_names_the_one_that_has_not_answered(tmp_path: Path) -> None:
             await gate.wait()
             return await super().score(request)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         await asyncio.wait_for(asked.wait(), PATIENCE)
         for _ in range(20):  # the rules have answered by now
             await asyncio.sleep(0)

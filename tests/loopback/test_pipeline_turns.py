@@ -13,7 +13,7 @@ import pytest
 from runtime import config
 from runtime.commands import Level
 from runtime.errors import ServiceFault
-from runtime.pipeline.run import Run
+from runtime.pipeline.run import TrainingRun
 from runtime.pipeline.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ValueRequest
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
@@ -254,7 +254,7 @@ def test_a_rollout_that_is_lost_in_any_phase_holds_up_nobody(
     mortal, late = cast.rollouts[0], newcomer(cast, "rollout-0")
     assert isinstance(mortal, Sleeper)
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         while not run.buffer.committed:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0)
         mortal.dies_at = when
@@ -276,7 +276,7 @@ def test_a_run_that_lost_all_rollouts_goes_on_with_one_that_comes(tmp_path: Path
     folder, cast = colocated(tmp_path, steps=6, staleness=1), cast_of()
     late = newcomer(cast, "rollout-1")
 
-    async def course(run: Run) -> None:
+    async def course(run: TrainingRun) -> None:
         assert run._lineage._turns is not None
         while not (run.buffer.committed and run._lineage._turns.phase == phase):  # noqa: ASYNC110
             await asyncio.sleep(0)

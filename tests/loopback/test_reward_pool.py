@@ -21,7 +21,7 @@ import uvloop
 from runtime import config
 from runtime.errors import Cancelled, ServiceFault
 from runtime.rewards.pool import CAPACITY, KillablePool
-from runtime.rewards.rules import Outcome, RuleContext
+from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.scorer import RewardScorer
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
@@ -133,30 +133,30 @@ def test_each_failure_costs_its_own_sample(rule: str) -> None:
     texts = ["ok", "hang", "ok", "exit", "no", "abort", "raise", "hog", "none", "ok", "print", "\x00\U0001f642"]
     outcomes, lost = with_pool(rule, lambda pool: _outcomes(pool, tasks(rule, *texts)))
     assert dict(zip(texts, outcomes, strict=True)) == {
-        "ok": Outcome(True),
-        "hang": Outcome(error="timeout"),
-        "exit": Outcome(error="crash"),
-        "no": Outcome(False),
-        "abort": Outcome(error="crash"),
-        "raise": Outcome(error="exception:KeyError"),
-        "hog": Outcome(error="timeout"),
-        "none": Outcome(error="exception:TypeError"),
-        "print": Outcome(True),
-        "\x00\U0001f642": Outcome(False),
+        "ok": RuleOutcome(True),
+        "hang": RuleOutcome(error="timeout"),
+        "exit": RuleOutcome(error="crash"),
+        "no": RuleOutcome(False),
+        "abort": RuleOutcome(error="crash"),
+        "raise": RuleOutcome(error="exception:KeyError"),
+        "hog": RuleOutcome(error="timeout"),
+        "none": RuleOutcome(error="exception:TypeError"),
+        "print": RuleOutcome(True),
+        "\x00\U0001f642": RuleOutcome(False),
     }
     assert lost == 4
 
 
-async def _outcomes(pool: KillablePool, work: list[Task]) -> tuple[list[Outcome], int]:
+async def _outcomes(pool: KillablePool, work: list[Task]) -> tuple[list[RuleOutcome], int]:
     return await pool.run(work), pool.lost
 
 
 def test_the_pool_refills_to_its_full_width(rule: str, tmp_path: Path) -> None:
     async def use(pool: KillablePool) -> None:
-        assert await pool.run(tasks(rule, *["exit"] * 6)) == [Outcome(error="crash")] * 6
+        assert await pool.run(tasks(rule, *["exit"] * 6)) == [RuleOutcome(error="crash")] * 6
         (tmp_path / "meeting").mkdir()
         meeting = await pool.run(tasks(rule, *["meet"] * 3, label=str(tmp_path / "meeting")))
-        assert meeting == [Outcome(True)] * 3  # none returns before three workers run at the same time
+        assert meeting == [RuleOutcome(True)] * 3  # none returns before three workers run at the same time
 
     with_pool(rule, use, workers=3, timeout=60)
 
@@ -174,7 +174,7 @@ def test_results_keep_their_order_under_concurrent_callers(rule: str) -> None:
 def test_more_than_the_queue_holds_waits_for_room(rule: str) -> None:
     async def use(pool: KillablePool) -> None:
         outcomes = await pool.run(tasks(rule, *["ok"] * (3 * CAPACITY)))
-        assert outcomes == [Outcome(True)] * (3 * CAPACITY)
+        assert outcomes == [RuleOutcome(True)] * (3 * CAPACITY)
 
     with_pool(rule, use, timeout=60)
 
@@ -196,7 +196,7 @@ def test_a_cancelled_call_leaves_no_work_behind(rule: str) -> None:
     async def use(pool: KillablePool) -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(pool.run(tasks(rule, *["hang"] * 500)), 0.7)
-        assert await pool.run(tasks(rule, "ok")) == [Outcome(True)]
+        assert await pool.run(tasks(rule, "ok")) == [RuleOutcome(True)]
 
     with_pool(rule, use)
 
@@ -204,7 +204,7 @@ def test_a_cancelled_call_leaves_no_work_behind(rule: str) -> None:
 def test_the_kill_reaches_what_a_rule_started(rule: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     outcomes = with_pool(rule, lambda pool: pool.run(tasks(rule, "child", label=str(pid_file))), timeout=4.0)
-    assert outcomes == [Outcome(error="timeout")]
+    assert outcomes == [RuleOutcome(error="timeout")]
     assert ended(int(pid_file.read_text()))
 
 

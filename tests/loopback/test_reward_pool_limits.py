@@ -14,7 +14,7 @@ import uvloop
 from runtime.rewards import pool as pool_module
 from runtime.rewards.outcome_cache import OutcomeCache
 from runtime.rewards.pool import KillablePool
-from runtime.rewards.rules import Outcome, RuleContext
+from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits
 from tests.loopback.test_reward_pool import with_pool
@@ -85,9 +85,9 @@ async def verdicts(pool: KillablePool, tasks: list[Task]) -> list[Verdict]:
 def test_a_task_has_so_much_cpu_time_and_no_more(rule: str, tmp_path: Path, text: str) -> None:
     work = [task(rule, tmp_path, text), task(rule, tmp_path, "ok")]
     killed, after = with_pool(rule, lambda pool: verdicts(pool, work), workers=1, limits=LIMITS)
-    assert killed.outcome == Outcome(error="timeout")
+    assert killed.outcome == RuleOutcome(error="timeout")
     assert killed.seconds > 0.25  # and it was not the clock's limit, which is longer than the test may take
-    assert after.outcome == Outcome(2.0)
+    assert after.outcome == RuleOutcome(2.0)
 
 
 def test_waiting_is_no_cpu_time_and_costs_nobody_behind_it(rule: str, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_waiting_is_no_cpu_time_and_costs_nobody_behind_it(rule: str, tmp_path: 
     work = [task(rule, tmp_path, "sleep", tokens) for tokens in range(14)]
     limits = Limits(seconds=5.0, cpu_seconds=0.3, memory_bytes=128 * MIB)
     found = with_pool(rule, lambda pool: verdicts(pool, work), workers=1, limits=limits)
-    assert [verdict.outcome for verdict in found] == [Outcome(5.0)] * 14
+    assert [verdict.outcome for verdict in found] == [RuleOutcome(5.0)] * 14
     assert all(verdict.seconds > 0.39 for verdict in found)
 
 
@@ -103,7 +103,7 @@ def test_waiting_is_no_cpu_time_and_costs_nobody_behind_it(rule: str, tmp_path: 
 def test_memory_beyond_the_limit_fails_the_task_and_replaces_the_worker(rule: str, tmp_path: Path, text: str) -> None:
     async def use(pool: KillablePool) -> None:
         work = [task(rule, tmp_path, each) for each in ("one", text, "three", "four")]
-        assert await pool.run(work) == [Outcome(3.0), Outcome(error="memory"), Outcome(5.0), Outcome(4.0)]
+        assert await pool.run(work) == [RuleOutcome(3.0), RuleOutcome(error="memory"), RuleOutcome(5.0), RuleOutcome(4.0)]
         assert pool.lost == 1
 
     with_pool(rule, use, workers=1, limits=Limits(60.0, 10.0, 128 * MIB))
@@ -112,30 +112,30 @@ def test_memory_beyond_the_limit_fails_the_task_and_replaces_the_worker(rule: st
 def test_a_text_beyond_the_limit_fails_alone(rule: str, tmp_path: Path) -> None:
     work = [task(rule, tmp_path, text) for text in ("one", "x" * 200 * MIB, "three")]
     outcomes = with_pool(rule, lambda pool: pool.run(work), workers=1, limits=Limits(60.0, 10.0, 128 * MIB))
-    assert outcomes == [Outcome(3.0), Outcome(error="memory"), Outcome(5.0)]
+    assert outcomes == [RuleOutcome(3.0), RuleOutcome(error="memory"), RuleOutcome(5.0)]
 
 
 def test_a_rule_that_writes_into_the_pipe_loses_its_worker(rule: str, tmp_path: Path) -> None:
     work = [task(rule, tmp_path, text) for text in ("forge", "two")]
     outcomes = with_pool(rule, lambda pool: pool.run(work), workers=1, limits=LIMITS)
-    assert outcomes == [Outcome(error="crash"), Outcome(3.0)]
+    assert outcomes == [RuleOutcome(error="crash"), RuleOutcome(3.0)]
 
 
 def test_a_rule_that_ends_its_process_is_a_crash(rule: str, tmp_path: Path) -> None:
     outcomes = with_pool(rule, lambda pool: pool.run([task(rule, tmp_path, "leave")]), limits=LIMITS)
-    assert outcomes == [Outcome(error="crash")]
+    assert outcomes == [RuleOutcome(error="crash")]
 
 
 def test_what_a_rules_file_imports_counts_against_no_task(rule: str, tmp_path: Path) -> None:
     file = tmp_path / "limited.py"
     file.write_text(file.read_text().replace("time.sleep(0.5)", "time.sleep(2.5)"))
     limits = Limits(seconds=2.0, cpu_seconds=0.3, memory_bytes=128 * MIB)  # its file alone takes longer
-    assert with_pool(rule, lambda pool: pool.run([task(rule, tmp_path, "ok")]), limits=limits) == [Outcome(2.0)]
+    assert with_pool(rule, lambda pool: pool.run([task(rule, tmp_path, "ok")]), limits=limits) == [RuleOutcome(2.0)]
 
 
 def test_half_a_surrogate_pair_is_scored_like_any_text(rule: str, tmp_path: Path) -> None:
     outcomes = with_pool(rule, lambda pool: pool.run([task(rule, tmp_path, "\ud800 and \udfff")]), limits=LIMITS)
-    assert outcomes == [Outcome(7.0)]
+    assert outcomes == [RuleOutcome(7.0)]
 
 
 def test_equal_tasks_that_wait_together_are_evaluated_once(rule: str, tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_equal_tasks_that_wait_together_are_evaluated_once(rule: str, tmp_path: 
         gone, *others = [asyncio.ensure_future(pool.run([task(rule, tmp_path, "sleep")] * 2)) for _ in range(3)]
         await asyncio.wait([gone], timeout=0.05)
         gone.cancel()  # those who still wait get the verdict all the same
-        assert await asyncio.gather(*others) == [[Outcome(5.0)] * 2] * 2
+        assert await asyncio.gather(*others) == [[RuleOutcome(5.0)] * 2] * 2
         assert calls(tmp_path) == ["sleep"]
-        assert await pool.run([task(rule, tmp_path, "sleep")]) == [Outcome(5.0)]
+        assert await pool.run([task(rule, tmp_path, "sleep")]) == [RuleOutcome(5.0)]
         assert calls(tmp_path) == ["sleep"] * 2  # this pool keeps nothing
 
     with_pool(rule, use, limits=LIMITS)
@@ -185,7 +185,7 @@ def test_long_texts_wait_outside_the_queue(rule: str, tmp_path: Path, monkeypatc
         while not all(call.done() for call in calls) and time.monotonic() < deadline:
             most = max(most, pool._waiting_bytes)
             await asyncio.sleep(0)
-        assert await asyncio.gather(*calls) == [[Outcome(float(MIB + 1))]] * 10
+        assert await asyncio.gather(*calls) == [[RuleOutcome(float(MIB + 1))]] * 10
         assert 3 * MIB < most < 6 * MIB
         assert pool._waiting_bytes == 0
 
@@ -201,6 +201,6 @@ def test_verdicts_come_as_they_are_known(rule: str, tmp_path: Path) -> None:
         await asyncio.gather(*quick)
         assert not slow.done()
         (tmp_path / "go").touch()
-        assert (await slow).outcome == Outcome(4.0)
+        assert (await slow).outcome == RuleOutcome(4.0)
 
     with_pool(rule, use, workers=2, limits=LIMITS)

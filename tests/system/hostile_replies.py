@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
-from runtime.rewards.rules import RULES, Outcome, RuleContext, attempt
+from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits
 
@@ -225,7 +225,7 @@ async def run() -> list[Ending]:
             for task, verdict in zip(tasks, await asyncio.gather(*futures), strict=True):
                 endings.append(_ending(hostile, task, verdict))
         good = await pool.run([Task("math", "\\boxed{\\frac{10}{2}}", "5", RuleContext())])
-        assert good == [Outcome(True)], good
+        assert good == [RuleOutcome(True)], good
     finally:
         await pool.close()
     return endings

@@ -39,7 +39,7 @@ from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender
 from runtime.weights.sockets import _sockets as open_sockets
-from services.process import Process, Service
+from services.process import Service, ServiceProcess
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.system.publication_fleet import TRAINER, threads_and_files
@@ -115,7 +115,7 @@ class Faulty:
         self._control.connect(control)
         self._answer(name=service.name, incarnation=incarnation)
 
-    def watch(self, process: Process, coordinator: str) -> None:
+    def watch(self, process: ServiceProcess, coordinator: str) -> None:
         """Serve the socket, from a thread."""
         self._process, self._coordinator = process, int(coordinator.rpartition(":")[2])
         threading.Thread(target=self._serve, name="faults", daemon=True).start()
@@ -240,7 +240,7 @@ def serve(config: Config, name: str, incarnation: int, coordinator: str, control
         service = Rollout(config, name, 0)
         faults = service.faults = Faulty(service, control, incarnation)
         faults.receptions()
-    process = Process(service, coordinator, Phases())
+    process = ServiceProcess(service, coordinator, Phases())
     faults.watch(process, coordinator)
     uvloop.run(process.run())
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_messages_are_answered_by_every_way() -> None:
-    report = messages.run(messages.Settings(rounds=2, pings=5, calls=40, in_flight=(4, 16)))
+    report = messages.run(messages.MessagesSettings(rounds=2, pings=5, calls=40, in_flight=(4, 16)))
     assert report.pings.keys() == {PLAIN, STREAM, UNARY}
     assert all(0 < each.p50 <= each.p90 for each in report.pings.values())
     assert {in_flight: rates.keys() for in_flight, rates in report.rates.items()} == {4: {PLAIN, STREAM}, 16: {PLAIN, STREAM}}
@@ -22,7 +22,7 @@ def test_messages_are_answered_by_every_way() -> None:
 
 
 def test_a_run_over_engines_that_compute_nothing_costs_the_coordinator_something(tmp_path: Path) -> None:
-    settings = coordinator.Settings(replicas=(1, 3), groups=2, samples=64, warm=1, rounds=1)
+    settings = coordinator.CoordinatorBenchSettings(replicas=(1, 3), groups=2, samples=64, warm=1, rounds=1)
     report = asyncio.run(coordinator.measure(tmp_path / "material", settings))
     assert [(cost.replicas, cost.samples >= 64) for cost in report.costs] == [(1, True), (3, True)]
     assert all(cost.cpu_seconds > 0 and cost.seconds > 0 for cost in report.costs)

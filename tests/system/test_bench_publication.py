@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from launcher.benches.packing import Shape
+from launcher.benches.packing import PackingShape
 from launcher.benches.publication import pauses
 from launcher.benches.publication import ways as plain
-from launcher.benches.publication.bench import Settings, measure, render
+from launcher.benches.publication.bench import PublicationSettings, measure, render
 from launcher.benches.publication.peers import TRANSPORTS
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("receivers", [1, 2])
 def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
-    tiny = pauses.Model("tiny", Shape(64, 1, 2, 1, 64), "float32")
-    settings = Settings((1,), receivers, rounds=1, generation=pauses.Settings((tiny,), rounds=1, seconds=0.5), versions=3)
+    tiny = pauses.PausesModel("tiny", PackingShape(64, 1, 2, 1, 64), "float32")
+    settings = PublicationSettings(
+        (1,), receivers, rounds=1, generation=pauses.PausesSettings((tiny,), rounds=1, seconds=0.5), versions=3
+    )
     report = asyncio.run(measure(tmp_path, settings))
     (sized,) = report.transfers.sizes
     assert report.transfers.receivers == receivers

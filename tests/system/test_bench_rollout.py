@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from launcher.benches import command, rollout
-from launcher.benches.packing import Shape
-from launcher.benches.rollout import Settings, measure, rank, render
+from launcher.benches.packing import PackingShape
+from launcher.benches.rollout import RolloutBenchSettings, measure, rank, render
 from runtime.errors import UserError
 from tests.system.runs import VLLM_PYTHON, needs_vllm
 
-TINY = Settings(shapes=(Shape(128, 1, 4, 2, 64),), sequences=(8, 16), rounds=2, seconds=0.5, updates=2)
+TINY = RolloutBenchSettings(shapes=(PackingShape(128, 1, 4, 2, 64),), sequences=(8, 16), rounds=2, seconds=0.5, updates=2)
 
 
 @needs_vllm

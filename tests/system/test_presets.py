@@ -23,20 +23,22 @@ SMALL = (f"training.steps={STEPS}", f"training.groups_per_step={GROUPS}", "sampl
 LETTERS = "rewards.rules=[{name: configs/rehearsal.py:letters}]"
 
 
-def gsm8k(problem: arithmetic.Problem) -> dict[str, Any]:
+def gsm8k(problem: arithmetic.ArithmeticProblem) -> dict[str, Any]:
     return {"question": problem.question, "answer": problem.answer}
 
 
-def r1(problem: arithmetic.Problem) -> dict[str, Any]:
+def r1(problem: arithmetic.ArithmeticProblem) -> dict[str, Any]:
     return {"problem": problem.question, "answer": problem.answer.rpartition("#### ")[2]}
 
 
-def math17k(problem: arithmetic.Problem) -> dict[str, Any]:
+def math17k(problem: arithmetic.ArithmeticProblem) -> dict[str, Any]:
     label = {"ground_truth": problem.answer.rpartition("#### ")[2]}
     return {"prompt": [{"role": "user", "content": problem.question}], "reward_model": label}
 
 
-def rehearsed(folder: Path, preset: str, row: Callable[[arithmetic.Problem], dict[str, Any]], *overrides: str) -> Live:
+def rehearsed(
+    folder: Path, preset: str, row: Callable[[arithmetic.ArithmeticProblem], dict[str, Any]], *overrides: str
+) -> Live:
     """Of the preset's own data layout, so that its handler reads it."""
     problems, _ = arithmetic.split(10, 30, 32, 1)
     data = folder / "train.jsonl"

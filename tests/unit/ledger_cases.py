@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Mark
 from tests.unit.test_buffer import generated, ids, scores, ticket
@@ -18,9 +18,9 @@ T = TypeVar("T")
 NEEDS = Mark.SCORED | Mark.REFERENCED
 
 
-def with_ledger(folder: Path, use: Callable[[Ledger], Awaitable[T]], segment_bytes: int = 1 << 20) -> T:
+def with_ledger(folder: Path, use: Callable[[LedgerWriter], Awaitable[T]], segment_bytes: int = 1 << 20) -> T:
     async def session() -> T:
-        ledger = await Ledger.open(folder, segment_bytes)
+        ledger = await LedgerWriter.open(folder, segment_bytes)
         try:
             return await use(ledger)
         finally:
@@ -29,7 +29,7 @@ def with_ledger(folder: Path, use: Callable[[Ledger], Awaitable[T]], segment_byt
     return asyncio.run(asyncio.wait_for(session(), 30))
 
 
-def buffer_on(ledger: Ledger, step: int = 0, per_step: int = 2, staleness: int = 2) -> Buffer:
+def buffer_on(ledger: LedgerWriter, step: int = 0, per_step: int = 2, staleness: int = 2) -> Buffer:
     return Buffer(needs=NEEDS, groups_per_step=per_step, staleness=staleness, journal=ledger.record, step=step)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.mindspeed.reading import Entry, Read
-from runtime.mindspeed.settings import Row
+from runtime.mindspeed.reading import FileEntry, Read
+from runtime.mindspeed.settings import TranslatedKey
 from runtime.mindspeed.translate import Translation, translate
 
 BASE: dict[str, dict[str, Any]] = {
@@ -36,8 +36,8 @@ def of(
     sections = {name: dict(base.get(name, {})) | dict(changes.get(name, {})) for name in [*base, *changes]}
     if model:
         next(iter(sections.values()))["model"] = "m"
-    entries = [Entry(section, name, value) for section, keys in sections.items() for name, value in keys.items()]
-    entries += [Entry("model", name, value, model="m") for name, value in model.items()]
+    entries = [FileEntry(section, name, value) for section, keys in sections.items() for name, value in keys.items()]
+    entries += [FileEntry("model", name, value, model="m") for name, value in model.items()]
     return translate(Read(name="a", format=format, entries=tuple(entries)), without)
 
 
@@ -49,7 +49,7 @@ def at(translation: Translation, path: str) -> Any:
     return None if node == {} else node
 
 
-def row(translation: Translation, path: str) -> Row:
+def row(translation: Translation, path: str) -> TranslatedKey:
     return next(row for row in translation.rows if row.path == path)
 
 

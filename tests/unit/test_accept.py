@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.accept import CHECKS, Outcome, Report, placement, render
+from launcher.accept import CHECKS, AcceptReport, CheckOutcome, placement, render
 
 
-def report(*outcomes: Outcome) -> Report:
+def report(*outcomes: CheckOutcome) -> AcceptReport:
     versions = {"torch": "2.10.0"}
-    return Report(device="npu", began="now", machine={}, versions=versions, variables={}, tool="smi", outcomes=list(outcomes))
+    return AcceptReport(
+        device="npu", began="now", machine={}, versions=versions, variables={}, tool="smi", outcomes=list(outcomes)
+    )
 
 
 def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -> None:
@@ -25,12 +27,12 @@ def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -
 @pytest.mark.parametrize(
     ("outcomes", "said", "passed"),
     [
-        ([Outcome(check=check, result="passed") for check in CHECKS], "Passed", True),
-        ([Outcome(check="platform", result="passed")], "Not all checks were made", True),
-        ([Outcome(check="platform", result="failed", detail="no NPU\nat all")], "**Failed**", False),
+        ([CheckOutcome(check=check, result="passed") for check in CHECKS], "Passed", True),
+        ([CheckOutcome(check="platform", result="passed")], "Not all checks were made", True),
+        ([CheckOutcome(check="platform", result="failed", detail="no NPU\nat all")], "**Failed**", False),
     ],
 )
-def test_the_verdict_is_that_of_all_checks(outcomes: list[Outcome], said: str, passed: bool) -> None:
+def test_the_verdict_is_that_of_all_checks(outcomes: list[CheckOutcome], said: str, passed: bool) -> None:
     made = report(*outcomes)
     assert made.passed is passed
     assert f"now. {said}." in render(made)
@@ -39,8 +41,10 @@ def test_the_verdict_is_that_of_all_checks(outcomes: list[Outcome], said: str, p
 def test_figures_versions_and_what_went_wrong_are_in_it() -> None:
     text = render(
         report(
-            Outcome(check="publication", result="passed", seconds=1.25, figures={"backend": "hccl", "MB_per_second": 1234.56}),
-            Outcome(check="rollout", result="failed", detail="RuntimeError: it broke"),
+            CheckOutcome(
+                check="publication", result="passed", seconds=1.25, figures={"backend": "hccl", "MB_per_second": 1234.56}
+            ),
+            CheckOutcome(check="rollout", result="failed", detail="RuntimeError: it broke"),
         )
     )
     assert "| publication | passed | 1.2 | backend hccl, MB_per_second 1235 |" in text

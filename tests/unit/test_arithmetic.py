@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.data.arithmetic import Problem, split, write_jsonl
+from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
 from runtime.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def final_number(answer: str) -> int:
 def test_every_answer_is_the_sum_and_its_steps_add_up() -> None:
     for a in range(0, 130, 3):
         for b in range(130):
-            problem = Problem(a, b)
+            problem = ArithmeticProblem(a, b)
             assert problem.question == f"{a}+{b}="
             assert final_number(problem.answer) == a + b
             units, tens = map(int, problem.answer.split()[:2])
@@ -34,7 +34,7 @@ def test_every_answer_is_the_sum_and_its_steps_add_up() -> None:
     [(34, 48, "12 7 #### 72"), (34, 45, "9 7 #### 79"), (10, 10, "0 2 #### 20"), (95, 7, "12 9 #### 92")],
 )
 def test_a_careless_answer_drops_the_carry_and_nothing_else(a: int, b: int, careless: str) -> None:
-    problem = Problem(a, b)
+    problem = ArithmeticProblem(a, b)
     assert problem.careless_answer == careless
     assert (problem.careless_answer == problem.answer) == (problem.carry == 0)
 
@@ -63,7 +63,7 @@ def test_split_refuses_settings_that_leave_nothing_to_train_on(low: int, high: i
 
 def test_jsonl_has_one_object_a_line(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
-    write_jsonl(path, [Problem(34, 48), Problem(10, 11)])
+    write_jsonl(path, [ArithmeticProblem(34, 48), ArithmeticProblem(10, 11)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [
         {"question": "34+48=", "answer": "12 8 #### 82"},

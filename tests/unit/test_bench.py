@@ -137,7 +137,7 @@ def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
 
 
 def test_the_engine_report_has_ratios() -> None:
-    report = engine.Report(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0))
+    report = engine.EngineBenchReport(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0))
     assert report.ratio == engine.Decoding(3.0, 2.5)
     assert engine.render(report).row_count == 2
 
@@ -149,8 +149,8 @@ def test_rounds_add_up() -> None:
 @pytest.mark.parametrize("trl", [{}, {1: [Measured(640, 8.0)], 2: [Measured(640, 10.0), Measured(640, 6.0)]}])
 def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, list[Measured]]) -> None:
     windows = [
-        train.Window(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
-        train.Window(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
+        train.SteadyWindow(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
+        train.SteadyWindow(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
     ]
     alone = {"train": [Measured(640, 1.0)], "generate": [Measured(640, 0.8)], "reference": [Measured(640, 0.4)]}
     report = train._report(config, windows, threaded=100.0, processes=160.0, alone=alone, trl=trl)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.benches import engines
-from launcher.benches.engines import LOAD, PASSES, SAVE, Settings
+from launcher.benches.engines import LOAD, PASSES, SAVE, EnginesSettings
 from launcher.benches.worker import Measured, Worker
 from runtime.config import Config, Run
 from runtime.config.checks import megatron
@@ -37,7 +37,7 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
     monkeypatch.setattr(Worker, "started", started)
     monkeypatch.setattr(engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
     monkeypatch.setattr(megatron, "_installed", lambda: True)
-    report = asyncio.run(engines.measure(tmp_path, Settings(rounds=2, checkpoints=1)))
+    report = asyncio.run(engines.measure(tmp_path, EnginesSettings(rounds=2, checkpoints=1)))
     passes = [engine for engine, what in asked if what == PASSES]
     assert passes[2:] == ["megatron", "torch", "torch", "megatron"]  # after those that build the engines
     assert report.megatron_over_torch.pairs == [0.5, 0.5]
@@ -51,4 +51,4 @@ def test_without_megatron_core_it_says_what_to_install(tmp_path: Path, monkeypat
     monkeypatch.setattr(engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
     monkeypatch.setattr(megatron, "_installed", lambda: False)
     with pytest.raises(UserError, match=r"bench engines: .*megatron needs a package: pip install"):
-        asyncio.run(engines.measure(tmp_path, Settings()))
+        asyncio.run(engines.measure(tmp_path, EnginesSettings()))

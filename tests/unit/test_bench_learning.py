@@ -11,7 +11,17 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from launcher.benches import learning, learning_trial
-from launcher.benches.learning import PLAIN, SLUICE, Point, Settings, Trial, overrides, points, render, report
+from launcher.benches.learning import (
+    PLAIN,
+    SLUICE,
+    LearningPoint,
+    LearningSettings,
+    LearningTrial,
+    overrides,
+    points,
+    render,
+    report,
+)
 from launcher.benches.material import bench_config
 from launcher.benches.plain_loop import PlainLoop
 from launcher.benches.staleness.runs import CONFIG
@@ -26,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 def test_a_run_is_the_quickstart_that_stops_at_the_goal(tmp_path: Path) -> None:
     folder = tmp_path / "a: [b] #c"
-    config = loading.load(CONFIG, overrides("seed3", 3, Settings(), folder))
+    config = loading.load(CONFIG, overrides("seed3", 3, LearningSettings(), folder))
     quickstart = loading.load(CONFIG, ())
     assert (config.run.seed, config.run.dir, config.run.overwrite) == (3, str(folder / "seed3"), True)
     assert config.warmup is not None
@@ -44,23 +54,28 @@ def test_a_runs_clock_starts_after_the_evaluation_before_training() -> None:
         {"step": 9, "time": 103.0},
         {"step": 10, "time": 104.5, "eval/accuracy": 0.9},
     ]
-    assert points(rows) == [Point(0, 0.0, 0.5), Point(10, 4.5, 0.9)]
+    assert points(rows) == [LearningPoint(0, 0.0, 0.5), LearningPoint(10, 4.5, 0.9)]
 
 
 def test_the_first_evaluation_at_the_goal_counts() -> None:
-    course = [Point(0, 0.0, 0.5), Point(10, 4.0, 0.89), Point(20, 8.0, 0.9), Point(30, 12.0, 0.95)]
-    assert (Trial.of(1, course, 0.9).step, Trial.of(1, course, 0.9).seconds) == (20, 8.0)
-    assert (Trial.of(1, course, 0.96).step, Trial.of(1, course, 0.96).seconds) == (None, None)
+    course = [
+        LearningPoint(0, 0.0, 0.5),
+        LearningPoint(10, 4.0, 0.89),
+        LearningPoint(20, 8.0, 0.9),
+        LearningPoint(30, 12.0, 0.95),
+    ]
+    assert (LearningTrial.of(1, course, 0.9).step, LearningTrial.of(1, course, 0.9).seconds) == (20, 8.0)
+    assert (LearningTrial.of(1, course, 0.96).step, LearningTrial.of(1, course, 0.96).seconds) == (None, None)
 
 
-def _trials(seconds: list[float | None]) -> list[Trial]:
-    return [Trial(seed, [], None if took is None else 10 * seed, took) for seed, took in enumerate(seconds, 1)]
+def _trials(seconds: list[float | None]) -> list[LearningTrial]:
+    return [LearningTrial(seed, [], None if took is None else 10 * seed, took) for seed, took in enumerate(seconds, 1)]
 
 
 def test_the_report_has_medians_and_ratios() -> None:
     one, two = PLAIN.values()
     trials = {SLUICE: _trials([10.0, 30.0, 14.0]), one: _trials([20.0, 20.0, 28.0]), two: _trials([40.0, 60.0, 28.0])}
-    made = report(Settings(seeds=3), trials)
+    made = report(LearningSettings(seeds=3), trials)
     assert made.seconds == {SLUICE: 14.0, one: 20.0, two: 40.0}
     assert made.ratios == {one: [0.5, 1.5, 0.5], two: [0.25, 0.5, 0.5]}
     assert made.ratio == pytest.approx(0.7)
@@ -71,14 +86,16 @@ def test_the_report_has_medians_and_ratios() -> None:
 
 def test_a_seed_that_never_got_there_leaves_no_median() -> None:
     one, two = PLAIN.values()
-    made = report(Settings(seeds=2), {SLUICE: _trials([10.0, None]), one: _trials([20.0, 20.0]), two: _trials([None, 40.0])})
+    made = report(
+        LearningSettings(seeds=2), {SLUICE: _trials([10.0, None]), one: _trials([20.0, 20.0]), two: _trials([None, 40.0])}
+    )
     assert made.seconds == {SLUICE: None, one: 20.0, two: None}
     assert made.ratios == {one: [0.5, None], two: [None, None]}
     assert made.ratio is None
     assert "faster plain loop: – (aim" in _shown(made)
 
 
-def _shown(made: learning.Report) -> str:
+def _shown(made: learning.LearningReport) -> str:
     console = Console(record=True, width=200, file=io.StringIO())
     for table in render(made):
         console.print(table)

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from launcher.benches import packing
-from launcher.benches.packing import Settings, Shape, packing_config, waste
+from launcher.benches.packing import PackingSettings, PackingShape, packing_config, waste
 from launcher.benches.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
 from launcher.benches.worker import Bench, Measured, Worker
-from launcher.random_groups import Lengths, draw_lengths
+from launcher.random_groups import GroupLengths, draw_lengths
 from runtime.config import Config
 from tests.closeness import STEP, assert_close
 
 pytestmark = pytest.mark.numeric
 
-TINY = Settings(
-    shapes=(Shape(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48),),
+TINY = PackingSettings(
+    shapes=(PackingShape(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48),),
     budgets=(300,),
     rounds=2,
     seconds=0.0,
@@ -62,7 +62,7 @@ def test_a_measure_counts_real_tokens_of_whole_passes(config: Config):
 
 
 def test_lengths_have_a_long_tail_within_their_limits(folder: Path):
-    lengths = draw_lengths(packing_config(folder, TINY.shapes[0], 8192, Settings()))
+    lengths = draw_lengths(packing_config(folder, TINY.shapes[0], 8192, PackingSettings()))
     replies = torch.tensor([reply for batch in lengths for group in batch for reply in group.replies]).double()
     prompts = [group.prompt for batch in lengths for group in batch]
     assert (replies.min(), replies.max()) == (16, 512)
@@ -72,7 +72,7 @@ def test_lengths_have_a_long_tail_within_their_limits(folder: Path):
 
 
 def test_waste_by_hand():
-    batches = [[Lengths(4, [6, 2]), Lengths(2, [10])]]  # samples of 10, 6 and 12 tokens
+    batches = [[GroupLengths(4, [6, 2]), GroupLengths(2, [10])]]  # samples of 10, 6 and 12 tokens
     # As they come: [10, 6] and [12]; sorted: [6, 10] and [12], in 20 tokens each.
     padded = packing.Waste(linear=4 / 32, attention=4 / 32, computed=32 / 28)
     assert waste(UNSORTED, batches, 20) == waste(SORTED, batches, 20) == padded
@@ -82,7 +82,7 @@ def test_waste_by_hand():
     # With all in one micro-batch the rows of 9 and 11 share a call.
     together = waste(PACKED, batches, 100)
     assert together.attention == pytest.approx(2 / (5 + 2 * 11))
-    assert waste(UNSORTED, [[Lengths(1, [1, 9]), Lengths(1, [1])]], 20).linear == pytest.approx(8 / (20 + 2))
+    assert waste(UNSORTED, [[GroupLengths(1, [1, 9]), GroupLengths(1, [1])]], 20).linear == pytest.approx(8 / (20 + 2))
 
 
 def test_waste_is_what_the_engine_reports(config: Config):

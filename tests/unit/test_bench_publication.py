@@ -13,8 +13,8 @@ from launcher.benches import command
 from launcher.benches.publication import bench, changes, pauses, transfers
 from launcher.benches.publication.changes import Changes
 from launcher.benches.publication.material import read_sizes, uneven
-from launcher.benches.publication.pauses import Held, Window
-from launcher.benches.publication.transfers import Passes, Published, Sized, Transfers, rates, spread
+from launcher.benches.publication.pauses import Held, PauseWindow
+from launcher.benches.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures, rates, spread
 from launcher.benches.rollout import Pauses
 from runtime.errors import UserError
 
@@ -54,7 +54,7 @@ def test_options_are_those_of_this_bench_alone(tmp_path: Path) -> None:
 
 
 def test_settings_are_the_defaults_unless_told() -> None:
-    default = bench.Settings()
+    default = bench.PublicationSettings()
     assert bench.settings(None, None) == default
     chosen = bench.settings("8", 3)
     assert (chosen.sizes, chosen.receivers, chosen.rounds) == ((8,), 3, default.rounds)
@@ -81,7 +81,7 @@ def test_the_tensors_are_uneven_and_make_up_the_size(megabytes: int) -> None:
 
 
 def test_ratios_are_of_rates_round_by_round() -> None:
-    found = Published("raw", [1.0, 2.0, 3.0], [2.0, 2.0, 1.5], 10)
+    found = TransportFigures("raw", [1.0, 2.0, 3.0], [2.0, 2.0, 1.5], 10)
     assert found.ratios == [0.5, 1.0, 2.0]
     assert spread(found.ratios) == "1.00 (0.50 – 2.00)"
     assert rates([0.5, 1.0, 2.0], 2e9) == ("2.00", "1.00 – 4.00")
@@ -89,8 +89,8 @@ def test_ratios_are_of_rates_round_by_round() -> None:
 
 def test_the_tables_say_what_was_found_and_what_was_left_out() -> None:
     ways = {"raw": [0.1, 0.2], "slow": [0.4, 0.4]}
-    published = {"collective": Published("raw", [0.1, 0.1], [0.125, 0.125], 1_000_000_160)}
-    sized = Sized(1000, ways, {"far": "is not installed"}, published, Passes(25e9, 19e9, 8e9))
+    published = {"collective": TransportFigures("raw", [0.1, 0.1], [0.125, 0.125], 1_000_000_160)}
+    sized = Sized(1000, ways, {"far": "is not installed"}, published, MemoryPasses(25e9, 19e9, 8e9))
     lines, text = printed(transfers.render(Transfers(1, [sized]), "raw"))
     assert "raw 7.50 5.00 – 10.00" in lines
     assert "slow 2.50 2.50 – 2.50 0.38 (0.25 – 0.50)" in lines
@@ -102,8 +102,8 @@ def test_the_tables_say_what_was_found_and_what_was_left_out() -> None:
 def test_tokens_are_lost_by_the_rate_without_transfers() -> None:
     """100 tokens a second without; 4 s with lose 100. Receiving took 0.5 CPU seconds beyond the quiet ones' in its threads, and
     0.24 on the event loop beyond the 0.15 of 300 quiet tokens; generation makes 200 tokens in 1.6 CPU seconds."""
-    quiet = Window(seconds=2.0, tokens=200.0, engine=1.5, loop=0.1, others=0.1)
-    busy = Window(seconds=4.0, tokens=300.0, engine=2.5, loop=0.39, others=0.7)
+    quiet = PauseWindow(seconds=2.0, tokens=200.0, engine=1.5, loop=0.1, others=0.1)
+    busy = PauseWindow(seconds=4.0, tokens=300.0, engine=2.5, loop=0.39, others=0.7)
     held = Held("tiny", 3.0, 0.5, Pauses(0.01, 0.02, 5), quiet, busy)
     assert held.lost == pytest.approx(100.0)
     assert held.receiving == pytest.approx(0.74)
@@ -114,12 +114,12 @@ def test_tokens_are_lost_by_the_rate_without_transfers() -> None:
 
 
 def test_windows_add_up() -> None:
-    window = Window(1.0, 10.0, 0.5, 0.2, 0.1)
+    window = PauseWindow(1.0, 10.0, 0.5, 0.2, 0.1)
     window.add(
         {"now": 5.0, "tokens": 7.0, "engine": 1.0, "loop": 4.0, "others": 2.0},
         {"now": 7.0, "tokens": 37.0, "engine": 2.0, "loop": 4.5, "others": 2.5},
     )
-    assert window == Window(3.0, 40.0, 1.5, 0.7, 0.6)
+    assert window == PauseWindow(3.0, 40.0, 1.5, 0.7, 0.6)
 
 
 def test_deltas_are_told_as_shares_of_a_whole_version() -> None:

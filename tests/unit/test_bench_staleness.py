@@ -20,9 +20,9 @@ from rich.console import Console
 from launcher.benches import command
 from launcher.benches.intervals import wilson
 from launcher.benches.staleness import bench, runs
-from launcher.benches.staleness.bench import QUICK, Report, Settings, measure, render
+from launcher.benches.staleness.bench import QUICK, StalenessReport, StalenessSettings, measure, render
 from launcher.benches.staleness.report import report
-from launcher.benches.staleness.runs import CONFIG, Outcome, Point, Trial, outcome, overrides, plan, train
+from launcher.benches.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, outcome, overrides, plan, train
 from launcher.cli import main
 from launcher.supervisor import Child, Supervisor
 from runtime import layout
@@ -31,7 +31,7 @@ from runtime.data import arithmetic
 from runtime.errors import SluiceError, UserError
 from runtime.summary import Totals
 
-SMALL = Settings(steps=4, seeds=2, bounds=(0, 2), every=2)
+SMALL = StalenessSettings(steps=4, seeds=2, bounds=(0, 2), every=2)
 NAMES = [trial.name for trial in plan(SMALL)]
 
 
@@ -44,18 +44,18 @@ def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 class Runs:
     """Stands for the runs: writes what each leaves behind, and remembers which were asked for."""
 
-    def __init__(self, **instead: Callable[[Trial], None]):
+    def __init__(self, **instead: Callable[[StalenessTrial], None]):
         self.made: list[str] = []
         self._instead = {name.replace("_", "-"): act for name, act in instead.items()}
 
-    async def __call__(self, trial: Trial, settings: Settings, folder: Path) -> None:
+    async def __call__(self, trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> None:
         self.made.append(trial.name)
         if trial.name in self._instead:
             self._instead[trial.name](trial)
         write(trial, settings, folder)
 
 
-def write(trial: Trial, settings: Settings, folder: Path, steps: int | None = None) -> None:
+def write(trial: StalenessTrial, settings: StalenessSettings, folder: Path, steps: int | None = None) -> None:
     """A run that stopped after `steps`, all by default. Its accuracy grows by 0.1 a step from 0.5 + 0.01 seed."""
     config = loading.resolve(loading.load(CONFIG, overrides(trial, settings, folder)))
     made = {"model": replace(config.model, path="m", reference="m"), "data": replace(config.data, train="t", eval="e")}
@@ -95,7 +95,11 @@ def write(trial: Trial, settings: Settings, folder: Path, steps: int | None = No
     ).write(run_dir)
 
 
-def run(folder: Path, start: Callable[[Trial, Settings, Path], Awaitable[None]], settings: Settings = SMALL) -> Report:
+def run(
+    folder: Path,
+    start: Callable[[StalenessTrial, StalenessSettings, Path], Awaitable[None]],
+    settings: StalenessSettings = SMALL,
+) -> StalenessReport:
     return asyncio.run(measure(folder, settings, start=start))
 
 
@@ -103,17 +107,17 @@ def run(folder: Path, start: Callable[[Trial, Settings, Path], Awaitable[None]],
 
 
 def test_the_plan_is_every_cell_with_every_seed() -> None:
-    trials = plan(Settings())
+    trials = plan(StalenessSettings())
     assert len(set(trials)) == len({trial.name for trial in trials}) == 50
     assert [trial.seed for trial in trials] == [seed for seed in range(1, 6) for _ in range(10)]
     assert {(trial.bound, trial.loss) for trial in trials} == {(b, x) for b in (0, 1, 2, 4, 8) for x in ("naive", "decoupled")}
     assert [trial.name for trial in plan(QUICK)] == [f"eta{b}-{x}-seed1" for b in (0, 2, 8) for x in ("naive", "decoupled")]
-    assert Settings().problems * Settings().seeds >= 4000
+    assert StalenessSettings().problems * StalenessSettings().seeds >= 4000
 
 
 def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
     folder = tmp_path / "a: [b] #c"
-    config = loading.load(CONFIG, overrides(Trial(4, "naive", 3), Settings(), folder))
+    config = loading.load(CONFIG, overrides(StalenessTrial(4, "naive", 3), StalenessSettings(), folder))
     assert (config.algorithm.loss, config.algorithm.correction, config.training.staleness) == ("ppo", "none", 4)
     assert (config.run.seed, config.run.dir) == (3, str(folder / "eta4-naive-seed3"))
     assert config.warmup is not None
@@ -123,7 +127,7 @@ def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> Non
     for section in ("sampling", "rewards", "services", "publication"):
         assert getattr(config, section) == getattr(quickstart, section)
     assert replace(config.training, staleness=2) == quickstart.training
-    other = loading.load(CONFIG, overrides(Trial(4, "decoupled", 3), Settings(), folder))
+    other = loading.load(CONFIG, overrides(StalenessTrial(4, "decoupled", 3), StalenessSettings(), folder))
     assert replace(other, run=config.run, algorithm=config.algorithm) == config
     assert replace(other.algorithm, loss="ppo") == config.algorithm
 
@@ -131,7 +135,7 @@ def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> Non
 def test_seeds_hold_out_different_sums() -> None:
     warmup = loading.load(CONFIG, ()).warmup
     assert warmup is not None
-    held = [arithmetic.split(warmup.min_operand, warmup.max_operand, Settings().problems, seed)[1] for seed in (1, 2)]
+    held = [arithmetic.split(warmup.min_operand, warmup.max_operand, StalenessSettings().problems, seed)[1] for seed in (1, 2)]
     assert [len(set(one)) for one in held] == [820, 820]
     assert set(held[0]) != set(held[1])
 
@@ -149,7 +153,7 @@ def test_finished_runs_are_kept(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_bench_goes_on(tmp_path: Path) -> None:
-    def interrupted(trial: Trial) -> None:
+    def interrupted(trial: StalenessTrial) -> None:
         raise asyncio.CancelledError
 
     first, second = Runs(eta2_naive_seed1=interrupted), Runs()
@@ -162,13 +166,13 @@ def test_an_interrupted_bench_goes_on(tmp_path: Path) -> None:
 def test_changed_settings_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, Runs())
     longer = Runs()
-    run(tmp_path, longer, Settings(steps=6, seeds=2, bounds=(0, 2), every=2))
+    run(tmp_path, longer, StalenessSettings(steps=6, seeds=2, bounds=(0, 2), every=2))
     assert longer.made == NAMES
     changed = tmp_path / "quickstart.yaml"
     changed.write_text(CONFIG.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 2.0e-4"))
-    assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is not None
+    assert outcome(plan(SMALL)[0], StalenessSettings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is not None
     monkeypatch.setattr(runs, "CONFIG", changed)
-    assert outcome(plan(SMALL)[0], Settings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is None
+    assert outcome(plan(SMALL)[0], StalenessSettings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,7 @@ def test_a_run_that_is_not_whole_runs_again(tmp_path: Path, damage: str) -> None
 # ------------------------------------------------------------------------------------------------ failures
 
 
-def failing(trial: Trial) -> None:
+def failing(trial: StalenessTrial) -> None:
     raise SluiceError(f"{trial.name}: coordinator: died (log: logs/{trial.name}.log)")
 
 
@@ -218,7 +222,7 @@ def test_three_failures_end_the_bench(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_well_but_early_has_failed(tmp_path: Path) -> None:
-    async def start(trial: Trial, settings: Settings, folder: Path) -> None:
+    async def start(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> None:
         write(trial, settings, folder, steps=2)
 
     with pytest.raises(SluiceError, match=r"eta0-naive-seed1: ended before its last step \(log: .*eta0-naive-seed1.log\)"):
@@ -230,7 +234,7 @@ def test_a_refused_configuration_is_named_with_its_log(tmp_path: Path, monkeypat
     config.write_text("run: {name: x}\ntrainig: {}\n")
     monkeypatch.setattr(runs, "CONFIG", config)
     with pytest.raises(SluiceError, match="unknown key") as caught:
-        asyncio.run(train(Trial(0, "naive", 1), SMALL, tmp_path))
+        asyncio.run(train(StalenessTrial(0, "naive", 1), SMALL, tmp_path))
     log = tmp_path / "logs" / "eta0-naive-seed1.log"
     assert str(caught.value).startswith("eta0-naive-seed1: ") and str(caught.value).endswith(f"(log: {log})")
     assert "trainig" in log.read_text()
@@ -257,13 +261,13 @@ def test_a_run_that_is_late_is_ended_and_named(tmp_path: Path, patient: Path, mo
 
     monkeypatch.setattr(Supervisor, "end_all", ended)
     with pytest.raises(SluiceError, match=r"did not end within 0.1 s \(log: .*eta2-naive-seed1.log\)"):
-        asyncio.run(train(Trial(2, "naive", 1), replace(SMALL, deadline=0.1), tmp_path))
+        asyncio.run(train(StalenessTrial(2, "naive", 1), replace(SMALL, deadline=0.1), tmp_path))
     assert [child.running for child in children] == [False]
 
 
 def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> None:
     async def body() -> int:
-        training = asyncio.create_task(train(Trial(2, "naive", 1), SMALL, tmp_path))
+        training = asyncio.create_task(train(StalenessTrial(2, "naive", 1), SMALL, tmp_path))
         pid = int(await asyncio.wait_for(asyncio.to_thread(patient.read_text), 60))
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -277,17 +281,17 @@ def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> No
 # ------------------------------------------------------------------------------------------------ the report
 
 
-def ended(seed: int, correct: int, reached: int | None, mean: float = 1.5) -> Outcome:
+def ended(seed: int, correct: int, reached: int | None, mean: float = 1.5) -> RunOutcome:
     curve = [
-        Point(0, 0, 0, 0.5),
-        *([Point(reached - 5, reached - 5, reached, 0.9)] if reached else []),
-        Point(200, 200, 200, 0.9),
+        EvaluationPoint(0, 0, 0, 0.5),
+        *([EvaluationPoint(reached - 5, reached - 5, reached, 0.9)] if reached else []),
+        EvaluationPoint(200, 200, 200, 0.9),
     ]
-    return Outcome(seed, correct, 820, curve if reached else curve[:1], mean, 4, 30.0 + seed)
+    return RunOutcome(seed, correct, 820, curve if reached else curve[:1], mean, 4, 30.0 + seed)
 
 
 def test_the_figures_of_a_cell(tmp_path: Path) -> None:
-    settings = Settings(seeds=3, bounds=(4,))
+    settings = StalenessSettings(seeds=3, bounds=(4,))
     naive = [ended(1, 700, 50), ended(2, 760, None), ended(3, 790, 100, mean=3.0)]
     decoupled = [ended(1, 780, 75), ended(2, 790, 25), ended(3, 800, 50)]
     outcomes = {trial: {"naive": naive, "decoupled": decoupled}[trial.loss][trial.seed - 1] for trial in plan(settings)}
@@ -310,7 +314,7 @@ def test_the_figures_of_a_cell(tmp_path: Path) -> None:
 
 
 def test_what_a_run_left_is_read_back(tmp_path: Path) -> None:
-    trial = Trial(2, "decoupled", 2)
+    trial = StalenessTrial(2, "decoupled", 2)
     write(trial, SMALL, tmp_path)
     read = outcome(trial, SMALL, tmp_path)
     assert read is not None
@@ -321,7 +325,7 @@ def test_what_a_run_left_is_read_back(tmp_path: Path) -> None:
     assert (read.staleness_mean, read.staleness_max, read.rl_seconds) == (1.5, 2, 20.0)
 
 
-def printed(made: Report) -> str:
+def printed(made: StalenessReport) -> str:
     text = io.StringIO()
     Console(width=160, file=text).print(*render(made))
     return text.getvalue()
@@ -338,20 +342,24 @@ def test_the_table_tells_both_intervals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [SMALL, replace(SMALL, seeds=1, bounds=(0, 1, 2, 4, 8))])
-def test_the_figure_and_the_report_are_written(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_and_the_report_are_written(
+    tmp_path: Path, settings: StalenessSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     made = run(tmp_path, Runs(), settings)
     png = (tmp_path / "staleness.png").read_bytes()
     width, height = struct.unpack(">II", png[16:24])
     assert png.startswith(b"\x89PNG") and width >= 960 and height == 900 and len(png) > 20_000
-    assert msgspec.json.decode((tmp_path / "staleness.json").read_bytes(), type=Report) == made
+    assert msgspec.json.decode((tmp_path / "staleness.json").read_bytes(), type=StalenessReport) == made
 
 
 def test_a_curve_stands_on_what_all_runs_evaluated() -> None:
     from launcher.benches.staleness.figure import curve
 
-    whole = Outcome(1, 1, 2, [Point(0, 0, 0, 0.5), Point(25, 25, 35, 0.6), Point(50, 50, 60, 0.7)], 0, 0, 0)
-    gap = Outcome(2, 1, 2, [Point(0, 0, 0, 0.4), Point(50, 50, 54, 0.9)], 0, 0, 0)
+    whole = RunOutcome(
+        1, 1, 2, [EvaluationPoint(0, 0, 0, 0.5), EvaluationPoint(25, 25, 35, 0.6), EvaluationPoint(50, 50, 60, 0.7)], 0, 0, 0
+    )
+    gap = RunOutcome(2, 1, 2, [EvaluationPoint(0, 0, 0, 0.4), EvaluationPoint(50, 50, 54, 0.9)], 0, 0, 0)
     steps, accuracies = curve([whole, gap])
     assert steps.tolist() == [0.0, 53.5]
     assert accuracies.tolist() == [[0.5, 0.7], [0.4, 0.9]]
@@ -367,17 +375,17 @@ def test_quick_is_of_this_bench_alone(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "error: --quick: bench engine has no shorter form; staleness is the only one that has\n"
 
 
-@pytest.mark.parametrize(("options", "settings"), [([], Settings()), (["--quick"], QUICK)])
+@pytest.mark.parametrize(("options", "settings"), [([], StalenessSettings()), (["--quick"], QUICK)])
 def test_the_command_prints_and_writes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     options: list[str],
-    settings: Settings,
+    settings: StalenessSettings,
 ) -> None:
-    asked: list[tuple[Path, Settings]] = []
+    asked: list[tuple[Path, StalenessSettings]] = []
 
-    async def measured(folder: Path, settings: Settings, *_: object) -> Report:
+    async def measured(folder: Path, settings: StalenessSettings, *_: object) -> StalenessReport:
         asked.append((folder, settings))
         return await measure(tmp_path, SMALL, start=Runs())
 

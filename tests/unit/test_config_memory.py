@@ -148,7 +148,7 @@ def test_a_rank_that_its_device_cannot_hold_is_refused_before_it_loads(monkeypat
     (model / "config.json").write_text(json.dumps(CONFIGS["qwen25_7b"]))  # and nothing to load
     raw = {"run": {"name": "a"}, "model": {"path": str(model)}, "training": {"max_tokens_per_microbatch": 1_000_000}}
     config = resolve(msgspec.convert(raw | {"services": {"trainer": {"engine": "megatron"}}}, Config))
-    memory = platform.Memory(total=200 * 10**9, available=10**9)
+    memory = platform.DeviceMemory(total=200 * 10**9, available=10**9)
     monkeypatch.setattr(platform, "device", lambda index: torch.device("cuda", 0))
     monkeypatch.setattr(platform, "memory", lambda where: memory)
     with pytest.raises(UserError) as refused:

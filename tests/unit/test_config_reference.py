@@ -49,7 +49,7 @@ def test_every_key_of_a_configuration_is_there_once() -> None:
 
 
 def test_every_key_has_a_meaning() -> None:
-    def is_told(key: reference.Key) -> bool:
+    def is_told(key: reference.ReferenceKey) -> bool:
         begins = key.meaning[:1]
         return bool(key.type) and key.meaning.endswith(".") and (not begins.islower() or begins in "ηβλ")
 

@@ -16,7 +16,7 @@ from launcher import cli
 from runtime.config import Curriculum, Data, Source
 from runtime.data import preparation
 from runtime.data.order import Share
-from runtime.data.prepare import CHUNK_ROWS, Outcome, prepare
+from runtime.data.prepare import CHUNK_ROWS, PreparedData, prepare
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.engines import tiny_model
@@ -113,7 +113,7 @@ def test_several_inputs_are_one_output(tmp_path: Path, model: Path) -> None:
     assert outcome.rows == 70
 
 
-def prepared(folder: Path, model: Path, **keys: Any) -> Outcome:
+def prepared(folder: Path, model: Path, **keys: Any) -> PreparedData:
     write(folder / "in" / "train.jsonl", rows(300))
     return prepare(settings_of(folder, model, **keys))
 

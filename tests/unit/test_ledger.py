@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import segment_path
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.records import CheckpointSaved, Note
@@ -25,7 +25,7 @@ from tests.unit.test_buffer import ticket
 
 
 def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
         make_ready(buffer, 0, 1, 2, 3)
         train(buffer, 0)
@@ -67,7 +67,7 @@ def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
 
 
 def test_reading_while_the_run_goes_on(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
         buffer.admit(ticket(0))
         await ledger.flush()
@@ -86,7 +86,7 @@ def test_reading_while_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_check_final_names_what_is_wrong(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger, per_step=1)
         make_ready(buffer, 0, 1)
         train(buffer, 0)
@@ -110,7 +110,7 @@ def test_check_final_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_run_flushes_by_itself_and_hands_errors_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         flushed = asyncio.Event()
         flush = ledger.flush
 
@@ -150,7 +150,7 @@ def test_run_flushes_by_itself_and_hands_errors_to_its_owner(tmp_path: Path, mon
 
 
 def test_a_full_database_rolls_the_whole_tick_back(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
         await ledger.flush()
         database = ledger._writer._database
@@ -172,7 +172,7 @@ def test_a_full_database_rolls_the_whole_tick_back(tmp_path: Path) -> None:
 
 
 def test_a_ledger_of_another_format_is_neither_read_nor_written(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         make_ready(buffer_on(ledger), 0)
 
     with_ledger(tmp_path, run)
@@ -186,9 +186,9 @@ def test_a_ledger_of_another_format_is_neither_read_nor_written(tmp_path: Path) 
 
 
 def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         with pytest.raises(UserError, match="in use by another coordinator"):
-            await Ledger.open(tmp_path, 100)
+            await LedgerWriter.open(tmp_path, 100)
         other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=lambda change: None)
         make_ready(other, 5)
         other._journal = ledger.record
@@ -206,7 +206,7 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
 def test_a_locked_database_is_a_fault_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.ledger.journal.BUSY_TIMEOUT", 0.01)
 
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         buffer_on(ledger).admit(ticket(0))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import PayloadLost, segment_path
 from runtime.ledger.reader import LedgerReader
 from runtime.pipeline.buffer import Buffer
@@ -60,7 +60,7 @@ def test_after_kill_9_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) 
     with LedgerReader(tmp_path) as reader:
         assert reader.counts()["consumed"] == 2, "a crashed ledger can be read before anything has repaired it"
 
-    async def resume(ledger: Ledger) -> dict[int, tuple[str, int]]:
+    async def resume(ledger: LedgerWriter) -> dict[int, tuple[str, int]]:
         restored = await ledger.restore(2, [(0, 3)], NEEDS)
         assert restored.incarnation == 1
         assert (await ledger.restore(2, [(0, 3)], NEEDS)).incarnation == 2, "an incarnation is never used twice"
@@ -84,7 +84,7 @@ def test_after_kill_9_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) 
 
 
 def test_the_checkpoint_is_the_truth_over_a_journal_that_lags(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
         make_ready(buffer, *range(6))
         train(buffer, 0)
@@ -105,7 +105,7 @@ def test_the_checkpoint_is_the_truth_over_a_journal_that_lags(tmp_path: Path) ->
 
 
 def test_what_a_checkpoint_names_does_not_depend_on_the_ticks_that_were_lost(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
         make_ready(buffer, 0, 1, 2, 3)
         await ledger.restore(1, [(0, 1)], NEEDS)
@@ -120,7 +120,7 @@ def test_what_a_checkpoint_names_does_not_depend_on_the_ticks_that_were_lost(tmp
 
 
 def test_a_lost_payload_is_generated_again_with_its_seed(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
         make_ready(buffer, 0, 1)
         await ledger.flush()
@@ -155,7 +155,7 @@ def test_a_lost_payload_is_generated_again_with_its_seed(tmp_path: Path) -> None
 
 
 def test_a_resume_with_fewer_groups_a_step_generates_the_overdue_again(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> list[int]:
+    async def run(ledger: LedgerWriter) -> list[int]:
         make_ready(buffer_on(ledger, per_step=4, staleness=1), *range(8))
         restored = await ledger.restore(0, [], NEEDS)
         smaller = buffer_on(ledger, per_step=2, staleness=1)
@@ -169,7 +169,7 @@ def test_a_resume_with_fewer_groups_a_step_generates_the_overdue_again(tmp_path:
 
 
 def test_trim_keeps_what_a_restart_needs(tmp_path: Path) -> None:
-    async def run(ledger: Ledger) -> None:
+    async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger, per_step=1)
         for step in range(4):
             make_ready(buffer, step)  # more than a segment each
@@ -190,7 +190,7 @@ def test_trim_keeps_what_a_restart_needs(tmp_path: Path) -> None:
     with_ledger(tmp_path, run, segment_bytes=30)
 
 
-async def go_on(ledger: Ledger, start: int, trained: list[tuple[int, int]], until: int, fresh: int) -> Buffer:
+async def go_on(ledger: LedgerWriter, start: int, trained: list[tuple[int, int]], until: int, fresh: int) -> Buffer:
     """Resume from the checkpoint of `start` and train to `until`, generating again whatever the restart says."""
     restored = await ledger.restore(start, trained, NEEDS)
     buffer = buffer_on(ledger, step=start)
@@ -214,7 +214,7 @@ def test_a_run_cut_anywhere_twice_ends_with_every_group_trained_once(
     """The journal stops after any record; the run goes back to any step that it has passed, is cut again, and then ends."""
     folder = tmp_path_factory.mktemp("ledger")
 
-    async def first(ledger: Ledger) -> tuple[int, list[tuple[int, int]]]:
+    async def first(ledger: LedgerWriter) -> tuple[int, list[tuple[int, int]]]:
         left = itertools.count(budget, -1)
         buffer = buffer_on(ledger)
         buffer._journal = lambda change: ledger.record(change) if next(left) > 0 else None
@@ -226,14 +226,14 @@ def test_a_run_cut_anywhere_twice_ends_with_every_group_trained_once(
         start = min(checkpoint, passed)
         return start, await ledger.trained(start)
 
-    async def second(ledger: Ledger) -> list[tuple[int, int]]:
+    async def second(ledger: LedgerWriter) -> list[tuple[int, int]]:
         buffer = await go_on(ledger, start, trained, start + later, 8)
         if ahead:
             make_ready(buffer, 100, 101, 102)
             buffer.take(start + later)
         return await ledger.trained(start + later)
 
-    async def third(ledger: Ledger) -> None:
+    async def third(ledger: LedgerWriter) -> None:
         buffer = await go_on(ledger, start + later, trained, 7, 200)
         for group in list(buffer):
             buffer.drop(group.group_id, "end of run")

@@ -14,12 +14,12 @@ from runtime.pipeline.publication import (
     Committed,
     Event,
     Failed,
-    Lost,
+    MemberUnreachable,
     PhaseSeconds,
-    Publication,
     Sent,
     Tick,
     Verified,
+    WeightSync,
 )
 from runtime.pipeline.publication import Prepared as Ready
 from runtime.types import PolicyVersion
@@ -129,7 +129,7 @@ class World:
         self.membership = Membership()
         self.now = 0.0
         self.version = PolicyVersion(0, 1)
-        self.machine: Publication | None = None
+        self.machine: WeightSync | None = None
         self.epoch = Epoch(0, ())
         self.versions: dict[Member, PolicyVersion] = {}
         self.dead: set[Member] = set()
@@ -150,7 +150,7 @@ class World:
         if told and member in self.dead:
             self.membership.lose(member)
             if self.machine is not None and member in self.epoch.members:
-                self.feed(Lost(name, "gone"))
+                self.feed(MemberUnreachable(name, "gone"))
 
     def come(self, name: str) -> None:
         """Started again, or for the first time."""
@@ -177,7 +177,7 @@ class World:
         self.attempt += 1
         self.epoch = membership.epoch
         names = [member.name for member in self.epoch.members]
-        self.machine = Publication(self.version, names, "trainer", SECONDS, self.now)
+        self.machine = WeightSync(self.version, names, "trainer", SECONDS, self.now)
         for name in names:
             self.feed(Ready(name))
         if self.machine is not None:
@@ -211,7 +211,7 @@ class World:
             elif isinstance(action, Abort):
                 self.post(*(Aborted(name) for name in action.members if by_name.get(name) not in self.dead))
 
-    def conclude(self, machine: Publication) -> None:
+    def conclude(self, machine: WeightSync) -> None:
         self.machine = None
         for member in self.epoch.members:
             if member.name in machine.lost:

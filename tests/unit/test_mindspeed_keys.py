@@ -16,7 +16,7 @@ from msgspec import inspect
 from launcher import cli
 from runtime.config import Config, loading
 from runtime.mindspeed import guide
-from runtime.mindspeed.keys import Key, essential, find, named_there, table
+from runtime.mindspeed.keys import MindSpeedKey, essential, find, named_there, table
 from runtime.mindspeed.layout import ASCEND
 from runtime.mindspeed.reading import read
 
@@ -92,18 +92,18 @@ def test_a_key_has_one_outcome_and_a_reason() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "good"),
     [
-        (Key(default=1, to=["a"]), 2.0, True),
-        (Key(default=1, to=["a"]), 2.5, False),
-        (Key(default=1, to=["a"]), True, False),
-        (Key(default=1.0, to=["a"]), 2, True),
-        (Key(default=1.0, to=["a"]), float("inf"), False),
-        (Key(default=False, to=["a"]), 0, False),
-        (Key(type="str|list", to=["a"]), [1], True),
-        (Key(type="str|list", to=["a"]), 1, False),
-        (Key(type="int", to=["a"]), None, True),
+        (MindSpeedKey(default=1, to=["a"]), 2.0, True),
+        (MindSpeedKey(default=1, to=["a"]), 2.5, False),
+        (MindSpeedKey(default=1, to=["a"]), True, False),
+        (MindSpeedKey(default=1.0, to=["a"]), 2, True),
+        (MindSpeedKey(default=1.0, to=["a"]), float("inf"), False),
+        (MindSpeedKey(default=False, to=["a"]), 0, False),
+        (MindSpeedKey(type="str|list", to=["a"]), [1], True),
+        (MindSpeedKey(type="str|list", to=["a"]), 1, False),
+        (MindSpeedKey(type="int", to=["a"]), None, True),
     ],
 )
-def test_types(key: Key, value: object, good: bool) -> None:
+def test_types(key: MindSpeedKey, value: object, good: bool) -> None:
     assert (key.fault(value) == "") is good
 
 
@@ -111,7 +111,7 @@ def test_types(key: Key, value: object, good: bool) -> None:
     ("inert", "value", "off"), [(0.0, 0, True), (False, 0, False), (-1, -1, True), (-1, 50, False), (1.0, None, True)]
 )
 def test_what_asks_for_nothing(inert: Any, value: Any, off: bool) -> None:
-    assert Key(default=inert, refused="no").asks_for_nothing(value) is off
+    assert MindSpeedKey(default=inert, refused="no").asks_for_nothing(value) is off
 
 
 def test_keys_are_looked_up_by_section() -> None:

@@ -17,7 +17,7 @@ from runtime.config.checks.megatron import memory_of_ranks
 from runtime.config.checks.models import spread_models
 from runtime.config.loading import load, preset_names, resolve
 from runtime.engines.families import Layout, family_for
-from runtime.engines.families.memory import RankBytes, Work, rank_bytes
+from runtime.engines.families.memory import ModelWork, RankBytes, rank_bytes
 from tests.unit.model_dimensions import CONFIGS, PARAMETERS
 
 DEVICE = 64e9  # bytes of the smallest device meant
@@ -121,7 +121,7 @@ class TestBytes:
     ENDS = 2 * 10 * 4 + 4  # embedding and head; the last norm
 
     def of(self, layout: Layout, **work: object) -> RankBytes:
-        return rank_bytes(family_for(self.CONFIG), layout, Work(**{"ranks": 1, "tokens": 5, **work}))  # type: ignore[arg-type]
+        return rank_bytes(family_for(self.CONFIG), layout, ModelWork(**{"ranks": 1, "tokens": 5, **work}))  # type: ignore[arg-type]
 
     def test_of_one_rank(self) -> None:
         held, count = self.of(Layout()), 2 * self.LAYER + self.ENDS
@@ -150,7 +150,7 @@ class TestBytes:
     def test_experts_are_shared_out_over_the_blocks_that_hold_the_same(self) -> None:
         experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
         family = family_for(self.CONFIG | experts)
-        held = rank_bytes(family, Layout(expert=2), Work(ranks=4, tokens=5))
+        held = rank_bytes(family, Layout(expert=2), ModelWork(ranks=4, tokens=5))
         expert, router = 3 * 4 * 6, 4 * 4
         shared = 2 * (self.LAYER - expert + router) + self.ENDS
         assert held.weights == 2 * (shared + 2 * 2 * expert)

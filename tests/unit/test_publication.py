@@ -13,14 +13,14 @@ from runtime.pipeline.publication import (
     Committed,
     Event,
     Failed,
-    Lost,
+    MemberUnreachable,
     PhaseSeconds,
     Prepared,
-    Publication,
     Send,
     Sent,
     Tick,
     Verified,
+    WeightSync,
 )
 from runtime.types import PolicyVersion
 
@@ -29,21 +29,21 @@ SECONDS = PhaseSeconds(prepare=10, transfer=20, verify=30, commit=40, abort=5)
 MEMBERS = ("rollout-0", "rollout-1")
 
 
-def start(now: float = 100.0) -> Publication:
-    return Publication(VERSION, MEMBERS, "trainer", SECONDS, now)
+def start(now: float = 100.0) -> WeightSync:
+    return WeightSync(VERSION, MEMBERS, "trainer", SECONDS, now)
 
 
-def feed(publication: Publication, *events: Event, now: float = 100.0) -> list[Action]:
+def feed(publication: WeightSync, *events: Event, now: float = 100.0) -> list[Action]:
     return [action for event in events for action in publication.handle(event, now)]
 
 
-def up_to_transfer() -> Publication:
+def up_to_transfer() -> WeightSync:
     publication = start()
     feed(publication, *map(Prepared, MEMBERS))
     return publication
 
 
-def up_to_commit() -> Publication:
+def up_to_commit() -> WeightSync:
     publication = up_to_transfer()
     feed(publication, Sent(), *map(Verified, MEMBERS))
     return publication
@@ -89,7 +89,7 @@ def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
 
 def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
     publication = up_to_transfer()
-    assert feed(publication, Lost("rollout-0", "gone")) == [Abort(VERSION, ("rollout-1", "trainer"))]
+    assert feed(publication, MemberUnreachable("rollout-0", "gone")) == [Abort(VERSION, ("rollout-1", "trainer"))]
     feed(publication, Aborted("rollout-1"), Aborted("trainer"))
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-0"})
 
@@ -97,7 +97,7 @@ def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
 def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() -> None:
     publication = up_to_transfer()
     feed(publication, Failed("rollout-0", "connection closed"), Failed("trainer", "bucket 1 was not taken"))
-    feed(publication, Lost("rollout-1", "gone"), Lost("rollout-1", "gone"))
+    feed(publication, MemberUnreachable("rollout-1", "gone"), MemberUnreachable("rollout-1", "gone"))
     feed(publication, Aborted("rollout-0"), Aborted("trainer"))
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-1"})
     assert publication.reason == (
@@ -115,7 +115,7 @@ def test_answers_that_are_read_late_count() -> None:
 
 def test_the_commit_stands_when_a_member_fails_in_it() -> None:
     publication = up_to_commit()
-    assert feed(publication, Failed("rollout-0", "out of memory"), Lost("trainer", "gone")) == []
+    assert feed(publication, Failed("rollout-0", "out of memory"), MemberUnreachable("trainer", "gone")) == []
     feed(publication, Committed("rollout-1"))
     assert (publication.phase, publication.lost, publication.failed) == ("done", {"rollout-0"}, {"rollout-0"})
     assert publication.reason == "version 1.7: commit: rollout-0: out of memory"
@@ -131,7 +131,7 @@ def test_a_commit_that_nobody_confirms_ends_at_its_deadline() -> None:
 def test_what_comes_after_the_end_changes_nothing() -> None:
     publication = up_to_commit()
     feed(publication, *map(Committed, MEMBERS))
-    assert feed(publication, Failed("rollout-0", "late"), Lost("rollout-1", "late"), Tick(), now=1e9) == []
+    assert feed(publication, Failed("rollout-0", "late"), MemberUnreachable("rollout-1", "late"), Tick(), now=1e9) == []
     assert (publication.phase, publication.waiting_for, publication.next_deadline) == ("done", (), None)
     assert (publication.failed, publication.lost, publication.reason) == (set(), set(), "")
 
@@ -139,7 +139,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
 @pytest.mark.parametrize("members", [(), ("a", "a"), ("trainer",)])
 def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
     with pytest.raises(InvariantViolated, match="a publication from trainer to the members"):
-        Publication(VERSION, members, "trainer", SECONDS, 0.0)
+        WeightSync(VERSION, members, "trainer", SECONDS, 0.0)
 
 
 names = st.sampled_from(("rollout-0", "rollout-1", "rollout-2", "trainer", "stranger"))
@@ -150,7 +150,7 @@ events = st.one_of(
     names.map(Committed),
     names.map(Aborted),
     st.builds(Failed, names, st.just("x")),
-    st.builds(Lost, names, st.just("x")),
+    st.builds(MemberUnreachable, names, st.just("x")),
     st.just(Tick()),
 )
 
@@ -158,7 +158,7 @@ events = st.one_of(
 @given(st.lists(st.tuples(events, st.floats(0, 12)), max_size=40), st.booleans())
 def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event, float]], orderly: bool) -> None:
     members = ("rollout-0", "rollout-1", "rollout-2")
-    publication = Publication(VERSION, members, "trainer", SECONDS, 0.0)
+    publication = WeightSync(VERSION, members, "trainer", SECONDS, 0.0)
     now = 0.0
     actions: list[Action] = []
     verified: set[str] = set()

@@ -26,7 +26,7 @@ from launcher.run_folder import LOCK
 from runtime import config, layout
 from runtime.config import loading
 from runtime.errors import UserError
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.states import Mark
 from runtime.report import published, record
@@ -216,7 +216,7 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1)])
 
     async def keep() -> None:
-        ledger = await Ledger.open(folder / layout.LEDGER, 1 << 20)
+        ledger = await LedgerWriter.open(folder / layout.LEDGER, 1 << 20)
         buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger.record)
         for number in range(3):
             buffer.admit(ticket(number))

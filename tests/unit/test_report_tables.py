@@ -10,8 +10,8 @@ import pytest
 
 from runtime.report import published, tables
 from runtime.report.lineages import course
-from runtime.report.published import Published
-from runtime.report.record import Ended, Record, Settings
+from runtime.report.published import PublishedFigure
+from runtime.report.record import Ended, RecordedSettings, RunRecord
 from tests.unit.model_dimensions import CONFIGS
 
 SETTINGS = {
@@ -22,11 +22,11 @@ SETTINGS = {
 }
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> RunRecord:
     fields: dict[str, Any] = {
         "folder": Path("runs/a"),
         "configuration": "",
-        "settings": msgspec.convert(SETTINGS, Settings),
+        "settings": msgspec.convert(SETTINGS, RecordedSettings),
         "points": [],
         "torn": False,
         "ended": None,
@@ -36,7 +36,7 @@ def record(**changes: Any) -> Record:
         "dropped": None,
         "described": None,
     }
-    return Record(**(fields | changes))
+    return RunRecord(**(fields | changes))
 
 
 def step(number: int, seconds: float, **metrics: float) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class TestFacts:
         assert found["Held-out accuracy"] == ("50.0%", "after step 2; 25.0% after 0, best 50.0%")
 
     def test_what_was_not_measured_says_so(self) -> None:
-        found = self.told([], settings=Settings())
+        found = self.told([], settings=RecordedSettings())
         assert found.pop("Steps") == ("0", "")
         assert {value for value, _ in found.values()} == {"not measured"}
 
@@ -104,7 +104,9 @@ class TestPublished:
             assert row.source and row.hardware and row.e2e_tps_per_device and row.algorithm in ("grpo", "ppo", "dapo")
 
     def test_both_stand_side_by_side(self) -> None:
-        row = Published(name="Theirs", algorithm="grpo", model="M", hardware="A3", global_batch=64, e2e_tps_per_device=220.0)
+        row = PublishedFigure(
+            name="Theirs", algorithm="grpo", model="M", hardware="A3", global_batch=64, e2e_tps_per_device=220.0
+        )
         points = [
             step(1, 1.0, samples=10.0, e2e_tps=300.0, world_size=16.0, **{"prompt_length/mean": 100.0}),
             step(2, 3.0, samples=30.0, e2e_tps=100.0, world_size=16.0, **{"prompt_length/mean": 200.0}),
@@ -122,7 +124,9 @@ class TestPublished:
         assert tables.comparison([], record(), course(points)) is None
 
     def test_rows_of_the_same_algorithm_come_first(self) -> None:
-        rows = [Published(name=f"their {kind}", algorithm=kind, model="M", hardware="A3") for kind in ("ppo", "dapo", "grpo")]
+        rows = [
+            PublishedFigure(name=f"their {kind}", algorithm=kind, model="M", hardware="A3") for kind in ("ppo", "dapo", "grpo")
+        ]
         found = tables.comparison(rows, record(), course([]))
         assert found is not None and found.head[1:] == ["this run", "their grpo", "their ppo", "their dapo"]
 
@@ -136,7 +140,7 @@ class TestPublished:
         ],
     )
     def test_an_algorithm_is_called_as_others_call_it(self, changes: dict[str, Any], name: str) -> None:
-        assert tables.algorithm(msgspec.convert(SETTINGS | changes, Settings)) == name
+        assert tables.algorithm(msgspec.convert(SETTINGS | changes, RecordedSettings)) == name
 
 
 def test_lineages_tell_what_counts() -> None:

@@ -7,14 +7,14 @@ import pytest
 
 from runtime.errors import ServiceFault
 from runtime.rewards.combination import column, combine
-from runtime.rewards.rules import Outcome
+from runtime.rewards.rules import RuleOutcome
 from runtime.types import Scores
 
-LATE = Outcome(error="remote:DEADLINE_EXCEEDED")
+LATE = RuleOutcome(error="remote:DEADLINE_EXCEEDED")
 
 
 def test_a_column_is_weighted_and_masked() -> None:
-    scores = column(7, "taste", -2.0, [Outcome(0.25), LATE, Outcome(True), LATE])
+    scores = column(7, "taste", -2.0, [RuleOutcome(0.25), LATE, RuleOutcome(True), LATE])
     assert scores.group_id == 7
     assert scores.rewards.tolist() == [-0.5, 0.0, -2.0, 0.0]
     assert scores.valid.tolist() == [1, 0, 1, 0]
@@ -25,7 +25,7 @@ def test_a_column_is_weighted_and_masked() -> None:
 
 def test_a_column_may_fail_instead() -> None:
     with pytest.raises(ServiceFault, match=r"reward: score by taste: remote:DEADLINE_EXCEEDED on sample 1 of group 7"):
-        column(7, "taste", 1.0, [Outcome(0.25), LATE], blamed="reward")
+        column(7, "taste", 1.0, [RuleOutcome(0.25), LATE], blamed="reward")
 
 
 def test_parts_are_added_where_all_are_valid() -> None:
@@ -36,7 +36,7 @@ def test_parts_are_added_where_all_are_valid() -> None:
         rules={"gsm8k": np.array([1.0, 0.0, np.nan, 1.0], np.float32)},
         errors={"timeout": 1},
     )
-    model = column(7, "reward_model", 0.5, [Outcome(3.0), LATE, Outcome(1.0), Outcome(-4.0)])
+    model = column(7, "reward_model", 0.5, [RuleOutcome(3.0), LATE, RuleOutcome(1.0), RuleOutcome(-4.0)])
     scores = combine([rules, model])
     assert scores.rewards.tolist() == [2.5, 0.0, 0.0, -1.0]
     assert scores.valid.tolist() == [1, 0, 0, 1]

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from runtime import codec, config
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
-from runtime.rewards.rules import Outcome, RuleContext, attempt
+from runtime.rewards.rules import RuleContext, RuleOutcome, attempt
 from runtime.rewards.scorer import RewardScorer
 from runtime.types import ScoreRequest, Scores
 from tests.unit.reward_cases import make_request
@@ -186,16 +186,16 @@ def test_a_rule_of_a_file_is_found_by_file_and_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "outcome"),
     [
-        (True, Outcome(True)),
-        (3, Outcome(3.0)),
-        (None, Outcome()),
-        (float("nan"), Outcome(error="exception:ValueError")),
-        (10**400, Outcome(error="exception:OverflowError")),
-        ("1", Outcome(error="exception:TypeError")),
-        (np.float32(0.5), Outcome(error="exception:TypeError")),
+        (True, RuleOutcome(True)),
+        (3, RuleOutcome(3.0)),
+        (None, RuleOutcome()),
+        (float("nan"), RuleOutcome(error="exception:ValueError")),
+        (10**400, RuleOutcome(error="exception:OverflowError")),
+        ("1", RuleOutcome(error="exception:TypeError")),
+        (np.float32(0.5), RuleOutcome(error="exception:TypeError")),
     ],
 )
-def test_outcome_of_a_returned_value(value: object, outcome: Outcome) -> None:
+def test_outcome_of_a_returned_value(value: object, outcome: RuleOutcome) -> None:
     assert attempt(lambda text, label, context: value, "", "", RuleContext()) == outcome  # type: ignore[arg-type, return-value]
 
 
@@ -205,6 +205,6 @@ def test_the_rules_of_the_guide_are_rules(monkeypatch: pytest.MonkeyPatch) -> No
     guide = Path(__file__).parents[2] / "docs" / "guides" / "reward-rules.md"
     for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
         exec(compile(block, str(guide), "exec"), {})
-    assert attempt(find_rule("brief").evaluate, "", "", RuleContext(tokens=150)) == Outcome(0.5)  # type: ignore[arg-type]
+    assert attempt(find_rule("brief").evaluate, "", "", RuleContext(tokens=150)) == RuleOutcome(0.5)  # type: ignore[arg-type]
     assert find_rule("polite").screen is not None
     assert inspect.iscoroutinefunction(find_rule("judged").evaluate)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runtime.config import loading
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.closing_line import normal_form
-from runtime.rewards.rules import RULES, Outcome, RuleContext, attempt
+from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from tests.unit.counted_work import is_linear
 from tests.unit.test_rewards_scorer import request, score
 
@@ -31,7 +31,7 @@ def value(name: str, text: str, label: str = "5") -> float:
     found = attempt(entry.evaluate, text, label, CONTEXT)  # type: ignore[arg-type]  # the built-in ones are not async
     assert not found.error
     assert entry.screen is not None
-    assert attempt(entry.screen, text, label, CONTEXT) in (found, Outcome())
+    assert attempt(entry.screen, text, label, CONTEXT) in (found, RuleOutcome())
     assert found.value is not None
     return float(found.value)
 

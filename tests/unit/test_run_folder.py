@@ -17,7 +17,7 @@ from runtime import checkpoint, config, layout
 from runtime.config import Run
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import CheckpointSaved
 from runtime.position import Position
 from runtime.types import PolicyVersion
@@ -96,7 +96,7 @@ def test_a_trained_model_without_its_checkpoints_is_not_trained_over(tmp_path: P
 
 def test_a_ledger_whose_checkpoints_are_gone_is_not_begun_over(tmp_path: Path) -> None:
     async def journal(trained: bool) -> None:
-        ledger = await Ledger.open(tmp_path / layout.LEDGER, 1 << 20)
+        ledger = await LedgerWriter.open(tmp_path / layout.LEDGER, 1 << 20)
         if trained:
             ledger.record(CheckpointSaved(step=40, incarnation=0, path="there", at=0.0))
         await ledger.close()

@@ -21,7 +21,7 @@ from runtime.errors import UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Transcript
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from runtime.pipeline.buffer import Buffer
 from runtime.pipeline.dynamic_sampling import NO_SIGNAL
 from runtime.pipeline.states import Mark
@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text(loading.to_yaml(settings))
 
     async def write() -> None:
-        ledger = await Ledger.open(tmp_path / "ledger", 1 << 20)
+        ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
         buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger.record)
         for group_id, replies in enumerate((("5", "6"), ("4", "5"))):
             buffer.admit(ticket(group_id))

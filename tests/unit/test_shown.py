@@ -86,7 +86,7 @@ def test_the_status(text: str) -> None:
 
 @given(TEXTS)
 def test_the_samples(text: str) -> None:
-    row = samples.Row(
+    row = samples.SampleRow(
         group=0,
         sample=0,
         step=1,

@@ -14,18 +14,18 @@ from runtime.pipeline.turns import (
     Action,
     Arrived,
     Event,
-    Generated,
-    Lost,
-    Move,
-    Offload,
+    GenerationDone,
+    MemberLost,
     Offloaded,
-    Onload,
     Onloaded,
-    Published,
     Reached,
     Referred,
+    TellLevel,
+    TellOffload,
+    TellOnload,
     Trained,
     Turns,
+    VersionPublished,
 )
 
 ONE, TWO = Member("rollout-0"), Member("rollout-1")
@@ -45,96 +45,96 @@ def settle(turns: Turns, *events: Event) -> list[Action]:
 
 
 def answer(action: Action) -> Event:
-    if isinstance(action, Move):
+    if isinstance(action, TellLevel):
         return Reached(action.member, action.level)
-    return Onloaded(action.who) if isinstance(action, Onload) else Offloaded(action.who)
+    return Onloaded(action.who) if isinstance(action, TellOnload) else Offloaded(action.who)
 
 
 def moves(level: Level, *members: Member) -> list[Action]:
-    return [Move(member, level) for member in members]
+    return [TellLevel(member, level) for member in members]
 
 
 def test_a_whole_round() -> None:
     turns = Turns([ONE, TWO])
-    assert settle(turns, Generated()) == [Onload("trainer")]  # they are asleep at first
+    assert settle(turns, GenerationDone()) == [TellOnload("trainer")]  # they are asleep at first
     assert turns.phase == "train"
     assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
     assert turns.phase == "publish"
-    assert settle(turns, Published()) == [Offload("trainer"), *moves(Level.AWAKE, ONE, TWO)]
+    assert settle(turns, VersionPublished()) == [TellOffload("trainer"), *moves(Level.AWAKE, ONE, TWO)]
     assert turns.phase == "generate"
-    assert settle(turns, Generated()) == [*moves(Level.ASLEEP, ONE, TWO), Onload("trainer")]
+    assert settle(turns, GenerationDone()) == [*moves(Level.ASLEEP, ONE, TWO), TellOnload("trainer")]
 
 
 def test_the_reference_has_the_devices_between_them() -> None:
     turns = Turns([ONE])
-    assert settle(turns, Generated(refers=True)) == [Onload("reference")]
+    assert settle(turns, GenerationDone(refers=True)) == [TellOnload("reference")]
     assert turns.phase == "refer"
-    assert settle(turns, Referred()) == [Offload("reference"), Onload("trainer")]
+    assert settle(turns, Referred()) == [TellOffload("reference"), TellOnload("trainer")]
 
 
 def test_a_turn_without_a_step_publishes_nothing() -> None:
     turns = Turns([ONE])
-    settle(turns, Generated())
-    assert settle(turns, Trained(publishes=False)) == [Offload("trainer"), *moves(Level.AWAKE, ONE)]
+    settle(turns, GenerationDone())
+    assert settle(turns, Trained(publishes=False)) == [TellOffload("trainer"), *moves(Level.AWAKE, ONE)]
     assert turns.phase == "generate"
 
 
 def test_each_phase_waits_for_the_last_answer() -> None:
     turns = Turns([ONE, TWO])
-    settle(turns, Generated(), Trained())
-    turns.handle(Published())
+    settle(turns, GenerationDone(), Trained())
+    turns.handle(VersionPublished())
     turns.handle(Offloaded("trainer"))
     assert turns.waiting_for == (ONE, TWO)
     turns.handle(Reached(ONE, Level.AWAKE))
     assert (turns.phase, turns.waiting_for) == ("wake", (TWO,))
-    turns.handle(Lost(TWO))
+    turns.handle(MemberLost(TWO))
     assert turns.phase == "generate"
 
 
 def test_a_newcomer_comes_as_far_as_the_others_are() -> None:
     turns = Turns([ONE])
-    settle(turns, Generated())
+    settle(turns, GenerationDone())
     assert settle(turns, Arrived(TWO)) == []
     assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
     again = Member("rollout-0", 1)
     assert settle(turns, Arrived(again)) == moves(Level.WEIGHTS, again)
     assert turns.members == {again, TWO}
-    settle(turns, Published())
+    settle(turns, VersionPublished())
     late = Member("rollout-1", 1)
     assert settle(turns, Arrived(late)) == moves(Level.AWAKE, late)
 
 
 def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
     turns = Turns([ONE])
-    settle(turns, Generated(), Trained(), Published())
+    settle(turns, GenerationDone(), Trained(), VersionPublished())
     assert turns.handle(Arrived(TWO)) == moves(Level.AWAKE, TWO)
-    assert turns.handle(Generated()) == moves(Level.ASLEEP, ONE)
+    assert turns.handle(GenerationDone()) == moves(Level.ASLEEP, ONE)
     turns.handle(Reached(ONE, Level.ASLEEP))
     assert turns.phase == "park"
     assert turns.handle(Reached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
-    assert turns.handle(Reached(TWO, Level.ASLEEP)) == [Onload("trainer")]
+    assert turns.handle(Reached(TWO, Level.ASLEEP)) == [TellOnload("trainer")]
 
 
 def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
     turns = Turns([ONE])
-    settle(turns, Generated(), Trained(), Published())
-    turns.handle(Generated())
-    assert turns.handle(Lost(TWO)) == []
+    settle(turns, GenerationDone(), Trained(), VersionPublished())
+    turns.handle(GenerationDone())
+    assert turns.handle(MemberLost(TWO)) == []
     assert turns.told(ONE)
-    assert turns.handle(Lost(ONE)) == [Onload("trainer")]
+    assert turns.handle(MemberLost(ONE)) == [TellOnload("trainer")]
     assert not turns.told(ONE)
     assert not turns.members
 
 
 def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
     turns = Turns([ONE])
-    settle(turns, Generated(), Trained(), Published())
-    turns.handle(Generated())
+    settle(turns, GenerationDone(), Trained(), VersionPublished())
+    turns.handle(GenerationDone())
     assert (turns.told(ONE), turns.waiting_for) == (True, (ONE,))
     assert turns.handle(Reached(ONE, Level.AWAKE)) == []
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == []  # nobody knows it
     assert (turns.phase, turns.told(ONE), turns.members) == ("park", True, {ONE})
-    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [Onload("trainer")]
+    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [TellOnload("trainer")]
     assert (turns.told(ONE), turns.waiting_for) == (False, ())
 
 
@@ -147,16 +147,16 @@ def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
 )
 def test_it_is_the_one_whose_turn_it_is_that_moves(before: list[Event], event: Event) -> None:
     turns = Turns()
-    for earlier in (Generated(), *before):
+    for earlier in (GenerationDone(), *before):
         turns.handle(earlier)
     with pytest.raises(InvariantViolated, match=rf"reference.* phase {turns.phase}"):
         turns.handle(event)
 
 
-@pytest.mark.parametrize("event", [Trained(), Published(), Referred(), Onloaded("trainer"), Offloaded("reference")])
+@pytest.mark.parametrize("event", [Trained(), VersionPublished(), Referred(), Onloaded("trainer"), Offloaded("reference")])
 def test_what_cannot_happen_is_a_fault(event: Event) -> None:
     turns = Turns([ONE])
-    settle(turns, Generated(), Trained(), Published())
+    settle(turns, GenerationDone(), Trained(), VersionPublished())
     with pytest.raises(InvariantViolated, match="phase generate"):
         turns.handle(event)
 
@@ -179,11 +179,11 @@ class Devices(RuleBasedStateMachine):
     @rule(data=data())
     def carry_out(self, data) -> None:  # type: ignore[no-untyped-def]
         order = self.orders.pop(data.draw(integers(0, len(self.orders) - 1)))
-        if isinstance(order, Move):
+        if isinstance(order, TellLevel):
             if order.member not in self.rollouts:  # it died with the order
                 return
             self.rollouts[order.member] = order.level
-        elif isinstance(order, Onload):
+        elif isinstance(order, TellOnload):
             self.there.add(order.who)
         else:
             self.there.discard(order.who)
@@ -194,7 +194,7 @@ class Devices(RuleBasedStateMachine):
     def die(self, data) -> None:  # type: ignore[no-untyped-def]
         member = data.draw(sampled_from(sorted(self.rollouts)))
         del self.rollouts[member]
-        self.feed(Lost(member))
+        self.feed(MemberLost(member))
 
     @rule(index=integers(0, 2))
     def come(self, index: int) -> None:
@@ -209,19 +209,19 @@ class Devices(RuleBasedStateMachine):
     @precondition(lambda self: self.turns.phase in ("asleep", "generate"))
     @rule(refers=booleans())
     def generated(self, refers: bool) -> None:
-        self.feed(Generated(refers))
+        self.feed(GenerationDone(refers))
 
     @precondition(lambda self: self.turns.phase in ("refer", "train", "publish"))
     @rule(publishes=booleans())
     def done(self, publishes: bool) -> None:
-        self.feed({"refer": Referred(), "train": Trained(publishes), "publish": Published()}[self.turns.phase])
+        self.feed({"refer": Referred(), "train": Trained(publishes), "publish": VersionPublished()}[self.turns.phase])
 
     @invariant()
     def at_most_one_has_the_devices(self) -> None:
         if not hasattr(self, "turns"):
             return
-        having = set(self.there) | {order.who for order in self.orders if isinstance(order, Onload)}
-        waking = {order.member for order in self.orders if isinstance(order, Move) and order.level == Level.AWAKE}
+        having = set(self.there) | {order.who for order in self.orders if isinstance(order, TellOnload)}
+        waking = {order.member for order in self.orders if isinstance(order, TellLevel) and order.level == Level.AWAKE}
         if self.rollouts.keys() & (waking | {one for one, level in self.rollouts.items() if level == Level.AWAKE}):
             having.add("rollouts")
         assert len(having) <= 1, having
@@ -240,7 +240,7 @@ class Devices(RuleBasedStateMachine):
         if not hasattr(self, "turns"):
             return
         if self.turns.phase not in ("asleep", "generate", "refer", "train", "publish"):
-            assert any(not isinstance(order, Move) or order.member in self.rollouts for order in self.orders)
+            assert any(not isinstance(order, TellLevel) or order.member in self.rollouts for order in self.orders)
 
 
 Devices.TestCase.settings = settings(max_examples=150, stateful_step_count=60)

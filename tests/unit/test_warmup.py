@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.config import Warmup
-from runtime.data.arithmetic import Problem
+from runtime.data.arithmetic import ArithmeticProblem
 from runtime.engines import tiny_model, warmup
 from runtime.errors import UserError
 
@@ -106,7 +106,9 @@ def test_warm_up_writes_a_whole_folder(finished: tuple[Path, list[dict[str, obje
     assert all(line["event"] == "progress" for line in lines[:-1])
     train, held = ((folder / name).read_text().splitlines() for name in ("train.jsonl", "eval.jsonl"))
     assert len(held) == 10 and not set(train) & set(held)
-    assert {json.loads(line)["answer"] for line in train} <= {Problem(a, b).answer for a in range(10) for b in range(10)}
+    assert {json.loads(line)["answer"] for line in train} <= {
+        ArithmeticProblem(a, b).answer for a in range(10) for b in range(10)
+    }
 
 
 def test_the_saved_model_has_the_reported_accuracy(finished: tuple[Path, list[dict[str, object]]]) -> None:

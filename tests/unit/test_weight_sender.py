@@ -12,7 +12,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
 from runtime.weights.group import WeightGroup
-from runtime.weights.plan import Bucket, Entry, GroupAddress, Manifest, TensorSpec, plan_buckets
+from runtime.weights.plan import Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import WeightSender, checksum, in_thread
 
 COUNT = 24
@@ -147,8 +147,8 @@ def test_a_bucket_waits_for_all_its_tensors_in_whatever_order_they_come(monkeypa
     """The first tensors lie in the last bucket."""
 
     def reversed_plan(manifest: Manifest) -> tuple[Bucket, ...]:
-        def turned(entry: Entry) -> Entry:
-            return Entry(COUNT - 1 - entry.tensor, entry.offset, entry.nbytes)
+        def turned(entry: BucketEntry) -> BucketEntry:
+            return BucketEntry(COUNT - 1 - entry.tensor, entry.offset, entry.nbytes)
 
         return tuple(Bucket(tuple(map(turned, each.entries)), each.data_bytes) for each in plan_buckets(manifest))
 

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.weights.plan import Bucket, Entry, Manifest, TensorSpec, plan_buckets
+from runtime.weights.plan import Bucket, BucketEntry, Manifest, TensorSpec, plan_buckets
 from runtime.weights.slots import plan_slots, predecessors
 
 
@@ -23,7 +23,7 @@ def shuffled(draw: st.DrawFn) -> tuple[tuple[Bucket, ...], int]:
     specs = tuple(TensorSpec(f"t{tensor}", "uint8", (sizes[tensor],)) for tensor in order)
     buckets = plan_buckets(Manifest(specs, bucket_bytes))
     return tuple(
-        Bucket(tuple(Entry(order[each.tensor], each.offset, each.nbytes) for each in bucket.entries), bucket.data_bytes)
+        Bucket(tuple(BucketEntry(order[each.tensor], each.offset, each.nbytes) for each in bucket.entries), bucket.data_bytes)
         for bucket in buckets
     ), bucket_bytes
 
@@ -79,8 +79,8 @@ def test_tensors_that_are_gathered_in_the_buckets_order_need_the_spare_slots_and
 
 def test_a_bucket_that_is_filled_during_all_of_the_gathering_keeps_its_slot() -> None:
     """Vectors lie behind all matrices, and are gathered between them."""
-    matrices = [Bucket((Entry(tensor, 0, 64),), 64) for tensor in range(0, 20, 2)]
-    vectors = Bucket(tuple(Entry(tensor, tensor, 1) for tensor in range(1, 20, 2)), 64)
+    matrices = [Bucket((BucketEntry(tensor, 0, 64),), 64) for tensor in range(0, 20, 2)]
+    vectors = Bucket(tuple(BucketEntry(tensor, tensor, 1) for tensor in range(1, 20, 2)), 64)
     slots = plan_slots((*matrices, vectors), 64, 3)
     assert len(set(slots)) == 4
     assert slots.count(slots[-1]) == 1

@@ -273,7 +273,7 @@ def test_every_method_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(("side", "value"), SIDES)
-def test_a_message_arrives_as_it_was_sent(side: wire.Side, value: Any) -> None:
+def test_a_message_arrives_as_it_was_sent(side: wire.MethodSide, value: Any) -> None:
     assert same(side.parse(side.pack(value).SerializeToString()), value)
 
 
@@ -333,7 +333,7 @@ def matches(message: Any, value: Any) -> bool:
 
 
 @pytest.mark.parametrize(("side", "value"), [case for case in SIDES if case.values[1] is not None])
-def test_protobuf_and_struct_have_the_same_fields(side: wire.Side, value: Any) -> None:
+def test_protobuf_and_struct_have_the_same_fields(side: wire.MethodSide, value: Any) -> None:
     assert matches(side.message, value)
 
 

@@ -18,12 +18,12 @@ from launcher.benches.publication import changes, pauses, transfers
 from launcher.benches.publication.changes import Changes
 from launcher.benches.publication.material import read_sizes
 from launcher.benches.publication.pauses import Held
-from launcher.benches.publication.peers import TRANSPORTS, Peer, RolloutPeer, TrainerPeer, publisher
-from launcher.benches.publication.transfers import Passes, Published, Sized, Transfers
+from launcher.benches.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
+from launcher.benches.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from runtime.config import Config, Publication, Rollout, Run, Services
 from runtime.errors import ServiceFault, UserError
 from runtime.pipeline.publisher import Publisher
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.benches.publication.trial"
@@ -31,39 +31,41 @@ RAY_TRIAL = "launcher.benches.publication.ray_trial"
 RAY_MEMORY = 8  # times the tensors, free before Ray starts; 5 ran out of memory at 2,048 MB
 
 
-class Settings(Struct, frozen=True):
+class PublicationSettings(Struct, frozen=True):
     sizes: tuple[int, ...] = (64, 512, 2048)  # MB
     receivers: int = 1
     rounds: int = 5
     changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
-    generation: pauses.Settings = pauses.Settings()
+    generation: pauses.PausesSettings = pauses.PausesSettings()
     versions: int = 100  # of consecutive steps, for transport `delta`
 
 
-class Report(Struct):
+class PublicationReport(Struct):
     transfers: Transfers
     generation: list[Held]
     changes: Changes
 
 
-def settings(sizes: str | None, receivers: int | None) -> Settings:
+def settings(sizes: str | None, receivers: int | None) -> PublicationSettings:
     """Of what the command line says. Raises UserError."""
-    default = Settings()
+    default = PublicationSettings()
     if receivers is not None and receivers < 1:
         raise UserError(f"--receivers: {receivers} is not at least 1")
-    return Settings(
+    return PublicationSettings(
         sizes=default.sizes if sizes is None else read_sizes(sizes),
         receivers=default.receivers if receivers is None else receivers,
     )
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> Report:
+async def measure(
+    folder: Path, settings: PublicationSettings, show: Callable[[str], None] = lambda line: None
+) -> PublicationReport:
     """Each process computes with one thread. What lies in `folder` beside models goes at the end. Raises ServiceFault."""
     sizes = []
     for megabytes in settings.sizes:
         with _scratch(folder) as scratch:
             sizes.append(await _size(Path(scratch), megabytes, settings, show))
-    return Report(
+    return PublicationReport(
         Transfers(settings.receivers, sizes),
         await pauses.measure(folder, settings.generation, show),
         await changes.measure(folder, settings.versions, show),
@@ -75,7 +77,7 @@ def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="publication-", dir=folder)
 
 
-async def _size(folder: Path, megabytes: int, settings: Settings, show: Callable[[str], None]) -> Sized:
+async def _size(folder: Path, megabytes: int, settings: PublicationSettings, show: Callable[[str], None]) -> Sized:
     show(f"{megabytes} MB: starting")
     async with AsyncExitStack() as stack:
         places = [(str(folder), str(rank), str(1 + settings.receivers)) for rank in range(1 + settings.receivers)]
@@ -101,14 +103,14 @@ def without_ray(nbytes: int) -> str:
 class Stage:
     """The processes of one size."""
 
-    def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: Settings):
+    def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: PublicationSettings):
         self._trainer, self._rollouts = trainer, rollouts
-        self._ray: Peer  # while the plain ways are measured, where it is installed
+        self._ray: BenchPeer  # while the plain ways are measured, where it is installed
         self._megabytes = megabytes
         self._settings = settings
 
     async def everyone(self, what: str, **arguments: object) -> list[object]:
-        peers: list[Peer] = [self._trainer, *self._rollouts]
+        peers: list[BenchPeer] = [self._trainer, *self._rollouts]
         return await asyncio.gather(*(peer.ask(what, **arguments) for peer in peers))
 
     async def plain(self, folder: Path, show: Callable[[str], None]) -> tuple[dict[str, list[float]], dict[str, str]]:
@@ -131,7 +133,7 @@ class Stage:
             else:
                 show(f"{megabytes} MB: {plain.RAY}, once to see that it arrives")
                 short = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-ray-"))
-                peer = Peer.started("ray", RAY_TRIAL, short, str(megabytes), str(self._settings.receivers))
+                peer = BenchPeer.started("ray", RAY_TRIAL, short, str(megabytes), str(self._settings.receivers))
                 self._ray = await stack.enter_async_context(peer)
                 await self._ray.ask("open")
                 ways.append(plain.RAY)
@@ -161,7 +163,7 @@ class Stage:
             published[transport] = await self._publish(transport, publishing, baselines.get(transport, plain.GLOO), show)
             await self.everyone("close")
         rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
-        passes = Passes(checksum=rates["checksum"], copy=rates["copy"], gather=megabytes * 1e6 / gather)
+        passes = MemoryPasses(checksum=rates["checksum"], copy=rates["copy"], gather=megabytes * 1e6 / gather)
         return Sized(megabytes, seconds, left_out, published, passes)
 
     async def _check(self, way: str) -> None:
@@ -198,8 +200,10 @@ class Stage:
         if any(digest != sent for digest in seen):
             raise ServiceFault("bench", transport, "did not bring what was sent")
 
-    async def _publish(self, transport: str, publishing: Publisher, baseline: str, show: Callable[[str], None]) -> Published:
-        found = Published(baseline, [], [], 0)
+    async def _publish(
+        self, transport: str, publishing: Publisher, baseline: str, show: Callable[[str], None]
+    ) -> TransportFigures:
+        found = TransportFigures(baseline, [], [], 0)
         for number in range(self._settings.rounds):
             show(f"{self._megabytes} MB: round {number + 1} of {self._settings.rounds}, {transport}")
             found.baseline_seconds.append(await self._together(baseline))
@@ -210,7 +214,7 @@ class Stage:
         return found
 
 
-def render(report: Report) -> list[Table]:
+def render(report: PublicationReport) -> list[LiteralTable]:
     from launcher.benches.publication.ways import GLOO
 
     return [

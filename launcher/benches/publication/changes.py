@@ -16,7 +16,7 @@ from launcher.benches.material import bench_config
 from launcher.benches.publication.peers import RolloutPeer, TrainerPeer, publisher
 from runtime.config import Config
 from runtime.errors import ServiceFault
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.benches.publication.changes_trial"
@@ -69,8 +69,8 @@ def training_config(folder: Path) -> Config:
     return replace(config, run=replace(config.run, resume=""), publication=publication)
 
 
-def render(found: Changes) -> Table:
-    table = Table(title="Versions of consecutive steps of GRPO, bfloat16", title_justify="left", title_style="bold")
+def render(found: Changes) -> LiteralTable:
+    table = LiteralTable(title="Versions of consecutive steps of GRPO, bfloat16", title_justify="left", title_style="bold")
     for name in ("learning rate", "versions", "elements changed", "bytes of a whole version", "highest", "on the whole"):
         table.add_column(name, justify="right")
     table.add_row(

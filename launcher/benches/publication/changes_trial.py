@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import torch
 
-from launcher.benches.publication.trial import Receiver, Sender, Trial, run
+from launcher.benches.publication.trial import PublicationTrial, Receiver, Sender, run
 from launcher.benches.worker import Bench
 from runtime.config import Config
 from runtime.engines.train_rank import TrainRank
 from runtime.engines.train_torch import TorchTrainEngine
 
 
-class Training(Sender):
+class TrainingSender(Sender):
     def __init__(self, config: Config, engine: TorchTrainEngine):
         super().__init__(config, ())
         self._engine = engine
@@ -29,7 +29,7 @@ class Training(Sender):
         self._worker = TrainRank(self._engine, self.config, 0, 1, torch.device("cpu"))
 
 
-class ChangesTrial(Trial):
+class ChangesTrial(PublicationTrial):
     _bench: Bench
     _before: Sequence[torch.Tensor] = ()
 
@@ -39,7 +39,7 @@ class ChangesTrial(Trial):
             await self._serve(Receiver(settings, f"rollout-{self._rank - 1}", 0))
             return
         self._bench = Bench(settings)
-        await self._serve(Training(settings, self._bench.trainer))
+        await self._serve(TrainingSender(settings, self._bench.trainer))
 
     async def step(self, number: int) -> None:
         """The trainer: one step of GRPO."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from launcher.benches.publication.trial import Sender, Trial, run
+from launcher.benches.publication.trial import PublicationTrial, Sender, run
 from launcher.benches.rollout_trial import FLEET, requests
 from runtime.actor import Priority
 from runtime.config import Config
@@ -24,7 +24,7 @@ from runtime.weights.plan import TensorSpec
 from services.rollout import RolloutService
 
 
-class EngineTrial(Trial):
+class PublicationEngineTrial(PublicationTrial):
     _feeding: tuple[asyncio.Task[None], ...] = ()
 
     async def open_model(self, config: Any) -> None:
@@ -80,4 +80,4 @@ def _cpu(thread: threading.Thread) -> float:
 
 
 if __name__ == "__main__":
-    run(EngineTrial)
+    run(PublicationEngineTrial)

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from launcher.benches.packing import Shape
+from launcher.benches.packing import PackingShape
 from launcher.benches.publication.peers import RolloutPeer, TrainerPeer, publisher
 from launcher.benches.rollout import Pauses, rank, rollout_config
 from runtime.config import Config
 from runtime.metrics import PublicationFigures
 from runtime.pipeline.publisher import Publisher
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 from runtime.types import PolicyVersion
 
 TRIAL = "launcher.benches.publication.engine_trial"
@@ -29,22 +29,22 @@ GROUPS = 8  # generated at once
 WARM = 1.0  # seconds of generation that are not counted
 
 
-class Model(Struct, frozen=True):
+class PausesModel(Struct, frozen=True):
     name: str
-    shape: Shape
+    shape: PackingShape
     dtype: str
 
 
-class Settings(Struct, frozen=True):
-    models: tuple[Model, ...] = (
-        Model("quickstart", Shape(128, 4, 4, 2, 384), "float32"),
-        Model("512 MB", Shape(1024, 20, 16, 8, 3136), "bfloat16"),
+class PausesSettings(Struct, frozen=True):
+    models: tuple[PausesModel, ...] = (
+        PausesModel("quickstart", PackingShape(128, 4, 4, 2, 384), "float32"),
+        PausesModel("512 MB", PackingShape(1024, 20, 16, 8, 3136), "bfloat16"),
     )
     rounds: int = 3
     seconds: float = 8.0  # of a round, once without transfers and once with one after the other
 
 
-class Window(Struct):
+class PauseWindow(Struct):
     """Of generation. CPU seconds of the thread that generates, of the event loop, which does its share for each group and
     takes the orders of a publication, and of all other threads."""
 
@@ -69,8 +69,8 @@ class Held(Struct):
     megabytes: float
     transfer: float
     pauses: Pauses
-    quiet: Window
-    busy: Window
+    quiet: PauseWindow
+    busy: PauseWindow
 
     @property
     def lost(self) -> float:
@@ -90,12 +90,12 @@ class Held(Struct):
         return self.receiving * self.quiet.tokens / (self.quiet.engine + self.quiet.loop)
 
 
-async def measure(folder: Path, settings: Settings, show: Callable[[str], None] = lambda line: None) -> list[Held]:
+async def measure(folder: Path, settings: PausesSettings, show: Callable[[str], None] = lambda line: None) -> list[Held]:
     """Trainer and rollout on a core each, where there are two. Raises UserError, ServiceFault."""
     return [await _model(folder, model, settings, show) for model in settings.models]
 
 
-async def _model(folder: Path, model: Model, settings: Settings, show: Callable[[str], None]) -> Held:
+async def _model(folder: Path, model: PausesModel, settings: PausesSettings, show: Callable[[str], None]) -> Held:
     show(f"{model.name}: making the model")
     config = model_config(folder, model)
     cores: list[int | None] = [*sorted(os.sched_getaffinity(0))[:2]]
@@ -108,7 +108,7 @@ async def _model(folder: Path, model: Model, settings: Settings, show: Callable[
             raw = msgspec.to_builtins(config)
             await asyncio.gather(trainer.ask("open_model", config=raw), rollout.ask("open_model", config=raw))
             publishing = publisher(trainer, [rollout], config.publication)
-            quiet, busy = Window(), Window()
+            quiet, busy = PauseWindow(), PauseWindow()
             await rollout.ask("generate", groups=GROUPS)
             await _publish(publishing, 0.0, 0)
             await asyncio.sleep(WARM)
@@ -134,7 +134,7 @@ async def _model(folder: Path, model: Model, settings: Settings, show: Callable[
     )
 
 
-def model_config(folder: Path, model: Model) -> Config:
+def model_config(folder: Path, model: PausesModel) -> Config:
     config = rollout_config(folder / "publication", model.shape, "torch", 8 * GROUPS)
     fleet = replace(config.services.rollout, dtype=model.dtype)  # type: ignore[type-var]
     return replace(
@@ -154,11 +154,11 @@ async def _publish(publishing: Publisher, seconds: float, published: int) -> lis
     return done
 
 
-def render(found: list[Held]) -> list[Table]:
-    pauses = Table(title="Pause of generation by an update, ms", title_justify="left", title_style="bold")
+def render(found: list[Held]) -> list[LiteralTable]:
+    pauses = LiteralTable(title="Pause of generation by an update, ms", title_justify="left", title_style="bold")
     for name in ("", "MB", "p50", "p99", "updates", "transfer", "p99 / transfer"):
         pauses.add_column(name, justify="right" if name else "left")
-    tokens = Table(title="Tokens lost to transfers one after the other", title_justify="left", title_style="bold")
+    tokens = LiteralTable(title="Tokens lost to transfers one after the other", title_justify="left", title_style="bold")
     for name in ("", "tokens/s without", "with", "lost a transfer", "worth of the receiver's CPU", "lost / worth"):
         tokens.add_column(name, justify="right" if name else "left")
     for one in found:

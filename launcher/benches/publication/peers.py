@@ -42,10 +42,10 @@ LINE = 16 << 20  # bytes: a manifest is one
 TRANSPORTS = [name for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"]
 
 T = TypeVar("T")
-P = TypeVar("P", bound="Peer")
+P = TypeVar("P", bound="BenchPeer")
 
 
-class Peer:
+class BenchPeer:
     """A process that answers orders, several at a time."""
 
     incarnation = 0
@@ -117,7 +117,7 @@ class Peer:
                 answer.set_result(None)
 
 
-class Member(Peer):
+class PeerMember(BenchPeer):
     """Of the publication group."""
 
     async def tell(self, command: Any, answer: type[T]) -> T:
@@ -127,7 +127,7 @@ class Member(Peer):
         await self.tell(AbortWeights(version, epoch), type(None))
 
 
-class TrainerPeer(Member):
+class TrainerPeer(PeerMember):
     def __init__(self, name: str, process: asyncio.subprocess.Process):
         super().__init__(name, process)
         self.machines = {name: self.machine}
@@ -140,7 +140,7 @@ class TrainerPeer(Member):
         return await self.tell(SendWeights(version, epoch), WeightsSent)
 
 
-class RolloutPeer(Member):
+class RolloutPeer(PeerMember):
     async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
         await self.tell(JoinWeights(address, manifest), type(None))
 

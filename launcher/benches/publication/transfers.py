@@ -7,12 +7,12 @@ from statistics import median
 
 from msgspec import Struct
 
-from runtime.shown import Table
+from runtime.shown import LiteralTable
 
 GIGA = 1e9
 
 
-class Published(Struct):
+class TransportFigures(Struct):
     """One transport. Each round has a publication and, next to it, the plain way that it is compared with."""
 
     baseline: str
@@ -26,7 +26,7 @@ class Published(Struct):
         return [plain / ours for plain, ours in zip(self.baseline_seconds, self.seconds, strict=True)]
 
 
-class Passes(Struct):
+class MemoryPasses(Struct):
     """What passes over the memory cost the sender, one thread, bytes per second. `gather` counts bytes of bfloat16."""
 
     checksum: float
@@ -40,8 +40,8 @@ class Sized(Struct):
     megabytes: int
     ways: dict[str, list[float]]
     left_out: dict[str, str]
-    published: dict[str, Published]
-    passes: Passes
+    published: dict[str, TransportFigures]
+    passes: MemoryPasses
 
 
 class Transfers(Struct):
@@ -49,7 +49,7 @@ class Transfers(Struct):
     sizes: list[Sized]
 
 
-def render(report: Transfers, first: str) -> list[Table]:
+def render(report: Transfers, first: str) -> list[LiteralTable]:
     """`first`: the way that the others are compared with."""
     tables = []
     for sized in report.sizes:
@@ -61,8 +61,8 @@ def render(report: Transfers, first: str) -> list[Table]:
     return tables
 
 
-def _ways(sized: Sized, nbytes: float, first: str) -> Table:
-    table = Table(title=f"{sized.megabytes:,} MB in uneven tensors: plain ways")
+def _ways(sized: Sized, nbytes: float, first: str) -> LiteralTable:
+    table = LiteralTable(title=f"{sized.megabytes:,} MB in uneven tensors: plain ways")
     for name in ("", "GB/s", "of the rounds", f"of {first}"):
         table.add_column(name, justify="right" if name else "left")
     for way, seconds in sized.ways.items():
@@ -78,8 +78,8 @@ def _ways(sized: Sized, nbytes: float, first: str) -> Table:
     return table
 
 
-def _published(sized: Sized, nbytes: float) -> Table:
-    table = Table(title=f"{sized.megabytes:,} MB: published, PREPARE to COMMIT, checksums included")
+def _published(sized: Sized, nbytes: float) -> LiteralTable:
+    table = LiteralTable(title=f"{sized.megabytes:,} MB: published, PREPARE to COMMIT, checksums included")
     for name in ("transport", "GB/s", "of the rounds", "of its baseline", "", "MB sent"):
         table.add_column(name, justify="left" if name in ("transport", "") else "right")
     for transport, found in sized.published.items():

@@ -107,7 +107,7 @@ class Receiver(RolloutService):
         self.use(self.unused)  # type: ignore[arg-type]
 
 
-class Trial:
+class PublicationTrial:
     def __init__(self, folder: Path, rank: int, world_size: int):
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._ways: Ways
@@ -256,7 +256,7 @@ def begin() -> None:
     torch.set_num_threads(1)
 
 
-def run(trial: Callable[[Path, int, int], Trial]) -> None:
+def run(trial: Callable[[Path, int, int], PublicationTrial]) -> None:
     """The whole of a process whose arguments are FOLDER RANK WORLD."""
     begin()
     folder, rank, world_size = sys.argv[1:]
@@ -264,4 +264,4 @@ def run(trial: Callable[[Path, int, int], Trial]) -> None:
 
 
 if __name__ == "__main__":
-    run(Trial)
+    run(PublicationTrial)

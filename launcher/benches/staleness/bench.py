@@ -27,28 +27,28 @@ from statistics import fmean
 
 import msgspec
 
-from launcher.benches.staleness.report import FIGURE_FILE, Report, render, report
-from launcher.benches.staleness.runs import QUICK, Outcome, Settings, Trial, outcome, plan, train
+from launcher.benches.staleness.report import FIGURE_FILE, StalenessReport, render, report
+from launcher.benches.staleness.runs import QUICK, RunOutcome, StalenessSettings, StalenessTrial, outcome, plan, train
 from runtime import layout
 from runtime.errors import SluiceError
 
-__all__ = ["QUICK", "Report", "Settings", "measure", "render"]
+__all__ = ["QUICK", "StalenessReport", "StalenessSettings", "measure", "render"]
 
 REPORT_FILE = "staleness.json"
 MOST_FAILURES = 3  # runs that may fail before the rest is not tried
 BULKY = (layout.CHECKPOINTS, layout.LEDGER, layout.MODEL)  # of a finished run, not needed for the figures
 
 Show = Callable[[str], None]
-Start = Callable[[Trial, Settings, Path], Awaitable[None]]
+Start = Callable[[StalenessTrial, StalenessSettings, Path], Awaitable[None]]
 
 
 async def measure(
     folder: Path,
-    settings: Settings,
+    settings: StalenessSettings,
     show: Show = lambda line: None,
     tell: Show = lambda line: None,
     start: Start = train,
-) -> Report:
+) -> StalenessReport:
     """Make the runs that are not there yet, then the report and the figure under `folder`.
 
     `show` is given what is under way, `tell` each result. Raises SluiceError that names the runs that failed, each with its
@@ -80,7 +80,7 @@ async def measure(
     return _published(report(settings, outcomes, folder), folder)
 
 
-async def _made(trial: Trial, settings: Settings, folder: Path, start: Start) -> Outcome:
+async def _made(trial: StalenessTrial, settings: StalenessSettings, folder: Path, start: Start) -> RunOutcome:
     """Make a run, and keep of its folder what the report or a reader of its course may need. Raises SluiceError."""
     await start(trial, settings, folder)
     if (found := outcome(trial, settings, folder)) is None:
@@ -90,7 +90,7 @@ async def _made(trial: Trial, settings: Settings, folder: Path, start: Start) ->
     return found
 
 
-def _published(made: Report, folder: Path) -> Report:
+def _published(made: StalenessReport, folder: Path) -> StalenessReport:
     from launcher.benches.staleness.figure import draw
 
     (folder / REPORT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")

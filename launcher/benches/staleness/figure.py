@@ -11,15 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
-from launcher.benches.staleness.report import Cell, Report
-from launcher.benches.staleness.runs import Outcome
+from launcher.benches.staleness.report import Cell, StalenessReport
+from launcher.benches.staleness.runs import RunOutcome
 from runtime.figures import STYLE
 
 COLOURS = {"naive": "#D55E00", "decoupled": "#0072B2"}  # Okabe and Ito's palette, told apart with any colour vision
 MARKERS = {"naive": "s", "decoupled": "o"}
 
 
-def draw(report: Report, png: Path) -> None:
+def draw(report: StalenessReport, png: Path) -> None:
     """One panel a bound above, all final accuracies below; appears whole or not at all."""
     bounds = report.settings.bounds
     with plt.rc_context(STYLE):
@@ -38,7 +38,7 @@ def draw(report: Report, png: Path) -> None:
         plt.close(figure)
 
 
-def curve(runs: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray]:
+def curve(runs: Sequence[RunOutcome]) -> tuple[np.ndarray, np.ndarray]:
     """Mean step [P] and accuracies [runs, P] of the evaluations that every run made; one left out by any run is left out.
 
     An evaluation stands at the middle of the versions that answered.
@@ -63,7 +63,7 @@ def _curves(axes: Axes, cells: Sequence[Cell], goal: float) -> None:
     axes.legend(loc="lower right", title="band: all seeds" if len(cells[0].runs) > 1 else None, title_fontsize=8)
 
 
-def _finals(axes: Axes, report: Report) -> None:
+def _finals(axes: Axes, report: StalenessReport) -> None:
     """Interval over seeds, or Wilson's where there is but one seed; a small dot is a seed."""
     single = report.settings.seeds == 1
     places = range(len(report.settings.bounds))

@@ -8,9 +8,9 @@ from statistics import fmean, median
 
 from msgspec import Struct
 
-from launcher.benches.intervals import Interval, t_interval, wilson
-from launcher.benches.staleness.runs import LOSSES, Outcome, Settings, Trial, plan
-from runtime.shown import Table
+from launcher.benches.intervals import ConfidenceInterval, t_interval, wilson
+from launcher.benches.staleness.runs import LOSSES, RunOutcome, StalenessSettings, StalenessTrial, plan
+from runtime.shown import LiteralTable
 
 GOAL = 0.9  # the accuracy that "steps to" is about
 FIGURE_FILE = "staleness.png"
@@ -23,14 +23,14 @@ class Cell(Struct, frozen=True):
     loss: str
     accuracy: float  # pooled
     problems: int
-    over_seeds: Interval | None  # None with one seed
-    wilson: Interval
+    over_seeds: ConfidenceInterval | None  # None with one seed
+    wilson: ConfidenceInterval
     steps_to_goal: float | None
     reached: int
     staleness_mean: float
     staleness_max: int
     rl_seconds: float  # mean of the runs
-    runs: list[Outcome]
+    runs: list[RunOutcome]
 
 
 class Difference(Struct, frozen=True):
@@ -38,21 +38,21 @@ class Difference(Struct, frozen=True):
 
     bound: int
     mean: float
-    interval: Interval | None
+    interval: ConfidenceInterval | None
 
 
-class Report(Struct, frozen=True):
-    settings: Settings
+class StalenessReport(Struct, frozen=True):
+    settings: StalenessSettings
     goal: float
     cells: list[Cell]
     differences: list[Difference]
     folder: str  # of the runs, the figure and this report
 
 
-def report(settings: Settings, outcomes: Mapping[Trial, Outcome], folder: Path) -> Report:
+def report(settings: StalenessSettings, outcomes: Mapping[StalenessTrial, RunOutcome], folder: Path) -> StalenessReport:
     """The figures of all runs of the plan."""
 
-    def runs(bound: int, loss: str) -> list[Outcome]:
+    def runs(bound: int, loss: str) -> list[RunOutcome]:
         return [outcomes[trial] for trial in plan(settings) if (trial.bound, trial.loss) == (bound, loss)]
 
     cells = [_cell(bound, loss, runs(bound, loss)) for bound in settings.bounds for loss in LOSSES]
@@ -61,10 +61,10 @@ def report(settings: Settings, outcomes: Mapping[Trial, Outcome], folder: Path) 
         pairs = zip(runs(bound, "naive"), runs(bound, "decoupled"), strict=True)
         gains = [decoupled.accuracy - naive.accuracy for naive, decoupled in pairs]
         differences.append(Difference(bound, fmean(gains), t_interval(gains)))
-    return Report(settings, GOAL, cells, differences, str(folder))
+    return StalenessReport(settings, GOAL, cells, differences, str(folder))
 
 
-def _cell(bound: int, loss: str, runs: list[Outcome]) -> Cell:
+def _cell(bound: int, loss: str, runs: list[RunOutcome]) -> Cell:
     correct, problems = sum(run.correct for run in runs), sum(run.problems for run in runs)
     over_seeds = t_interval([run.accuracy for run in runs])
     reached = [steps for run in runs if (steps := run.steps_to(GOAL)) is not None]
@@ -73,7 +73,7 @@ def _cell(bound: int, loss: str, runs: list[Outcome]) -> Cell:
         loss=loss,
         accuracy=correct / problems,
         problems=problems,
-        over_seeds=over_seeds and Interval(max(0.0, over_seeds.low), min(1.0, over_seeds.high)),
+        over_seeds=over_seeds and ConfidenceInterval(max(0.0, over_seeds.low), min(1.0, over_seeds.high)),
         wilson=wilson(correct, problems),
         steps_to_goal=median(reached) if reached else None,
         reached=len(reached),
@@ -84,8 +84,8 @@ def _cell(bound: int, loss: str, runs: list[Outcome]) -> Cell:
     )
 
 
-def render(made: Report) -> list[Table]:
-    table = Table(title="Final accuracy by bound on staleness", title_justify="left", title_style="bold")
+def render(made: StalenessReport) -> list[LiteralTable]:
+    table = LiteralTable(title="Final accuracy by bound on staleness", title_justify="left", title_style="bold")
     steps_to = f"steps to {made.goal:.0%}"
     for name in ("η", "loss", "accuracy", "95 % over seeds", "95 % Wilson, pooled", steps_to, "staleness", "RL s"):
         table.add_column(name, justify="left" if name == "loss" else "right")
@@ -108,7 +108,7 @@ def render(made: Report) -> list[Table]:
         "Student's t over the seeds' accuracies. Wilson: takes all problems as independent. Steps: median of the runs that got "
         "there, and how many did. Staleness: mean of the trained samples"
     )
-    gain = Table(title="Decoupled − naive, percentage points", title_justify="left", title_style="bold")
+    gain = LiteralTable(title="Decoupled − naive, percentage points", title_justify="left", title_style="bold")
     for name in ("η", "difference", "95 % over pairs of one seed"):
         gain.add_column(name, justify="right")
     for difference in made.differences:
@@ -119,5 +119,5 @@ def render(made: Report) -> list[Table]:
     return [table, gain]
 
 
-def _span(interval: Interval | None, scale: float = 1.0, form: str = ".1%") -> str:
+def _span(interval: ConfidenceInterval | None, scale: float = 1.0, form: str = ".1%") -> str:
     return "one seed" if interval is None else f"{interval.low * scale:{form}} to {interval.high * scale:{form}}"

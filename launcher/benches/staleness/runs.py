@@ -25,7 +25,7 @@ LOSSES = {"naive": "ppo", "decoupled": "decoupled"}
 END_GRACE = INTERRUPTED_GRACE + 2 * FAILED_GRACE  # seconds in which a run that is told to stop has stopped in order
 
 
-class Settings(Struct, frozen=True):
+class StalenessSettings(Struct, frozen=True):
     steps: int = 200
     seeds: int = 5
     bounds: tuple[int, ...] = (0, 1, 2, 4, 8)
@@ -34,10 +34,10 @@ class Settings(Struct, frozen=True):
     deadline: float = 1800.0  # seconds of one run, its warm-up included
 
 
-QUICK = Settings(seeds=1, bounds=(0, 2, 8))
+QUICK = StalenessSettings(seeds=1, bounds=(0, 2, 8))
 
 
-class Trial(Struct, frozen=True):
+class StalenessTrial(Struct, frozen=True):
     """One run that is to be made. `loss` is a key of LOSSES."""
 
     bound: int
@@ -49,7 +49,7 @@ class Trial(Struct, frozen=True):
         return f"eta{self.bound}-{self.loss}-seed{self.seed}"
 
 
-class Point(Struct, frozen=True):
+class EvaluationPoint(Struct, frozen=True):
     """An evaluation that fell due at `step`, answered by versions `oldest` to `newest`."""
 
     step: int
@@ -58,13 +58,13 @@ class Point(Struct, frozen=True):
     accuracy: float
 
 
-class Outcome(Struct, frozen=True):
+class RunOutcome(Struct, frozen=True):
     """One run: `correct` of `problems` at its end, and its evaluations from step 0 to there. Staleness in versions."""
 
     seed: int
     correct: int
     problems: int
-    curve: list[Point]
+    curve: list[EvaluationPoint]
     staleness_mean: float
     staleness_max: int
     rl_seconds: float
@@ -78,12 +78,17 @@ class Outcome(Struct, frozen=True):
         return next((point.newest for point in self.curve if point.accuracy >= goal), None)
 
 
-def plan(settings: Settings) -> list[Trial]:
+def plan(settings: StalenessSettings) -> list[StalenessTrial]:
     """Seed by seed, so that a machine that slows down does so for all cells alike."""
-    return [Trial(bound, loss, seed) for seed in range(1, settings.seeds + 1) for bound in settings.bounds for loss in LOSSES]
+    return [
+        StalenessTrial(bound, loss, seed)
+        for seed in range(1, settings.seeds + 1)
+        for bound in settings.bounds
+        for loss in LOSSES
+    ]
 
 
-def overrides(trial: Trial, settings: Settings, folder: Path) -> list[str]:
+def overrides(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> list[str]:
     """What a run changes of the quickstart. Paths are quoted, as they may hold what means something in YAML."""
     return [
         f"run.name={trial.name}",
@@ -107,7 +112,7 @@ def overrides(trial: Trial, settings: Settings, folder: Path) -> list[str]:
     ]
 
 
-async def train(trial: Trial, settings: Settings, folder: Path) -> None:
+async def train(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> None:
     """One `sluice train` to its end. Raises SluiceError that names the run and its log."""
     await train_quickstart(trial.name, overrides(trial, settings, folder), folder, settings.deadline)
 
@@ -132,7 +137,7 @@ async def train_quickstart(name: str, changes: Sequence[str], folder: Path, dead
         await supervisor.end_all(END_GRACE)
 
 
-def outcome(trial: Trial, settings: Settings, folder: Path) -> Outcome | None:
+def outcome(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> RunOutcome | None:
     """What the run came to; None unless it lies there with these very settings and came to its end."""
     run_dir = folder / trial.name
     wanted = loading.resolve(loading.load(CONFIG, overrides(trial, settings, folder)))
@@ -146,12 +151,12 @@ def outcome(trial: Trial, settings: Settings, folder: Path) -> Outcome | None:
     last = evaluations[-1] if evaluations else {"step": -1}
     if last["step"] != settings.steps:  # there is one at the last step only when everything is trained
         return None
-    return Outcome(
+    return RunOutcome(
         seed=trial.seed,
         correct=round(last["eval/accuracy"] * last["eval/samples"]),
         problems=round(last["eval/samples"]),
         curve=[
-            Point(row["step"], int(row["eval/version_oldest"]), int(row["eval/version_newest"]), row["eval/accuracy"])
+            EvaluationPoint(row["step"], int(row["eval/version_oldest"]), int(row["eval/version_newest"]), row["eval/accuracy"])
             for row in evaluations
         ],
         staleness_mean=summary.staleness_mean,

@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.engines.families.argument_types import require_types
 from runtime.engines.families.family import Family
-from runtime.engines.families.shape import Shape
+from runtime.engines.families.shape import ModelShape
 from runtime.errors import UserError
 
 # With a layout or parts of a model that have no mapping, unless they are one of these. MindSpeed-LLM's are among them.
@@ -212,7 +212,7 @@ def _groups(found: Mapping[str, Any]) -> Any:
 
 def _unused(key: str, family: Family) -> bool:
     """Whether this model's tensors do not depend on the argument."""
-    shape: Shape = family.shape
+    shape: ModelShape = family.shape
     if key.startswith("moe_"):
         return shape.experts is None
     if key == "ffn_hidden_size":

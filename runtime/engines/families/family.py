@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from runtime.engines.families.blocks import Entry
+from runtime.engines.families.blocks import ParameterMapping
 from runtime.engines.families.layout import Layout
-from runtime.engines.families.parameter import Parameter, Source
-from runtime.engines.families.shape import Shape, read_shape
+from runtime.engines.families.parameter import Parameter, SourceTensor
+from runtime.engines.families.shape import ModelShape, read_shape
 from runtime.errors import UserError
 
 HEAD = "output_layer.weight"  # at megatron-core, whatever head it is
@@ -42,11 +42,11 @@ class Family:
         self.shape = self.read(config, where)
         self.value_head = value_head
 
-    def read(self, config: Mapping[str, Any], where: str) -> Shape:
+    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
         """The sizes. Raises UserError."""
         return read_shape(config, where)
 
-    def layer(self, number: int) -> Iterator[Entry]:
+    def layer(self, number: int) -> Iterator[ParameterMapping]:
         """The rows of the table for layer `number`, counted from 0."""
         raise NotImplementedError
 
@@ -94,7 +94,9 @@ class Family:
                 whole = entry.expert is not None and layout.whole_experts
                 yield Parameter(
                     name=f"decoder.layers.{local}.{name}",
-                    sources=tuple(Source(f"model.layers.{number}.{source.name}", source.shape) for source in entry.sources),
+                    sources=tuple(
+                        SourceTensor(f"model.layers.{number}.{source.name}", source.shape) for source in entry.sources
+                    ),
                     split=entry.split,
                     groups=1 if entry.groups == 1 else entry.groups // layout.tensor,
                     tensor=1 if whole else layout.tensor,
@@ -108,9 +110,9 @@ class Family:
         shape = (self.shape.vocab_size, self.shape.hidden_size)
 
         def vocabulary(name: str, source: str, copy: bool = False) -> Parameter:
-            return held(name, Source(source, shape), split=0, padded=layout.padded_vocab(self.shape), copy=copy)
+            return held(name, SourceTensor(source, shape), split=0, padded=layout.padded_vocab(self.shape), copy=copy)
 
-        def held(name: str, source: Source, split: int | None = None, padded: int = 0, copy: bool = False) -> Parameter:
+        def held(name: str, source: SourceTensor, split: int | None = None, padded: int = 0, copy: bool = False) -> Parameter:
             return Parameter(
                 name=name,
                 sources=(source,),
@@ -125,9 +127,9 @@ class Family:
             if pipeline_rank == 0:
                 yield vocabulary("embedding.word_embeddings.weight", EMBEDDING)
         elif pipeline_rank == last_stage:
-            yield held("decoder.final_layernorm.weight", Source("model.norm.weight", (self.shape.hidden_size,)))
+            yield held("decoder.final_layernorm.weight", SourceTensor("model.norm.weight", (self.shape.hidden_size,)))
             if self.value_head:
-                yield held(HEAD, Source(VALUE_HEAD, (1, self.shape.hidden_size)))
+                yield held(HEAD, SourceTensor(VALUE_HEAD, (1, self.shape.hidden_size)))
             elif not self.tied:
                 yield vocabulary(HEAD, LM_HEAD)
             elif last_stage > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from runtime.engines.families.shape import Shape
+from runtime.engines.families.shape import ModelShape
 from runtime.errors import UserError
 
 
@@ -25,13 +25,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     whole_experts: bool = False
     empty_stages: bool = False  # `layers_per_stage` may be 0: MindSpeed has layers that only pass tokens on
 
-    def stage_layers(self, shape: Shape, pipeline_rank: int) -> range:
+    def stage_layers(self, shape: ModelShape, pipeline_rank: int) -> range:
         """The model's layers that lie on a stage."""
         counts = self.layers_per_stage or (shape.layers // self.pipeline,) * self.pipeline
         first = sum(counts[:pipeline_rank])
         return range(first, first + counts[pipeline_rank])
 
-    def padded_vocab(self, shape: Shape) -> int:
+    def padded_vocab(self, shape: ModelShape) -> int:
         """Rows of the embedding and of the output layer, all tensor ranks together. Those past the vocabulary are 0.
 
         Their logits are 0 too, not minus infinity: a softmax has to leave them out.
@@ -44,12 +44,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         each = count // self.expert
         return range(expert_rank * each, (expert_rank + 1) * each)
 
-    def require(self, shape: Shape) -> None:
+    def require(self, shape: ModelShape) -> None:
         """Raises UserError, a line for each dimension of the model that this layout does not divide."""
         if faults := self.faults(shape):
             raise UserError("\n".join(faults))
 
-    def faults(self, shape: Shape) -> list[str]:
+    def faults(self, shape: ModelShape) -> list[str]:
         """What keeps a model of this shape from being laid out so; a line each."""
         sizes = {
             "tensor parallel": self.tensor,
@@ -61,7 +61,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             return wrong
         return [*self._tensor_faults(shape), *self._pipeline_faults(shape), *self._expert_faults(shape)]
 
-    def _tensor_faults(self, shape: Shape) -> list[str]:
+    def _tensor_faults(self, shape: ModelShape) -> list[str]:
         sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
         if shape.experts is None or len(shape.experts.layers) < shape.layers:
             sizes["the intermediate size"] = shape.intermediate_size
@@ -73,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             if size % self.tensor
         ]
 
-    def _pipeline_faults(self, shape: Shape) -> list[str]:
+    def _pipeline_faults(self, shape: ModelShape) -> list[str]:
         counts = self.layers_per_stage
         if not counts:
             if shape.layers % self.pipeline:
@@ -88,7 +88,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
             return [f"{told} positive and add up to the layers ({shape.layers})"]
         return []
 
-    def _expert_faults(self, shape: Shape) -> list[str]:
+    def _expert_faults(self, shape: ModelShape) -> list[str]:
         if shape.experts is None:
             return [f"expert parallel is {self.expert}; must be 1 for a model without experts"] if self.expert > 1 else []
         if shape.experts.count % self.expert:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.engines.families.blocks import Entry, attention, dense
+from runtime.engines.families.blocks import ParameterMapping, attention, dense
 from runtime.engines.families.family import Family
 
 
@@ -13,6 +13,6 @@ class Llama(Family):
     architecture = "Llama"
     unsupported = {"attention_bias": False, "mlp_bias": False}  # noqa: RUF012
 
-    def layer(self, number: int) -> Iterator[Entry]:
+    def layer(self, number: int) -> Iterator[ParameterMapping]:
         yield from attention(self.shape)
         yield from dense(self.shape)

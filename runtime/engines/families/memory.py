@@ -29,7 +29,7 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a group of ranks does with the model. `width`: bytes of a weight as it computes."""
 
     ranks: int
@@ -40,7 +40,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     checkpointing: bool = False
 
 
-def rank_bytes(family: Family, layout: Layout, work: Work) -> RankBytes:
+def rank_bytes(family: Family, layout: Layout, work: ModelWork) -> RankBytes:
     """The largest over the stages of a pipeline. An element of a weight costs `width` bytes, and in training 4 of its gradient.
     Master weight and moments, 12 (8 where the weight itself is float32), are shared out over the ranks that hold the same:
     the blocks, and of experts those blocks that have the same ones.
@@ -48,7 +48,7 @@ def rank_bytes(family: Family, layout: Layout, work: Work) -> RankBytes:
     return max((_of_stage(family, layout, work, stage) for stage in range(layout.pipeline)), key=lambda each: each.total)
 
 
-def _of_stage(family: Family, layout: Layout, work: Work, stage: int) -> RankBytes:
+def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int) -> RankBytes:
     parameters = family.parameters(layout, pipeline_rank=stage)
     expert = sum(math.prod(parameter.shape) for parameter in parameters if parameter.expert)
     shared = sum(math.prod(parameter.shape) for parameter in parameters) - expert
@@ -65,7 +65,7 @@ def _of_stage(family: Family, layout: Layout, work: Work, stage: int) -> RankByt
     )
 
 
-def _activations(family: Family, layout: Layout, work: Work, stage: int) -> int:
+def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) -> int:
     """Of the micro-batches under way on the stage, one for each stage from it to the last one. With checkpointing they keep
     what goes into each layer, and one layer is worked on. What is sent between experts is left out.
     """

@@ -24,7 +24,7 @@ REWARD_BIAS = "rm_head.bias"
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 
 
-class Experts(Enum):
+class ExpertStorage(Enum):
     """How the experts of a layer are stored on a rank."""
 
     SEQUENTIAL = "a matrix each"
@@ -36,7 +36,7 @@ class Naming(msgspec.Struct, frozen=True, kw_only=True):
     """How a checkpoint is to name what has several names."""
 
     fused: bool = False
-    experts: Experts = Experts.SEQUENTIAL
+    experts: ExpertStorage = ExpertStorage.SEQUENTIAL
     reward_head: bool = False
 
 
@@ -55,8 +55,8 @@ def places(name: str) -> Iterator[tuple[Naming, Place]]:
             yield Naming(fused=True), Place(name.removesuffix(own) + fused)
     if (expert := _EXPERT.fullmatch(name)) is not None:
         stem, number, matrix = expert.groups()
-        yield Naming(experts=Experts.NUMBERED), Place(f"{stem}.linear_fc{matrix}.weight{number}")
-        yield Naming(experts=Experts.GROUPED), Place(f"{stem}.weight{matrix}", int(number))
+        yield Naming(experts=ExpertStorage.NUMBERED), Place(f"{stem}.linear_fc{matrix}.weight{number}")
+        yield Naming(experts=ExpertStorage.GROUPED), Place(f"{stem}.weight{matrix}", int(number))
 
 
 def place(name: str, naming: Naming, names: Iterable[str]) -> Place:
@@ -68,7 +68,7 @@ def place(name: str, naming: Naming, names: Iterable[str]) -> Place:
     alone = stem != name and f"{stem}mlp.linear_fc1.weight" not in names
     for kind, found in places(name):
         if (kind.fused and naming.fused and not alone) or (
-            kind.experts is not Experts.SEQUENTIAL and kind.experts == naming.experts
+            kind.experts is not ExpertStorage.SEQUENTIAL and kind.experts == naming.experts
         ):
             return found
     return Place(name)

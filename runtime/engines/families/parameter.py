@@ -29,7 +29,7 @@ class Sliceable(Protocol):
     def __getitem__(self, index: Any) -> Any: ...
 
 
-class Source(msgspec.Struct, frozen=True):
+class SourceTensor(msgspec.Struct, frozen=True):
     """A tensor under its Hugging Face name, whole."""
 
     name: str
@@ -43,7 +43,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str  # megatron-core's on this rank: layers and experts are numbered from 0 on each pipeline stage and expert rank
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
     split: int | None  # dimension of the sources that tensor parallelism cuts; None: every tensor rank holds the same
     groups: int = 1  # groups on this rank by which the sources are interleaved
     tensor: int = 1  # ranks of tensor parallelism
@@ -95,13 +95,13 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
             whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=self.split or 0)
             yield source.name, whole[: source.shape[0]] if self.padded else whole
 
-    def blocks(self, piece: torch.Tensor) -> Iterator[tuple[Source, tuple[slice, ...], torch.Tensor]]:
+    def blocks(self, piece: torch.Tensor) -> Iterator[tuple[SourceTensor, tuple[slice, ...], torch.Tensor]]:
         """What this rank's piece is of each source: `source[index] == block`, without the padding."""
         for source, block in zip(self.sources, self._parted(piece), strict=True):
             index = self._index(source)
             yield source, index, block[: index[0].stop - index[0].start] if self.padded else block
 
-    def _cut(self, source: Source, whole: Sliceable) -> torch.Tensor:
+    def _cut(self, source: SourceTensor, whole: Sliceable) -> torch.Tensor:
         """The rank's block of a source."""
         block: torch.Tensor = whole[self._index(source)]
         missing = self._block_shape(source)[0] - block.shape[0]
@@ -111,7 +111,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
         return torch.cat([block, block.new_zeros(missing, *block.shape[1:])])
 
-    def _index(self, source: Source) -> tuple[slice, ...]:
+    def _index(self, source: SourceTensor) -> tuple[slice, ...]:
         """Where in a source the rank's block lies."""
         if self.split is None:
             return (slice(0, source.shape[0]),)
@@ -129,7 +129,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
         for block in piece.unflatten(0, (self.groups, -1)).split(sizes, dim=1):
             yield block.flatten(0, 1)
 
-    def _block_shape(self, source: Source) -> tuple[int, ...]:
+    def _block_shape(self, source: SourceTensor) -> tuple[int, ...]:
         shape = list(source.shape)
         if self.padded:
             shape[0] = self.padded

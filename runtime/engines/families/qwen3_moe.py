@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.engines.families.blocks import Entry, attention, dense, experts
+from runtime.engines.families.blocks import ParameterMapping, attention, dense, experts
 from runtime.engines.families.family import Family
-from runtime.engines.families.shape import Experts, Shape, number, read_shape
+from runtime.engines.families.shape import ExpertShape, ModelShape, number, read_shape
 from runtime.errors import UserError
 
 
@@ -18,13 +18,13 @@ class Qwen3Moe(Family):
     architecture = "Qwen3Moe"
     unsupported = {"attention_bias": False, "use_sliding_window": False}  # noqa: RUF012
 
-    def read(self, config: Mapping[str, Any], where: str) -> Shape:
+    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
         """Which layers have experts: every `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
         shape = read_shape(config, where)
         step = number(config, "decoder_sparse_step", where) if "decoder_sparse_step" in config else 1
         single = set(config.get("mlp_only_layers") or ())
         sparse = frozenset(layer for layer in range(shape.layers) if (layer + 1) % step == 0 and layer not in single)
-        experts = Experts(
+        experts = ExpertShape(
             count=number(config, "num_experts", where),
             intermediate_size=number(config, "moe_intermediate_size", where),
             per_token=number(config, "num_experts_per_tok", where),
@@ -37,7 +37,7 @@ class Qwen3Moe(Family):
             raise UserError(f"{where}: norm_topk_prob with num_experts_per_tok 1 is not supported with megatron-core")
         return replace(shape, experts=experts)
 
-    def layer(self, number: int) -> Iterator[Entry]:
+    def layer(self, number: int) -> Iterator[ParameterMapping]:
         assert self.shape.experts is not None
         yield from attention(self.shape, qk_norm=True)
         yield from experts(self.shape) if number in self.shape.experts.layers else dense(self.shape)

@@ -10,7 +10,7 @@ import msgspec
 from runtime.errors import UserError
 
 
-class Experts(msgspec.Struct, frozen=True, kw_only=True):
+class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     """The mixture-of-experts layers of a model."""
 
     count: int  # in each of these layers
@@ -20,7 +20,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     layers: frozenset[int]  # those that have experts; the others have one MLP
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes in elements."""
 
     vocab_size: int
@@ -31,10 +31,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     tied: bool  # lm_head is the embedding
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
 
 
-def read_shape(config: Mapping[str, Any], where: str) -> Shape:
+def read_shape(config: Mapping[str, Any], where: str) -> ModelShape:
     """The shape of a model without experts. `where` is what messages call the file.
 
     Raises UserError for a key that is missing or of a wrong type, and for heads that are no multiple of key-value heads.
@@ -46,7 +46,7 @@ def read_shape(config: Mapping[str, Any], where: str) -> Shape:
     head_dim = hidden_size // heads if config.get("head_dim") is None else number(config, "head_dim", where)
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    return Shape(
+    return ModelShape(
         vocab_size=number(config, "vocab_size", where),
         hidden_size=hidden_size,
         intermediate_size=number(config, "intermediate_size", where),

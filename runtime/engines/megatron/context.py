@@ -25,7 +25,7 @@ Bucket = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Part(MicroBatch):
+class ContextShard(MicroBatch):
     """A rank's part of a micro-batch: its tokens, of which its n `predictors` and `targets` are. The rest is of the whole."""
 
     chosen: torch.Tensor  # int64 [n], which of the N trained tokens the rank predicts
@@ -42,7 +42,7 @@ class Part(MicroBatch):
         return super().grid(self.whole(values))
 
 
-def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> Part:
+def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:
     """This rank's part of `batch`, of a multiple of `multiple` tokens."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     before = batch.input_ids.shape[1]
@@ -69,7 +69,7 @@ def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> P
         "targets": batch.targets[send(chosen)],
     }
     known = {field.name: getattr(batch, field.name) for field in fields(MicroBatch)}
-    return Part(**known | changed, chosen=send(chosen), group=group)
+    return ContextShard(**known | changed, chosen=send(chosen), group=group)
 
 
 def tokens_of(rank: int, count: int, total: int) -> np.ndarray:

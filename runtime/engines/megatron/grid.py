@@ -15,7 +15,7 @@ from runtime.config import Spread
 from runtime.engines.limits import layout_of
 
 
-class Grid:
+class ProcessGrid:
     """The process groups of megatron-core, made once a process. Ranks count tensor-parallel first, then context-parallel, then
     blocks, pipeline stages last.
 

@@ -57,11 +57,11 @@ def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Pat
 
 def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
     """[TOKENS, vocabulary]. Empties `weights`."""
-    from runtime.engines.megatron.grid import Grid
+    from runtime.engines.megatron.grid import ProcessGrid
     from runtime.engines.megatron.model import PackedModel, transformer_config
 
     alone, cpu = Trainer(), torch.device("cpu")
-    grid = Grid(alone, cpu, seed=0, timeout=60.0)
+    grid = ProcessGrid(alone, cpu, seed=0, timeout=60.0)
     try:
         with facade.moving(cpu):
             described = transformer_config(shape, family.shape.experts, alone, torch.float32)

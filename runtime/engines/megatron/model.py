@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from runtime.config import Spread, Trainer
 from runtime.engines import decoder
-from runtime.engines.families.shape import Experts
+from runtime.engines.families.shape import ExpertShape
 from runtime.engines.hf_config import ModelConfig
 from runtime.engines.limits import uncut
 from runtime.engines.packed_attention import packed_attention
@@ -151,7 +151,9 @@ def _stages(layers: Sequence[int]) -> dict[str, Any]:
     return {"num_layers_in_first_pipeline_stage": layers[0], **last}
 
 
-def transformer_config(shape: ModelConfig, experts: Experts | None, settings: Spread, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    shape: ModelConfig, experts: ExpertShape | None, settings: Spread, dtype: torch.dtype
+) -> TransformerConfig:
     """What megatron-core needs to know of a model of this shape."""
     parallel = settings.parallel
     options: dict[str, Any] = {}
@@ -201,7 +203,7 @@ def transformer_config(shape: ModelConfig, experts: Experts | None, settings: Sp
     )
 
 
-def _routing(experts: Experts, layers: int, parallel: int) -> dict[str, Any]:
+def _routing(experts: ExpertShape, layers: int, parallel: int) -> dict[str, Any]:
     """As transformers routes: logits in the model's dtype, their softmax in float32. No token is dropped, no loss balances."""
     return {
         "num_moe_experts": experts.count,

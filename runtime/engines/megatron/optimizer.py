@@ -27,7 +27,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 """What the optimizer keeps of each weight: itself in float32, and Adam's moments."""
 
 
-class Updates:
+class MegatronOptimizer:
     """A model's gradients, as sums over everything that was added since they were cleared, and its updates by AdamW."""
 
     def __init__(

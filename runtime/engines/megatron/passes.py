@@ -13,7 +13,7 @@ from runtime.config import Spread
 from runtime.engines import hf_config, train_batch
 from runtime.engines.families import FAMILIES
 from runtime.engines.megatron import context, facade
-from runtime.engines.megatron.grid import Grid
+from runtime.engines.megatron.grid import ProcessGrid
 from runtime.engines.megatron.model import PackedModel, require_stages, transformer_config
 from runtime.engines.megatron.weights import ModelWeights, read_family
 from runtime.engines.train_batch import MicroBatch
@@ -22,7 +22,7 @@ Numbers = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
 """[N] of the chosen tokens, from what the model gives for them."""
 
 
-class Passes:
+class MegatronPasses:
     """The base of every engine on megatron-core. `facade.prepare` has been called in this process."""
 
     def _build(
@@ -41,7 +41,7 @@ class Passes:
         `timeout`: seconds of a collective. Raises UserError for what the folder or the layout gets wrong.
         """
         family, shape = read_family(source, value_head), hf_config.read_config(source, FAMILIES)
-        grid = Grid(settings, device, seed, timeout)
+        grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if not value_head:
             require_stages(shape, settings)
@@ -65,7 +65,7 @@ class Passes:
 
         def report(batch: MicroBatch, outputs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
             found = numbers(batch, outputs)
-            return batch.whole(found) if isinstance(batch, context.Part) else found
+            return batch.whole(found) if isinstance(batch, context.ContextShard) else found
 
         with torch.no_grad():
             found = self._pipeline(held, report, forward_only=True, collect_non_loss_data=True)

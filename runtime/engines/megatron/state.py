@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from runtime.engines import hf_policy
 from runtime.engines.core_checkpoint import FOLDER, OWN, TRAINER
-from runtime.engines.megatron.optimizer import KINDS, Updates
+from runtime.engines.megatron.optimizer import KINDS, MegatronOptimizer
 from runtime.engines.megatron.writer import Writer
 from runtime.engines.train_model import TrainingPosition
 from runtime.errors import UserError
@@ -28,7 +28,9 @@ FORMAT = 1
 ENGINE = "megatron"
 
 
-def prepare(folder: Path, updates: Updates, position: TrainingPosition, source: str, writer: Writer) -> Callable[[], None]:
+def prepare(
+    folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
+) -> Callable[[], None]:
     """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not: `Writer.write`.
 
     Collective. Configuration and tokenizer are `source`'s.
@@ -51,7 +53,7 @@ def prepare(folder: Path, updates: Updates, position: TrainingPosition, source: 
     return writer.write
 
 
-def load(folder: Path, updates: Updates) -> TrainingPosition:
+def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
     """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
     description = _description(folder)
     target = str(folder / FOLDER)
@@ -65,7 +67,7 @@ def load(folder: Path, updates: Updates) -> TrainingPosition:
     return TrainingPosition(description["step"], description["kl_coefficient"])
 
 
-def _saved(updates: Updates) -> dict[str, Any]:
+def _saved(updates: MegatronOptimizer) -> dict[str, Any]:
     """`_described`, with copies on the host: what several ranks hold is copied, and written, by one of them."""
 
     def wholes(parameter: torch.nn.Parameter, entry: Any) -> dict[str, torch.Tensor]:
@@ -84,7 +86,7 @@ def _host_copy(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
 
 
 def _described(
-    updates: Updates, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
+    updates: MegatronOptimizer, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
 ) -> dict[str, Any]:  # fmt: skip
     """What is saved, or loaded into: the parameters as they are, and each one's master weights and moments alike, as `wholes`
     gives them by kind for a parameter and its description.

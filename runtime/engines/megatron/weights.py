@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from runtime.engines.families import Family, Parameter, family_for
 from runtime.engines.hf_weights import WeightFiles
-from runtime.engines.megatron.grid import Grid
+from runtime.engines.megatron.grid import ProcessGrid
 from runtime.errors import UserError
 
 
@@ -31,7 +31,7 @@ class ModelWeights:
     replicas pass it by.
     """
 
-    def __init__(self, family: Family, model: torch.nn.Module, grid: Grid):
+    def __init__(self, family: Family, model: torch.nn.Module, grid: ProcessGrid):
         self._family, self._grid = family, grid
         self._parameters = dict(model.named_parameters())
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):

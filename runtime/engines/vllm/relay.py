@@ -26,7 +26,7 @@ def last_error(printed: str) -> str:
     return ""
 
 
-class Relay:
+class OutputRelay:
     """While entered, this process's standard output and error lead here, for its children to inherit.
 
     A thread passes on what they print to where it went before, as long as there are children.
@@ -36,7 +36,7 @@ class Relay:
         self._tail = bytearray()
         self._saved: list[int] = []
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> OutputRelay:
         self._flush()
         read, write = os.pipe()
         os.set_inheritable(write, True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from runtime.engines.vllm.arguments import own_faults, unknown_faults
 from runtime.engines.vllm.leftovers import Leftovers
-from runtime.engines.vllm.relay import Relay
+from runtime.engines.vllm.relay import OutputRelay
 from runtime.errors import UserError
 from runtime.weights.shared import Location
 
@@ -77,7 +77,7 @@ class Core:
         if faults:
             raise UserError("\n".join(faults))
         method = os.environ[_METHOD]
-        self._relay = Relay()
+        self._relay = OutputRelay()
         self._leftovers = Leftovers()
         try:
             config = AsyncEngineArgs(**{**arguments, **engine_args}).create_engine_config()

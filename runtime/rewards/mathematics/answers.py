@@ -21,7 +21,7 @@ from runtime.rewards.mathematics.parser import parse
 from runtime.rewards.mathematics.scalars import Verdict
 from runtime.rewards.mathematics.structures import same
 from runtime.rewards.mathematics.tidy import last_mathematics, tidy, unboxed
-from runtime.rewards.mathematics.tree import Node, TooCostly, Unknown, Unreadable, key
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key
 from runtime.rewards.mathematics.work import limited
 from runtime.rewards.numeric import label_number, number
 
@@ -100,16 +100,16 @@ def canonical(answer: str) -> str:
         return plain
 
 
-def _plain(node: Node) -> Node:
+def _plain(node: ExpressionNode) -> ExpressionNode:
     """Decimals and quotients of numbers as numbers."""
     if node.head == "decimal":
-        return Node("number", (), node.value)
+        return ExpressionNode("number", (), node.value)
     arguments = tuple(_plain(argument) for argument in node.args)
     if node.head == "negate" and arguments[0].head == "number":
-        return Node("number", (), -arguments[0].value)  # type: ignore[operator]
+        return ExpressionNode("number", (), -arguments[0].value)  # type: ignore[operator]
     if node.head == "divide" and all(side.head == "number" and side.value for side in arguments):
-        return Node("number", (), Fraction(arguments[0].value) / Fraction(arguments[1].value))
-    return Node(node.head, arguments, node.value)
+        return ExpressionNode("number", (), Fraction(arguments[0].value) / Fraction(arguments[1].value))
+    return ExpressionNode(node.head, arguments, node.value)
 
 
 def _readable(text: str) -> str | None:
@@ -143,7 +143,7 @@ def _is_word(text: str) -> bool:
     return letters.isalpha() and (len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no")
 
 
-def _tree(text: str, thousands: bool) -> Node | None:
+def _tree(text: str, thousands: bool) -> ExpressionNode | None:
     """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
     try:
         return parse(text, thousands)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from runtime.rewards.mathematics.exact import MAX_TERMS, Irrational, exact, opaque_value
-from runtime.rewards.mathematics.tree import Node, TooCostly
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly
 from runtime.rewards.mathematics.work import spend
 
 DIGITS = 40  # beyond the digits before the decimal point of the largest intermediate value
@@ -29,7 +29,7 @@ def _context() -> Any:
     return mpmath.MPContext()
 
 
-class Evaluation:
+class NumericEvaluation:
     """Evaluates trees at one point to `digits` digits. `peak`: binary exponent of the largest value met.
 
     `real`: whether no root, power or logarithm left the real numbers.
@@ -43,7 +43,7 @@ class Evaluation:
         self._values = values
         self._log_base = log_base  # of a bare \log; 0: natural
 
-    def value(self, node: Node) -> Value:
+    def value(self, node: ExpressionNode) -> Value:
         """Raises Undefined, TooCostly, Irrational for what is no number."""
         try:
             result = self._value(node)
@@ -55,7 +55,7 @@ class Evaluation:
             raise Undefined("not finite")
         return result
 
-    def _value(self, node: Node) -> Value:
+    def _value(self, node: ExpressionNode) -> Value:
         head = node.head
         context = self.context
         if head in ("number", "decimal"):
@@ -111,7 +111,7 @@ class Evaluation:
             raise Irrational(name)
         return +constants[name]
 
-    def _power(self, node: Node) -> Value:
+    def _power(self, node: ExpressionNode) -> Value:
         base = self._value(node.args[0])
         self._spend_on_function()
         try:
@@ -149,7 +149,7 @@ class Evaluation:
         self.real = False
         return context.power(base, context.mpf(count) / degree)
 
-    def _call(self, node: Node) -> Value:
+    def _call(self, node: ExpressionNode) -> Value:
         name = str(node.value)
         context = self.context
         if name in ("sum", "prod"):
@@ -182,7 +182,7 @@ class Evaluation:
             base = {"ln": 0, "log10": 10, "log": self._log_base}[name]
         return natural / context.ln(base) if base else natural
 
-    def _series(self, node: Node) -> Value:
+    def _series(self, node: ExpressionNode) -> Value:
         index, first, last, term = node.args
         start, end = exact(first, self._values), exact(last, self._values)
         if start.denominator != 1 or end.denominator != 1:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from runtime.rewards.mathematics.tree import Node, TooCostly, key
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, key
 from runtime.rewards.mathematics.work import spend
 
 MAX_BITS = 200_000  # of a numerator or denominator: about 60,000 digits, whose greatest common divisor takes 0.1 s
@@ -20,7 +20,7 @@ class Irrational(Exception):
     """The value is not a rational number, or not known to be one."""
 
 
-def exact(node: Node, values: Values) -> Fraction:
+def exact(node: ExpressionNode, values: Values) -> Fraction:
     """The value of `node`. Raises Irrational, TooCostly, or ZeroDivisionError."""
     evaluate = _HEADS.get(node.head)
     if evaluate is None:
@@ -28,51 +28,51 @@ def exact(node: Node, values: Values) -> Fraction:
     return evaluate(node, values)
 
 
-def opaque_value(node: Node, values: Values) -> Fraction:
+def opaque_value(node: ExpressionNode, values: Values) -> Fraction:
     """A value for what cannot be evaluated: the same for equal texts at one point, and another for others or elsewhere."""
     point = " ".join(f"{name}={value}" for name, value in sorted(values.items()))
     return Fraction(zlib.crc32(f"{key(node)} {point}".encode()) + 2, 1_000_003)
 
 
-def _literal(node: Node, values: Values) -> Fraction:
+def _literal(node: ExpressionNode, values: Values) -> Fraction:
     return node.value  # type: ignore[return-value]
 
 
-def _symbol(node: Node, values: Values) -> Fraction:
+def _symbol(node: ExpressionNode, values: Values) -> Fraction:
     value = values.get(node.value)  # type: ignore[arg-type]
     if value is None:
         raise Irrational(node.value)
     return value
 
 
-def _add(node: Node, values: Values) -> Fraction:
+def _add(node: ExpressionNode, values: Values) -> Fraction:
     total = Fraction(0)
     for term in node.args:
         total = _bounded(total + exact(term, values))
     return total
 
 
-def _multiply(node: Node, values: Values) -> Fraction:
+def _multiply(node: ExpressionNode, values: Values) -> Fraction:
     product = Fraction(1)
     for factor in node.args:
         product = _bounded(product * exact(factor, values))
     return product
 
 
-def _divide(node: Node, values: Values) -> Fraction:
+def _divide(node: ExpressionNode, values: Values) -> Fraction:
     top, bottom = node.args
     return _bounded(exact(top, values) / exact(bottom, values))
 
 
-def _negate(node: Node, values: Values) -> Fraction:
+def _negate(node: ExpressionNode, values: Values) -> Fraction:
     return -exact(node.args[0], values)
 
 
-def _percent(node: Node, values: Values) -> Fraction:
+def _percent(node: ExpressionNode, values: Values) -> Fraction:
     return exact(node.args[0], values)  # see scalars: a percent sign is a unit
 
 
-def _power(node: Node, values: Values) -> Fraction:
+def _power(node: ExpressionNode, values: Values) -> Fraction:
     return power(exact(node.args[0], values), exact(node.args[1], values))
 
 
@@ -118,7 +118,7 @@ def _integer_root(value: int, degree: int) -> int:
     return found
 
 
-def _call(node: Node, values: Values) -> Fraction:
+def _call(node: ExpressionNode, values: Values) -> Fraction:
     if node.value in ("sum", "prod"):
         return _series(node, values)
     function = _FUNCTIONS.get(node.value)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def _call(node: Node, values: Values) -> Fraction:
     return function(*(exact(argument, values) for argument in node.args))
 
 
-def _series(node: Node, values: Values) -> Fraction:
+def _series(node: ExpressionNode, values: Values) -> Fraction:
     index, first, last, term = node.args
     start, end = exact(first, values), exact(last, values)
     if start.denominator != 1 or end.denominator != 1:
@@ -197,7 +197,7 @@ _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "gcd": _integers(math.gcd),
     "lcm": _integers(math.lcm),
 }
-_HEADS: dict[str, Callable[[Node, Values], Fraction]] = {
+_HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
     "number": _literal,
     "decimal": _literal,
     "symbol": _symbol,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from runtime.rewards.mathematics.tree import Node, TooCostly, Unreadable, negate, number
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unreadable, negate, number
 
 MAX_ENTRIES = 400
 
-Rows = tuple[tuple[Node, ...], ...]
+Rows = tuple[tuple[ExpressionNode, ...], ...]
 
 
-def rows(node: Node) -> Rows | None:
+def rows(node: ExpressionNode) -> Rows | None:
     """The entries of what is a matrix or vector (a tuple is a column), None for anything else.
 
     Raises Unreadable where shapes do not fit, TooCostly for a large product.
@@ -30,7 +30,7 @@ def rows(node: Node) -> Rows | None:
     if node.head == "divide":
         if parts[0] is None or parts[1] is not None:
             raise Unreadable("a division by a matrix")
-        return _map(parts[0], lambda entry: Node("divide", (entry, node.args[1])))
+        return _map(parts[0], lambda entry: ExpressionNode("divide", (entry, node.args[1])))
     return _product(list(zip(node.args, parts, strict=True)))
 
 
@@ -43,10 +43,12 @@ def _sum(parts: list[Rows | None]) -> Rows:
     if len(shapes) > 1:
         raise Unreadable("a sum of different shapes")
     terms = [part for part in parts if part is not None]
-    return tuple(tuple(Node("add", entries) for entries in zip(*lines, strict=True)) for lines in zip(*terms, strict=True))
+    return tuple(
+        tuple(ExpressionNode("add", entries) for entries in zip(*lines, strict=True)) for lines in zip(*terms, strict=True)
+    )
 
 
-def _product(factors: list[tuple[Node, Rows | None]]) -> Rows:
+def _product(factors: list[tuple[ExpressionNode, Rows | None]]) -> Rows:
     scalars = tuple(factor for factor, part in factors if part is None)
     matrices = [part for _, part in factors if part is not None]
     result = matrices[0]
@@ -58,9 +60,11 @@ def _product(factors: list[tuple[Node, Rows | None]]) -> Rows:
         columns = list(zip(*right, strict=True))
         result = tuple(
             tuple(
-                Node("add", (number(0), *(Node("multiply", pair) for pair in zip(row, column, strict=True))))
+                ExpressionNode(
+                    "add", (number(0), *(ExpressionNode("multiply", pair) for pair in zip(row, column, strict=True)))
+                )
                 for column in columns
             )
             for row in result
         )
-    return _map(result, lambda entry: Node("multiply", (*scalars, entry))) if scalars else result
+    return _map(result, lambda entry: ExpressionNode("multiply", (*scalars, entry))) if scalars else result

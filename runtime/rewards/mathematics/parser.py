@@ -8,32 +8,32 @@ from __future__ import annotations
 from runtime.rewards.mathematics.lexer import tokens
 from runtime.rewards.mathematics.primaries import Primaries
 from runtime.rewards.mathematics.reader import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, product, with_sign
-from runtime.rewards.mathematics.tree import UNNAMED, Node, Unknown, Unreadable, number
+from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, number
 from runtime.rewards.mathematics.vocabulary import PERCENT, SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
 _COMPARISONS = frozenset(("\\ne", "<", ">", "\\le", "\\ge"))
-_DEGREE = Node("divide", (PI, number(180)))
+_DEGREE = ExpressionNode("divide", (PI, number(180)))
 
 
-def parse(text: str, thousands: bool = True) -> Node:
+def parse(text: str, thousands: bool = True) -> ExpressionNode:
     """The tree of a tidied answer. `thousands`: see lexer.tokens. Raises Unreadable."""
     return Parser(tokens(text, thousands)).answer()
 
 
 class Parser(Primaries):
-    def answer(self) -> Node:
+    def answer(self) -> ExpressionNode:
         items = self._items()
         if self._next:
             raise Unreadable(f"{self._next!r} is left over")
         if not items:
             raise Unreadable("nothing")
-        return items[0] if len(items) == 1 else Node("list", tuple(items))
+        return items[0] if len(items) == 1 else ExpressionNode("list", tuple(items))
 
-    def _items(self) -> list[Node]:
+    def _items(self) -> list[ExpressionNode]:
         """Statements between commas, semicolons and "and", up to what closes them."""
-        items: list[Node] = []
+        items: list[ExpressionNode] = []
         while True:
             while self._next in (",", ";"):
                 self._at += 1
@@ -43,7 +43,7 @@ class Parser(Primaries):
             if self._next not in (",", ";"):
                 return items
 
-    def _statement(self) -> Node:
+    def _statement(self) -> ExpressionNode:
         if self._next in ("=", "\\approx", "\\in"):
             self._at += 1
         parts = [UNNAMED if self._next in _COMPARISONS else self._sets()]
@@ -51,25 +51,25 @@ class Parser(Primaries):
         while self._next in RELATIONS:
             marks.append(RELATIONS[self._take().text])
             parts.append(self._sets())
-        return Node("relation", tuple(parts), " ".join(marks)) if marks else parts[0]
+        return ExpressionNode("relation", tuple(parts), " ".join(marks)) if marks else parts[0]
 
-    def _sets(self) -> Node:
+    def _sets(self) -> ExpressionNode:
         left = self._ratio()
         while self._next in SET_OPERATIONS:
             operation = SET_OPERATIONS[self._take().text]
             right = self._ratio()
             same = left.head == operation != "difference"
-            left = Node(operation, (*left.args, right) if same else (left, right))
+            left = ExpressionNode(operation, (*left.args, right) if same else (left, right))
         return left
 
-    def _ratio(self) -> Node:
+    def _ratio(self) -> ExpressionNode:
         parts = [self._sum()]
         while self._next in (":", "\\colon") and not self._builder:
             self._at += 1
             parts.append(self._sum())
-        return Node("ratio", tuple(parts)) if len(parts) > 1 else parts[0]
+        return ExpressionNode("ratio", tuple(parts)) if len(parts) > 1 else parts[0]
 
-    def _sum(self) -> Node:
+    def _sum(self) -> ExpressionNode:
         terms = []
         sign = self._sign() if self._next in ("+", "-", "\\pm", "\\mp") else None
         while True:
@@ -78,7 +78,7 @@ class Parser(Primaries):
             if self._next not in ("+", "-", "\\pm", "\\mp"):
                 break
             sign = self._sign()
-        return Node("add", tuple(terms)) if len(terms) > 1 else terms[0]
+        return ExpressionNode("add", tuple(terms)) if len(terms) > 1 else terms[0]
 
     def _sign(self) -> str:
         """One sign for a run of them."""
@@ -91,7 +91,7 @@ class Parser(Primaries):
                 sign = {"+": "-", "-": "+", "\\pm": "\\mp", "\\mp": "\\pm"}[sign]
         return sign
 
-    def _term(self) -> Node:
+    def _term(self) -> ExpressionNode:
         start = self._at
         factors = [self._factor()]
         literal = self._at == start + 1 and self._tokens[start].kind == "number"  # may start a mixed number
@@ -106,7 +106,7 @@ class Parser(Primaries):
                     self._unit(factors)
                     continue
                 top = product(factors)
-                factors = [Node("divide", (top, self._signed_factor()))]
+                factors = [ExpressionNode("divide", (top, self._signed_factor()))]
             elif follows in ("word", "text"):
                 self._unit(factors)
             elif literal and follows == "\\frac":
@@ -119,7 +119,7 @@ class Parser(Primaries):
                 return product(factors)
             literal = False
 
-    def _signed_factor(self) -> Node:
+    def _signed_factor(self) -> ExpressionNode:
         if self._next in ("+", "-", "\\pm", "\\mp"):
             return with_sign(self._sign(), self._factor())
         return self._factor()
@@ -138,27 +138,27 @@ class Parser(Primaries):
             and follows not in ("\\pm", "\\mp", "\\colon")
         )
 
-    def _spaced_mixed(self, whole: Node) -> Node:
+    def _spaced_mixed(self, whole: ExpressionNode) -> ExpressionNode:
         """`2 3/4` as 2 + 3/4. Other numbers that stand side by side are not an answer."""
         top = self._take()
         self._expect("/")
         bottom = self._take()
         if bottom.kind != "number" or not 0 < top.value < bottom.value:  # type: ignore[operator]
             raise Unreadable("numbers side by side")
-        return Node("add", (whole, number(top.value / bottom.value)))  # type: ignore[operator]
+        return ExpressionNode("add", (whole, number(top.value / bottom.value)))  # type: ignore[operator]
 
-    def _unit(self, factors: list[Node]) -> None:
+    def _unit(self, factors: list[ExpressionNode]) -> None:
         """Skip words behind a value, with their exponents; words that scale it or say percent count."""
         only_words = all(factor.head == "word" for factor in factors)
         while self._next in ("word", "text"):
             word = self._take().text
             folded = word.lower()
             if folded in PERCENT:
-                factors[:] = [Node("percent", (product(factors),))]
+                factors[:] = [ExpressionNode("percent", (product(factors),))]
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
             elif only_words:
-                factors[:] = [Node("word", (), f"{factors[0].value} {folded}")]
+                factors[:] = [ExpressionNode("word", (), f"{factors[0].value} {folded}")]
             while self._next in ("^", "/") and not only_words:
                 if self._next == "^":
                     self._at += 1
@@ -168,7 +168,7 @@ class Parser(Primaries):
                 else:
                     break
 
-    def _factor(self) -> Node:
+    def _factor(self) -> ExpressionNode:
         """A primary with what follows it: exponent, factorial, percent, degrees."""
         base = self._primary()
         while True:
@@ -178,40 +178,40 @@ class Parser(Primaries):
                 if self._next == "\\prime" or (self._next == "{" and self._tokens[self._at + 1].text == "\\prime"):
                     base = self._primes(base)
                     continue
-                base = Node("power", (base, self._exponent()))
+                base = ExpressionNode("power", (base, self._exponent()))
             elif follows == "!":
                 self._at += 1
                 if self._next == "!":
                     raise Unknown("a double factorial")
-                base = Node("call", (base,), "factorial")
+                base = ExpressionNode("call", (base,), "factorial")
             elif follows == "%":
                 self._at += 1
-                base = Node("percent", (base,))
+                base = ExpressionNode("percent", (base,))
             elif follows == "\\degree":
                 self._at += 1
                 if self._next == "letter" and self._tokens[self._at].text in "CF":
                     self._at += 1
-                base = Node("multiply", (base, _DEGREE)) if self._angle else base
+                base = ExpressionNode("multiply", (base, _DEGREE)) if self._angle else base
             elif follows == "'" and base.head in ("number", "decimal", "symbol"):
                 base = self._primes(base)
             else:
                 return base
 
-    def _exponent(self) -> Node:
+    def _exponent(self) -> ExpressionNode:
         """What stands behind a caret; of several the last binds first: 2^3^2 is 2^9."""
         self._enter()
         exponent = self._argument(signed=True)
         if self._next == "^":
             self._at += 1
-            exponent = Node("power", (exponent, self._exponent()))
+            exponent = ExpressionNode("power", (exponent, self._exponent()))
         self._depth -= 1
         return exponent
 
 
-def _mixed(whole: Node, part: Node) -> list[Node]:
+def _mixed(whole: ExpressionNode, part: ExpressionNode) -> list[ExpressionNode]:
     r"""`2\frac{3}{4}` as 2 + 3/4; with anything but a proper fraction of two literals it is a product."""
     if part.head == "divide" and all(side.head == "number" for side in part.args):
         top, bottom = (side.value for side in part.args)
         if 0 < top < bottom:  # type: ignore[operator]
-            return [Node("add", (whole, part))]
+            return [ExpressionNode("add", (whole, part))]
     return [whole, part]

@@ -5,8 +5,18 @@ from __future__ import annotations
 from fractions import Fraction
 
 from runtime.rewards.mathematics.lexer import Token
-from runtime.rewards.mathematics.reader import BARS, CLOSING, OPENING, PI, RELATIONS, SET_OPERATIONS, Reader, product, with_sign
-from runtime.rewards.mathematics.tree import Node, Unknown, Unreadable, number
+from runtime.rewards.mathematics.reader import (
+    BARS,
+    CLOSING,
+    OPENING,
+    PI,
+    RELATIONS,
+    SET_OPERATIONS,
+    TokenReader,
+    product,
+    with_sign,
+)
+from runtime.rewards.mathematics.tree import ExpressionNode, Unknown, Unreadable, number
 from runtime.rewards.mathematics.vocabulary import ACCENTS, LISTED, MATRICES, PREFIXED, SAME_FUNCTION, TRIGONOMETRIC, UNREAD
 
 _INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}
@@ -14,28 +24,28 @@ _FUNCTION_LETTERS = frozenset("fg")
 _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
 
 
-class Primaries(Reader):
+class Primaries(TokenReader):
     """The lower half of the grammar; the upper half, which it refers to, is the parser's."""
 
-    def _items(self) -> list[Node]:
+    def _items(self) -> list[ExpressionNode]:
         raise NotImplementedError
 
-    def _statement(self) -> Node:
+    def _statement(self) -> ExpressionNode:
         raise NotImplementedError
 
-    def _sum(self) -> Node:
+    def _sum(self) -> ExpressionNode:
         raise NotImplementedError
 
     def _sign(self) -> str:
         raise NotImplementedError
 
-    def _term(self) -> Node:
+    def _term(self) -> ExpressionNode:
         raise NotImplementedError
 
-    def _factor(self) -> Node:
+    def _factor(self) -> ExpressionNode:
         raise NotImplementedError
 
-    def _primary(self) -> Node:
+    def _primary(self) -> ExpressionNode:
         token = self._take()
         kind = token.text if token.kind == "command" else token.kind
         if kind in ("number", "decimal"):
@@ -59,9 +69,9 @@ class Primaries(Reader):
             return self._command(kind)
         raise Unreadable(f"{kind!r} is no value")
 
-    def _numeral(self, token: Token) -> Node:
+    def _numeral(self, token: Token) -> ExpressionNode:
         if self._next != "_":
-            return Node(token.kind, (), token.value if token.value is not None else Fraction(0))
+            return ExpressionNode(token.kind, (), token.value if token.value is not None else Fraction(0))
         self._at += 1
         base = self._subscript()
         whole, _, part = token.text.partition(".")
@@ -72,9 +82,9 @@ class Primaries(Reader):
         ):
             digits = int(whole + part, int(base)) if whole + part else 0
             return number(Fraction(digits, int(base) ** len(part)))
-        return Node("symbol", (), f"{token.text}_{base}")
+        return ExpressionNode("symbol", (), f"{token.text}_{base}")
 
-    def _symbol(self, name: str) -> Node:
+    def _symbol(self, name: str) -> ExpressionNode:
         if self._next == "_":
             self._at += 1
             name = f"{name}_{self._subscript()}"
@@ -83,8 +93,8 @@ class Primaries(Reader):
             name += "'"
         if self._next == "(" and (name[0] in _FUNCTION_LETTERS or self._calls_number()):
             self._at += 1
-            return Node("opaque", self._closed("("), name)
-        return Node("symbol", (), name)
+            return ExpressionNode("opaque", self._closed("("), name)
+        return ExpressionNode("symbol", (), name)
 
     def _calls_number(self) -> bool:
         """A letter before a number in parentheses, as in I(0), is a function, and no product."""
@@ -104,26 +114,26 @@ class Primaries(Reader):
                 return "".join(text)
             text.append(token.text)
 
-    def _word(self, token: Token) -> Node:
+    def _word(self, token: Token) -> ExpressionNode:
         """Text that is the answer itself; short words that no text command marks are products of variables."""
         if len(token.text) == 1:
             return self._symbol(token.text)
         if token.kind == "word" and len(token.text) < 4:
-            return product([Node("symbol", (), letter) for letter in token.text])
+            return product([ExpressionNode("symbol", (), letter) for letter in token.text])
         words = [token.text]
         while self._next in ("word", "text", "letter"):
             words.append(self._take().text)
-        return Node("word", (), " ".join(words).casefold())
+        return ExpressionNode("word", (), " ".join(words).casefold())
 
-    def _absolute(self, opening: str) -> Node:
+    def _absolute(self, opening: str) -> ExpressionNode:
         self._enter()
         self._bars.append(BARS[opening])
         inside = self._sum()
         self._expect(self._bars.pop())
         self._depth -= 1
-        return Node("call", (inside,), "abs")
+        return ExpressionNode("call", (inside,), "abs")
 
-    def _closed(self, opening: str) -> tuple[Node, ...]:
+    def _closed(self, opening: str) -> tuple[ExpressionNode, ...]:
         """The items up to the bracket that closes `opening`, which has been taken."""
         self._enter()
         bars, self._bars = self._bars, []
@@ -134,17 +144,17 @@ class Primaries(Reader):
         self._depth -= 1
         return tuple(items)
 
-    def _brackets(self, opening: str) -> Node:
+    def _brackets(self, opening: str) -> ExpressionNode:
         items = self._closed(opening)
         if opening in ("\\lfloor", "\\lceil") and len(items) == 1:
-            return Node("call", items, "floor" if opening == "\\lfloor" else "ceil")
+            return ExpressionNode("call", items, "floor" if opening == "\\lfloor" else "ceil")
         if opening == "\\langle":
-            return Node("tuple", items, "()")
+            return ExpressionNode("tuple", items, "()")
         if len(items) == 1 and (opening, self._close) in (("(", ")"), ("[", "]")):
             return items[0]
-        return Node("tuple", items, opening + self._close)
+        return ExpressionNode("tuple", items, opening + self._close)
 
-    def _braces(self) -> Node:
+    def _braces(self) -> ExpressionNode:
         """A group; one that holds several items is a set."""
         self._expect("{")
         self._enter()
@@ -155,9 +165,9 @@ class Primaries(Reader):
         self._depth -= 1
         if not items:
             raise Unreadable("an empty group")
-        return items[0] if len(items) == 1 else Node("set", tuple(items))
+        return items[0] if len(items) == 1 else ExpressionNode("set", tuple(items))
 
-    def _set(self) -> Node:
+    def _set(self) -> ExpressionNode:
         self._enter()
         bars, self._bars = self._bars, []
         builder, self._builder = self._builder, True
@@ -167,19 +177,19 @@ class Primaries(Reader):
             self._builder = False
             items = self._items()
             self._expect("\\}")
-            node = items[0] if len(items) == 1 else Node("list", tuple(items))
+            node = items[0] if len(items) == 1 else ExpressionNode("list", tuple(items))
         else:
             self._expect("\\}")
-            node = Node("set", tuple(items))
+            node = ExpressionNode("set", tuple(items))
         self._bars, self._builder = bars, builder
         self._depth -= 1
         return node
 
-    def _matrix(self, environment: str) -> Node:
+    def _matrix(self, environment: str) -> ExpressionNode:
         if environment not in MATRICES and environment != "cases":
             raise Unknown(f"environment {environment!r}")
         self._enter()
-        rows: list[list[Node]] = [[]]
+        rows: list[list[ExpressionNode]] = [[]]
         while self._next != "end":
             if self._next == "\\\\":
                 self._at += 1
@@ -197,10 +207,10 @@ class Primaries(Reader):
         if environment == "cases":
             if len(rows[0]) > 1:
                 raise Unknown("a function by cases")
-            return Node("list", tuple(row[0] for row in rows))
-        return Node("matrix", tuple(Node("row", tuple(row)) for row in rows))
+            return ExpressionNode("list", tuple(row[0] for row in rows))
+        return ExpressionNode("matrix", tuple(ExpressionNode("row", tuple(row)) for row in rows))
 
-    def _primes(self, base: Node) -> Node:
+    def _primes(self, base: ExpressionNode) -> ExpressionNode:
         """Primes make another symbol of a symbol; behind a number they are minutes, feet or inches."""
         count = 0
         braced = self._next == "{"
@@ -211,9 +221,9 @@ class Primaries(Reader):
             count += 1
         if braced:
             self._expect("}")
-        return Node("symbol", (), f"{base.value}" + "'" * count) if base.head == "symbol" else base
+        return ExpressionNode("symbol", (), f"{base.value}" + "'" * count) if base.head == "symbol" else base
 
-    def _argument(self, signed: bool = False, digit: bool = False) -> Node:
+    def _argument(self, signed: bool = False, digit: bool = False) -> ExpressionNode:
         """What a command or exponent applies to: a braced group, else one token. `digit`: of a number only the first."""
         if self._next == "{":
             return self._braces()
@@ -232,14 +242,18 @@ class Primaries(Reader):
 
     # ------------------------------------------------------------------------------------------------ commands
 
-    def _command(self, command: str) -> Node:
+    def _command(self, command: str) -> ExpressionNode:
         name = command[1:]
         name = SAME_FUNCTION.get(name, name)
         if command in ("\\frac", "\\binom"):
             self._enter()
             top, bottom = self._argument(digit=True), self._argument(digit=True)
             self._depth -= 1
-            return Node("divide", (top, bottom)) if command == "\\frac" else Node("call", (top, bottom), "binomial")
+            return (
+                ExpressionNode("divide", (top, bottom))
+                if command == "\\frac"
+                else ExpressionNode("call", (top, bottom), "binomial")
+            )
         if command in ("\\sqrt", "\\cbrt"):
             return self._root(3 if command == "\\cbrt" else 2)
         if name in PREFIXED:
@@ -247,18 +261,18 @@ class Primaries(Reader):
         if name in LISTED and self._next in ("(", "{", "\\{"):
             opening = self._take().text
             if opening == "(":
-                return Node("call", self._closed("("), name)
+                return ExpressionNode("call", self._closed("("), name)
             self._at -= 1
             group = self._braces() if opening == "{" else self._primary()
-            return Node("call", group.args if group.head == "set" else (group,), name)
+            return ExpressionNode("call", group.args if group.head == "set" else (group,), name)
         if command in ("\\sum", "\\prod"):
             return self._series(name)
         if command in ACCENTS:
             return self._symbol(f"{name} {self._raw()}")
         if command in ("\\emptyset", "\\varnothing"):
-            return Node("set")
+            return ExpressionNode("set")
         if command in ("\\ldots", "\\dots", "\\cdots"):
-            return Node("symbol", (), "\\ldots")
+            return ExpressionNode("symbol", (), "\\ldots")
         if command in UNREAD:
             raise Unknown(command)
         if command in CLOSING or command in RELATIONS or command in SET_OPERATIONS:
@@ -270,8 +284,8 @@ class Primaries(Reader):
     def _raw(self) -> str:
         return self._subscript() if self._next == "{" else self._take().text
 
-    def _root(self, degree: int) -> Node:
-        index: Node = number(degree)
+    def _root(self, degree: int) -> ExpressionNode:
+        index: ExpressionNode = number(degree)
         if self._next == "[":
             self._at += 1
             items = self._closed("[")
@@ -281,9 +295,9 @@ class Primaries(Reader):
         self._enter()
         radicand = self._argument() if self._next != "(" else self._primary()
         self._depth -= 1
-        return Node("call", (radicand, index), "root")
+        return ExpressionNode("call", (radicand, index), "root")
 
-    def _function(self, name: str) -> Node:
+    def _function(self, name: str) -> ExpressionNode:
         base = exponent = None
         if self._next == "_":
             self._at += 1
@@ -298,10 +312,10 @@ class Primaries(Reader):
         argument = self._function_argument()
         self._depth -= 1
         self._angle = outer
-        call = Node("call", (argument,) if base is None else (argument, base), name)
-        return call if exponent is None else Node("power", (call, exponent))
+        call = ExpressionNode("call", (argument,) if base is None else (argument, base), name)
+        return call if exponent is None else ExpressionNode("power", (call, exponent))
 
-    def _function_argument(self) -> Node:
+    def _function_argument(self) -> ExpressionNode:
         """One group in brackets, or the product up to the next sign, function or bracket."""
         if self._next in ("(", "[", "{", *BARS):
             return self._factor() if self._next not in ("(", "[") else self._primary()
@@ -311,10 +325,10 @@ class Primaries(Reader):
             factors.append(self._factor())
         if self._next == "/" and PI in factors and self._tokens[self._at + 1].kind == "number":
             self._at += 1
-            factors = [Node("divide", (product(factors), self._factor()))]
+            factors = [ExpressionNode("divide", (product(factors), self._factor()))]
         return with_sign(sign, product(factors))
 
-    def _series(self, name: str) -> Node:
+    def _series(self, name: str) -> ExpressionNode:
         """A sum or product over an index: the first argument is the index, then its first and last value, and the term."""
         self._expect("_")
         start = self._argument()
@@ -325,4 +339,4 @@ class Primaries(Reader):
         self._enter()
         body = self._term()
         self._depth -= 1
-        return Node("call", (start.args[0], start.args[1], end, body), name)
+        return ExpressionNode("call", (start.args[0], start.args[1], end, body), name)

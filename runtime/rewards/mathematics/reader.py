@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.rewards.mathematics.lexer import Token
-from runtime.rewards.mathematics.tree import Node, Unreadable, negate
+from runtime.rewards.mathematics.tree import ExpressionNode, Unreadable, negate
 
 MAX_DEPTH = 32  # of brackets and exponents
 
@@ -20,10 +20,10 @@ SET_OPERATIONS = {"\\cup": "union", "\\cap": "intersection", "\\setminus": "diff
 CLOSING = frozenset((")", "]", "}", "\\}", "\\rfloor", "\\rceil", "\\rangle", "\\rvert", "\\rVert", "\\vert", "\\\\", "\\mid"))
 OPENING = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",), "\\lfloor": ("\\rfloor",), "\\lceil": ("\\rceil",)}
 BARS = {"|": "|", "\\vert": "\\vert", "\\lvert": "\\rvert", "\\|": "\\|", "\\lVert": "\\rVert"}
-PI = Node("symbol", (), "\\pi")
+PI = ExpressionNode("symbol", (), "\\pi")
 
 
-class Reader:
+class TokenReader:
     """A position in the tokens, and what surrounds it."""
 
     def __init__(self, found: list[Token]):
@@ -59,21 +59,21 @@ class Reader:
             raise Unreadable("nested too deeply")
 
 
-def with_sign(sign: str, node: Node) -> Node:
+def with_sign(sign: str, node: ExpressionNode) -> ExpressionNode:
     if sign == "+":
         return node
     if sign == "-":
         return negate(node)
-    product = Node("multiply", (Node("sign"), node))
-    return product if sign == "\\pm" else Node("negate", (product,))
+    product = ExpressionNode("multiply", (ExpressionNode("sign"), node))
+    return product if sign == "\\pm" else ExpressionNode("negate", (product,))
 
 
-def product(factors: list[Node]) -> Node:
+def product(factors: list[ExpressionNode]) -> ExpressionNode:
     if len(factors) == 1:
         return factors[0]
     if len(factors) == 2 and factors[1].head == "tuple" and str(factors[0].value).isupper():
         return factors[1]  # the coordinates of a point: A(1, 2)
-    flat: list[Node] = []
+    flat: list[ExpressionNode] = []
     for factor in factors:
         flat.extend(factor.args if factor.head == "multiply" else (factor,))
-    return Node("multiply", tuple(flat))
+    return ExpressionNode("multiply", tuple(flat))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runtime.rewards.mathematics.approximate import Evaluation, Undefined, Value
+from runtime.rewards.mathematics.approximate import NumericEvaluation, Undefined, Value
 from runtime.rewards.mathematics.exact import Irrational
-from runtime.rewards.mathematics.tree import INFINITY, Node, TooCostly, Unreadable, symbols
+from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, TooCostly, Unreadable, symbols
 from runtime.rewards.mathematics.vocabulary import ALL_REALS
 
 DIGITS = 200
@@ -24,11 +24,11 @@ class Interval(NamedTuple):
     high: tuple[Value, int]
 
 
-def is_set_expression(node: Node) -> bool:
+def is_set_expression(node: ExpressionNode) -> bool:
     return node.head in ("union", "intersection", "difference") or _is_reals(node)
 
 
-def intervals(node: Node) -> list[Interval]:
+def intervals(node: ExpressionNode) -> list[Interval]:
     """The set that a node stands for. Raises Unreadable for what is no subset of the real line with constant ends."""
     if _is_reals(node):
         return [Interval((_infinite(-1), 1), (_infinite(1), 0))]
@@ -51,20 +51,20 @@ def intervals(node: Node) -> list[Interval]:
     raise Unreadable(f"a {node.head} is no set of real numbers")
 
 
-def _is_reals(node: Node) -> bool:
+def _is_reals(node: ExpressionNode) -> bool:
     return (node.head == "symbol" and node.value == "mathbb R") or (node.head == "word" and node.value in ALL_REALS)
 
 
 def _infinite(sign: int) -> Value:
-    return Evaluation({}, DIGITS).context.inf * sign
+    return NumericEvaluation({}, DIGITS).context.inf * sign
 
 
-def _end(node: Node) -> Value:
+def _end(node: ExpressionNode) -> Value:
     if node == INFINITY:
         return _infinite(1)
     if node.head == "negate" and node.args[0] == INFINITY:
         return _infinite(-1)
-    evaluation = Evaluation({}, DIGITS)
+    evaluation = NumericEvaluation({}, DIGITS)
     try:
         value = evaluation.value(node)
     except (Undefined, Irrational, TooCostly) as error:
@@ -74,7 +74,7 @@ def _end(node: Node) -> Value:
     return evaluation.context.re(value)
 
 
-def _inequality(node: Node) -> list[Interval]:
+def _inequality(node: ExpressionNode) -> list[Interval]:
     """That of one variable: `x < 3`, `-1 < x \\le 2`, `x \\ne 2`, `x \\in ...`."""
     marks = str(node.value).split()
     if marks == ["\\in"]:
@@ -126,7 +126,7 @@ def _before(a: tuple[Value, int], b: tuple[Value, int]) -> bool:
 
 
 def same_value(a: Value, b: Value) -> bool:
-    context = Evaluation({}, DIGITS).context
+    context = NumericEvaluation({}, DIGITS).context
     if a == b or not (context.isfinite(a) and context.isfinite(b)):
         return bool(a == b)
     return bool(abs(a - b) <= max(abs(a), abs(b)) * context.mpf(10) ** (20 - DIGITS))

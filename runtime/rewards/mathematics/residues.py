@@ -11,14 +11,14 @@ import math
 from functools import lru_cache
 
 from runtime.rewards.mathematics.exact import Irrational, Values, exact, opaque_value
-from runtime.rewards.mathematics.tree import Node, TooCostly, walk
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, walk
 from runtime.rewards.mathematics.work import spend
 
 PRIMES = (2_147_483_629, 2_147_483_587, 2_147_483_563, 2_147_483_549)
 MAX_FACTORIAL = 200_000
 
 
-def residue(node: Node, values: Values, prime: int) -> int:
+def residue(node: ExpressionNode, values: Values, prime: int) -> int:
     """The value of `node` modulo `prime`. Raises Irrational, TooCostly, or ZeroDivisionError where it has no residue."""
     head = node.head
     if head in ("number", "decimal"):
@@ -47,12 +47,12 @@ def residue(node: Node, values: Values, prime: int) -> int:
     return _small(node, values, prime)
 
 
-def hides_a_factorial(node: Node, values: Values) -> bool:
+def hides_a_factorial(node: ExpressionNode, values: Values) -> bool:
     """Whether a factorial in it leaves the residue 0 whatever its size, so that equal residues do not mean equal values."""
     return any(_is_multiple(part, values) for part in walk(node) if part.head == "call" and part.value == "factorial")
 
 
-def _is_multiple(factorial: Node, values: Values) -> bool:
+def _is_multiple(factorial: ExpressionNode, values: Values) -> bool:
     try:
         return exact(factorial.args[0], values) >= min(PRIMES)
     except TooCostly:
@@ -62,7 +62,7 @@ def _is_multiple(factorial: Node, values: Values) -> bool:
 _PLAIN = frozenset(("add", "multiply", "negate", "percent", "divide"))
 
 
-def _small(node: Node, values: Values, prime: int) -> int:
+def _small(node: ExpressionNode, values: Values, prime: int) -> int:
     value = exact(node, values)
     return _quotient(value.numerator, value.denominator, prime)
 
@@ -73,7 +73,7 @@ def _quotient(top: int, bottom: int, prime: int) -> int:
     return top * pow(bottom, -1, prime) % prime
 
 
-def _power(node: Node, values: Values, prime: int) -> int:
+def _power(node: ExpressionNode, values: Values, prime: int) -> int:
     base_node, exponent = node.args
     inverse = exponent.head == "negate"
     if inverse:
@@ -96,7 +96,7 @@ def _power(node: Node, values: Values, prime: int) -> int:
     return pow(base, -reduced if inverse else reduced, prime)
 
 
-def _tower(node: Node, values: Values, modulus: int) -> int:
+def _tower(node: ExpressionNode, values: Values, modulus: int) -> int:
     """The residue of a positive integer too large to write down, modulo any number, by Euler's theorem as generalised:
     a^b = a^(b mod φ(m) + φ(m)) modulo m for every b ≥ log2(m)."""
     if modulus == 1:
@@ -142,7 +142,7 @@ def _totient(modulus: int) -> int:
     return result - result // rest if rest > 1 else result
 
 
-def _factorial(node: Node, values: Values, prime: int) -> int:
+def _factorial(node: ExpressionNode, values: Values, prime: int) -> int:
     try:
         count = exact(node.args[0], values)
     except TooCostly:

@@ -10,10 +10,10 @@ import zlib
 from collections.abc import Iterator
 from fractions import Fraction
 
-from runtime.rewards.mathematics.approximate import DIGITS, Evaluation, Undefined, Value
+from runtime.rewards.mathematics.approximate import DIGITS, NumericEvaluation, Undefined, Value
 from runtime.rewards.mathematics.exact import Irrational, Values, exact
 from runtime.rewards.mathematics.residues import PRIMES, hides_a_factorial, residue
-from runtime.rewards.mathematics.tree import INFINITY, Node, TooCostly, heads, key, number, replace, symbols, walk
+from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, TooCostly, heads, key, number, replace, symbols, walk
 
 POINTS = 4
 INTEGER_POINTS = 24  # for functions of integers, which agree at more points: remainders, floors
@@ -24,7 +24,7 @@ _WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "sum
 Verdict = bool | None  # None: cannot be told
 
 
-def equal_values(prediction: Node, truth: Node) -> Verdict:
+def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Whether two expressions are equal. Raises TooCostly."""
     if prediction == truth or key(prediction) == key(truth):
         return True
@@ -43,17 +43,17 @@ _SCALAR = frozenset(
 )
 
 
-def _is_infinite(node: Node) -> bool:
+def _is_infinite(node: ExpressionNode) -> bool:
     return node == INFINITY or (node.head == "negate" and node.args[0] == INFINITY)
 
 
-def _equal_with_percent(prediction: Node, truth: Node, predicted: bool) -> Verdict:
+def _equal_with_percent(prediction: ExpressionNode, truth: ExpressionNode, predicted: bool) -> Verdict:
     """A percent sign on one side may be a unit (25 for 25%) or a hundredth (0.25)."""
-    hundredth = Node("multiply", (truth if predicted else prediction, number(100)))
+    hundredth = ExpressionNode("multiply", (truth if predicted else prediction, number(100)))
     return _equal(prediction, truth) or (_equal(prediction, hundredth) if predicted else _equal(hundredth, truth))
 
 
-def _equal(prediction: Node, truth: Node) -> Verdict:
+def _equal(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     decimals = bare_decimal(prediction), bare_decimal(truth)
     if decimals[0] is not None and decimals[1] is not None:
         return decimals[0] == decimals[1]
@@ -67,14 +67,14 @@ def _equal(prediction: Node, truth: Node) -> Verdict:
     return True if True in verdicts else verdicts[0]
 
 
-def _bare_logarithm(node: Node) -> bool:
+def _bare_logarithm(node: ExpressionNode) -> bool:
     return any(part.head == "call" and part.value == "log" and len(part.args) == 1 for part in walk(node))
 
 
 # ---------------------------------------------------------------------------------------------------- decimals
 
 
-def bare_decimal(node: Node) -> Fraction | None:
+def bare_decimal(node: ExpressionNode) -> Fraction | None:
     r"""The value of a decimal numeral, signed or times a power of ten; None for anything else."""
     if node.head == "decimal":
         return node.value  # type: ignore[return-value]
@@ -91,7 +91,7 @@ def bare_decimal(node: Node) -> Fraction | None:
     return None
 
 
-def _decimal_equal(decimal: Fraction, form: Node) -> Verdict:
+def _decimal_equal(decimal: Fraction, form: ExpressionNode) -> Verdict:
     """Whether an exact form is what the decimal is a value of, to six digits or more."""
     if symbols(form):
         return _equal_at_points(number(decimal), form, 0, False)
@@ -102,7 +102,7 @@ def _decimal_equal(decimal: Fraction, form: Node) -> Verdict:
     except Irrational:
         pass
     for base in (0, 10) if _bare_logarithm(form) else (0,):
-        evaluation = Evaluation({}, DIGITS, base)
+        evaluation = NumericEvaluation({}, DIGITS, base)
         try:
             value = evaluation.value(form)
         except Undefined:
@@ -168,7 +168,7 @@ def _significant_digits(value: Fraction) -> int | None:
 # ---------------------------------------------------------------------------------------------------- points
 
 
-def _equal_at_points(prediction: Node, truth: Node, log_base: int, rounded: bool) -> Verdict:
+def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base: int, rounded: bool) -> Verdict:
     names = sorted(symbols(prediction) | symbols(truth))
     verdict: Verdict = None
     for values, real_only in _points(names, _about_integers(prediction) or _about_integers(truth)):
@@ -182,7 +182,7 @@ def _equal_at_points(prediction: Node, truth: Node, log_base: int, rounded: bool
     return verdict if names else bool(verdict)
 
 
-def _uncertain(node: Node) -> bool:
+def _uncertain(node: ExpressionNode) -> bool:
     """Whether a sum is over terms by name, F_k, which have no value: so that being different means little."""
     return any(
         part.head == "call" and part.value in ("sum", "prod") and any("_" in name for name in symbols(part.args[3]))
@@ -190,7 +190,7 @@ def _uncertain(node: Node) -> bool:
     )
 
 
-def _about_integers(node: Node) -> bool:
+def _about_integers(node: ExpressionNode) -> bool:
     """Whether the expression has a meaning for integers alone, as n! and (-1)^n do."""
     for part in walk(node):
         if part.head == "call" and part.value in _WHOLE and symbols(part):
@@ -225,7 +225,9 @@ def _integer(index: int, name: str) -> Fraction:
     return Fraction(1 + (chance + index * (1 + chance // 31 % 30)) % 31)
 
 
-def _equal_at(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
+def _equal_at(
+    prediction: ExpressionNode, truth: ExpressionNode, values: Values, log_base: int, rounded: bool, real_only: bool
+) -> Verdict:
     """The verdict of one point; None where the values are not defined there."""
     try:
         found = exact(prediction, values), exact(truth, values)
@@ -247,7 +249,7 @@ def _close(prediction: Fraction, truth: Fraction) -> bool:
     return abs(prediction - truth) * 2 * 10**AGREEING <= max(abs(prediction), abs(truth))
 
 
-def _equal_residues(prediction: Node, truth: Node, values: Values) -> Verdict:
+def _equal_residues(prediction: ExpressionNode, truth: ExpressionNode, values: Values) -> Verdict:
     try:
         if any(residue(prediction, values, prime) != residue(truth, values, prime) for prime in PRIMES):
             return False
@@ -260,7 +262,9 @@ def _equal_residues(prediction: Node, truth: Node, values: Values) -> Verdict:
     raise TooCostly("the factorial of a number of too many digits")
 
 
-def _equal_digits(prediction: Node, truth: Node, values: Values, log_base: int, rounded: bool, real_only: bool) -> Verdict:
+def _equal_digits(
+    prediction: ExpressionNode, truth: ExpressionNode, values: Values, log_base: int, rounded: bool, real_only: bool
+) -> Verdict:
     """By the difference to a number of digits, and to more: that of equal values shrinks."""
     difference, scale, peak, real = _difference(prediction, truth, values, log_base, DIGITS)
     if not real and real_only:
@@ -276,14 +280,16 @@ def _equal_digits(prediction: Node, truth: Node, values: Values, log_base: int, 
     return bool(fine == 0 or fine * 10**20 <= noise)
 
 
-def _difference(a: Node, b: Node, values: Values, log_base: int, digits: int) -> tuple[Value, Value, int, bool]:
+def _difference(
+    a: ExpressionNode, b: ExpressionNode, values: Values, log_base: int, digits: int
+) -> tuple[Value, Value, int, bool]:
     """Absolute difference, the larger absolute value, the binary exponent of the largest number, whether all was real."""
-    evaluation = Evaluation(values, digits, log_base)
+    evaluation = NumericEvaluation(values, digits, log_base)
     left, right = evaluation.value(a), evaluation.value(b)
     return abs(left - right), max(abs(left), abs(right)), evaluation.peak, evaluation.real
 
 
-def proportional(a: Node, b: Node) -> int | None:
+def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
     """The sign of the constant c ≠ 0 with a = c·b; None where there is none, 0 where that cannot be told."""
     names = sorted(symbols(a) | symbols(b))
     if not names:
@@ -293,12 +299,12 @@ def proportional(a: Node, b: Node) -> int | None:
         top, bottom = exact(a, first), exact(b, first)
         if not top or not bottom:
             return None if top != bottom else 0
-        factor: Node = number(top / bottom)
+        factor: ExpressionNode = number(top / bottom)
         sign = 1 if top * bottom > 0 else -1
     except ZeroDivisionError:
         return 0
     except Irrational:
-        evaluation = Evaluation(first, DIGITS)
+        evaluation = NumericEvaluation(first, DIGITS)
         try:
             left, right = evaluation.value(a), evaluation.value(b)
         except (Undefined, Irrational):
@@ -307,10 +313,10 @@ def proportional(a: Node, b: Node) -> int | None:
             return None if evaluation.real else 0
         sign = 1 if evaluation.context.re(left / right) > 0 else -1
         change = {name: number(value) for name, value in first.items()}
-        factor = Node("divide", (_at(a, change), _at(b, change)))
-    verdict = equal_values(a, Node("multiply", (factor, b)))
+        factor = ExpressionNode("divide", (_at(a, change), _at(b, change)))
+    verdict = equal_values(a, ExpressionNode("multiply", (factor, b)))
     return sign if verdict else (None if verdict is False else 0)
 
 
-def _at(node: Node, change: dict[str, Node]) -> Node:
+def _at(node: ExpressionNode, change: dict[str, ExpressionNode]) -> ExpressionNode:
     return replace(node, lambda part: change.get(str(part.value)) if part.head == "symbol" else None)

@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from runtime.rewards.mathematics.tree import CONSTANTS, Node, walk
+from runtime.rewards.mathematics.tree import CONSTANTS, ExpressionNode, walk
 
-_Pairs = list[tuple[str, Node]]
+_Pairs = list[tuple[str, ExpressionNode]]
 
 
 class Solutions(msgspec.Struct, frozen=True, gc=False):
     """`rows`: one solution each, its values in the order of `names`; without names where only tuples are given."""
 
     names: tuple[str, ...]
-    rows: list[tuple[Node, ...]]
+    rows: list[tuple[ExpressionNode, ...]]
 
-    def arranged(self, names: Sequence[str]) -> Node:
+    def arranged(self, names: Sequence[str]) -> ExpressionNode:
         """The solutions as a list of tuples, their values in the order of `names`."""
         order = [self.names.index(name) for name in names] if names else range(len(self.rows[0]))
-        return Node("list", tuple(Node("tuple", tuple(row[at] for at in order), "()") for row in self.rows))
+        return ExpressionNode("list", tuple(ExpressionNode("tuple", tuple(row[at] for at in order), "()") for row in self.rows))
 
 
-def pairs_of_lists(prediction: Node, truth: Node) -> list[tuple[Node, Node]] | None:
+def pairs_of_lists(prediction: ExpressionNode, truth: ExpressionNode) -> list[tuple[ExpressionNode, ExpressionNode]] | None:
     """Two answers as lists of tuples, in the ways in which they are to be compared: the same in one of them is the same.
 
     None where they are not both solutions of several variables, or neither names its variables. Where one does not, the
@@ -47,7 +47,7 @@ def pairs_of_lists(prediction: Node, truth: Node) -> list[tuple[Node, Node]] | N
     ]
 
 
-def solutions(node: Node) -> Solutions | None:
+def solutions(node: ExpressionNode) -> Solutions | None:
     """What an answer says of two variables or more; None where it says anything else."""
     names, items = _statements(node)
     if items and all(map(_is_point, items)) and len({len(item.args) for item in items}) == 1:
@@ -62,7 +62,7 @@ def solutions(node: Node) -> Solutions | None:
     return _grouped(assignments)
 
 
-def _statements(node: Node) -> tuple[tuple[str, ...], Sequence[Node]]:
+def _statements(node: ExpressionNode) -> tuple[tuple[str, ...], Sequence[ExpressionNode]]:
     """The members of a list or set; with the names in front of them in `(x, y) \\in \\{...\\}`."""
     if node.head == "relation" and node.value in ("=", "\\in") and node.args[1].head in ("set", "list"):
         if (names := _names(node.args[0])) is None:
@@ -71,24 +71,24 @@ def _statements(node: Node) -> tuple[tuple[str, ...], Sequence[Node]]:
     return (), node.args if node.head in ("list", "set") else (node,)
 
 
-def _is_point(node: Node) -> bool:
+def _is_point(node: ExpressionNode) -> bool:
     return node.head == "tuple" and node.value == "()" and len(node.args) > 1 and all(map(_is_value, node.args))
 
 
-def _is_value(node: Node) -> bool:
+def _is_value(node: ExpressionNode) -> bool:
     return not any(part.head in ("relation", "sign") for part in walk(node))
 
 
-def _is_variable(node: Node) -> bool:
+def _is_variable(node: ExpressionNode) -> bool:
     return node.head == "symbol" and node.value not in CONSTANTS
 
 
-def _names(node: Node) -> tuple[str, ...] | None:
+def _names(node: ExpressionNode) -> tuple[str, ...] | None:
     names = tuple(str(part.value) for part in node.args)
     return names if node.head == "tuple" and all(map(_is_variable, node.args)) and len(set(names)) == len(names) else None
 
 
-def _assignments(item: Node, before: _Pairs) -> _Pairs | None:
+def _assignments(item: ExpressionNode, before: _Pairs) -> _Pairs | None:
     """What an item assigns; a tuple without names takes those of the item before it."""
     if item.head in ("list", "set", "tuple") and item.args and all(part.head == "relation" for part in item.args):
         found = [_assignment(part) for part in item.args]
@@ -104,7 +104,7 @@ def _assignments(item: Node, before: _Pairs) -> _Pairs | None:
     return None if pair is None else [pair]
 
 
-def _assignment(node: Node) -> tuple[str, Node] | None:
+def _assignment(node: ExpressionNode) -> tuple[str, ExpressionNode] | None:
     """The name and value of `x = 5`."""
     if node.head != "relation" or node.value != "=" or not _is_variable(node.args[0]) or not _is_value(node.args[1]):
         return None

@@ -13,7 +13,7 @@ from runtime.rewards.mathematics.scalars import Verdict, equal_values, proportio
 from runtime.rewards.mathematics.tree import (
     CONSTANTS,
     UNNAMED,
-    Node,
+    ExpressionNode,
     TooCostly,
     Unreadable,
     key,
@@ -29,7 +29,7 @@ MAX_ITEMS = 100  # of a list in which each is compared with each
 _TIME = re.compile(r"1?[0-9]|2[0-4]")
 
 
-def same(prediction: Node, truth: Node) -> Verdict:
+def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Whether two answers are the same. Raises TooCostly."""
     if (ways := solutions.pairs_of_lists(prediction, truth)) is not None:
         return _any(same(*lists) for lists in ways)
@@ -51,14 +51,14 @@ def same(prediction: Node, truth: Node) -> Verdict:
     return _same_in_any_order(predicted, expected)
 
 
-def _bracketed(items: Node, like: Node) -> Node:
+def _bracketed(items: ExpressionNode, like: ExpressionNode) -> ExpressionNode:
     """A list as a tuple whose brackets were left out, if it is as long and its members are not tuples themselves."""
     if len(items.args) != len(like.args) or any(item.head == "tuple" for item in items.args):
         return items
-    return Node("tuple", items.args, like.value)
+    return ExpressionNode("tuple", items.args, like.value)
 
 
-def _items(node: Node) -> list[Node]:
+def _items(node: ExpressionNode) -> list[ExpressionNode]:
     """The members of a list or set; plus-minus stands for two of them."""
     if node.head == "relation" and node.value in ("=", "\\in") and node.args[1].head in ("set", "list"):
         node = node.args[1]
@@ -68,12 +68,12 @@ def _items(node: Node) -> list[Node]:
     return [value for member in members for value in signs(member)]
 
 
-def _has_sign(node: Node) -> bool:
+def _has_sign(node: ExpressionNode) -> bool:
     return any(part.head == "sign" for part in walk(node))
 
 
-def _distinct(items: list[Node]) -> list[Node]:
-    kept: list[Node] = []
+def _distinct(items: list[ExpressionNode]) -> list[ExpressionNode]:
+    kept: list[ExpressionNode] = []
     if len(items) > MAX_ITEMS:
         return list({key(item): item for item in items}.values())
     for item in items:
@@ -82,7 +82,7 @@ def _distinct(items: list[Node]) -> list[Node]:
     return kept
 
 
-def _same_in_any_order(predicted: Sequence[Node], expected: Sequence[Node]) -> Verdict:
+def _same_in_any_order(predicted: Sequence[ExpressionNode], expected: Sequence[ExpressionNode]) -> Verdict:
     """Whether the items can be paired up: equal texts first, then each with each."""
     if len(predicted) != len(expected):
         return False
@@ -124,7 +124,7 @@ def _any(verdicts: Iterable[Verdict]) -> Verdict:
     return True if True in found else (None if None in found else False)
 
 
-def _same_item(prediction: Node, truth: Node) -> Verdict:
+def _same_item(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     heads = prediction.head, truth.head
     if "relation" in heads:
         return _same_with_relation(prediction, truth)
@@ -147,14 +147,14 @@ def _same_item(prediction: Node, truth: Node) -> Verdict:
     return _same_matrix(rows[0], rows[1], "tuple" in heads)
 
 
-def _same_words(prediction: Node, truth: Node) -> Verdict:
+def _same_words(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if prediction.head == truth.head:
         return prediction.value == truth.value or {prediction.value, truth.value} <= NO_SOLUTION
     word, other = (prediction, truth) if prediction.head == "word" else (truth, prediction)
     return other.head == "set" and not other.args and word.value in NO_SOLUTION
 
 
-def _same_tuple(prediction: Node, truth: Node) -> Verdict:
+def _same_tuple(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if len(prediction.args) != len(truth.args):
         return False
     if prediction.value != truth.value and len(truth.args) <= 2:
@@ -182,23 +182,23 @@ def _column(entries: matrices.Rows) -> matrices.Rows:
 # ---------------------------------------------------------------------------------------------------- ratios
 
 
-def _same_ratio(prediction: Node, truth: Node) -> Verdict:
+def _same_ratio(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Proportional ones are the same, but times of day are not; a ratio of two is also a quotient."""
     if prediction.head != "ratio" or truth.head != "ratio":
         ratio, other = (prediction, truth) if prediction.head == "ratio" else (truth, prediction)
-        return len(ratio.args) == 2 and equal_values(Node("divide", ratio.args), other)
+        return len(ratio.args) == 2 and equal_values(ExpressionNode("divide", ratio.args), other)
     if len(prediction.args) != len(truth.args):
         return False
     if _is_clock(prediction) and _is_clock(truth):
         return _all(equal_values(left, right) for left, right in zip(prediction.args, truth.args, strict=True))
     first, other = prediction.args[0], truth.args[0]
     return _all(
-        equal_values(Node("multiply", (left, other)), Node("multiply", (right, first)))
+        equal_values(ExpressionNode("multiply", (left, other)), ExpressionNode("multiply", (right, first)))
         for left, right in zip(prediction.args[1:], truth.args[1:], strict=True)
     )
 
 
-def _is_clock(node: Node) -> bool:
+def _is_clock(node: ExpressionNode) -> bool:
     """Whether it may be a time, whose minutes are not a multiple of its hours."""
     hours, minutes = node.args[0], node.args[1]
     if len(node.args) > 3 or hours.head != "number" or minutes.head != "number":
@@ -209,7 +209,7 @@ def _is_clock(node: Node) -> bool:
 # ---------------------------------------------------------------------------------------------------- relations
 
 
-def _is_name(node: Node) -> bool:
+def _is_name(node: ExpressionNode) -> bool:
     """Whether the left side of an equation only names what the right side is: x, f(x), |AB|, (x, y), V_1 : V_2."""
     if node.head == "symbol":
         return node.value not in CONSTANTS
@@ -220,7 +220,7 @@ def _is_name(node: Node) -> bool:
     return node.head in ("opaque", "word")
 
 
-def _same_with_relation(prediction: Node, truth: Node) -> Verdict:
+def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if prediction.head == truth.head:
         return _same_relation(prediction, truth)
     relation, other = (prediction, truth) if prediction.head == "relation" else (truth, prediction)
@@ -232,7 +232,7 @@ def _same_with_relation(prediction: Node, truth: Node) -> Verdict:
     return False
 
 
-def _values(relation: Node, lenient: bool) -> list[Node]:
+def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
     """What an equation says the answer is: the sides that are no names. `lenient`: whatever stands on its left side."""
     first, last = relation.args[0], relation.args[-1]
     if _is_name(last) and not _is_name(first):
@@ -243,7 +243,7 @@ def _values(relation: Node, lenient: bool) -> list[Node]:
     return []
 
 
-def _same_relation(prediction: Node, truth: Node) -> Verdict:
+def _same_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     prediction, truth = _ends(_named(prediction, truth)), _ends(_named(truth, prediction))
     marks = str(prediction.value).split(), str(truth.value).split()
     if marks[0] == marks[1] and len(prediction.args) == len(truth.args):
@@ -258,34 +258,34 @@ def _same_relation(prediction: Node, truth: Node) -> Verdict:
     return False if marks[0] == marks[1] else None
 
 
-def _named(relation: Node, other: Node) -> Node:
+def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
     """`> 3` as `x > 3` where the other is about x."""
     names = symbols(other)
     if relation.args[0] != UNNAMED or len(names) != 1 or UNNAMED.value in names:
         return relation
-    return Node("relation", (Node("symbol", (), names.pop()), *relation.args[1:]), relation.value)
+    return ExpressionNode("relation", (ExpressionNode("symbol", (), names.pop()), *relation.args[1:]), relation.value)
 
 
-def _ends(relation: Node) -> Node:
+def _ends(relation: ExpressionNode) -> ExpressionNode:
     """An equation through several steps as one between its ends: x = 6/2 = 3."""
     marks = set(str(relation.value).split())
     if marks <= {"=", "\\approx"} and len(relation.args) > 1:
         exact = [side for side, mark in zip(relation.args[1:], str(relation.value).split(), strict=True) if mark == "="]
-        return Node("relation", (relation.args[0], exact[-1] if exact else relation.args[-1]), "=")
+        return ExpressionNode("relation", (relation.args[0], exact[-1] if exact else relation.args[-1]), "=")
     return relation
 
 
-def _conditions(relation: Node) -> list[tuple[Node, str]]:
+def _conditions(relation: ExpressionNode) -> list[tuple[ExpressionNode, str]]:
     """A chain of relations as conditions `f = 0`, `f < 0`, `f \\le 0` or `f \\ne 0`."""
     conditions = []
     for mark, left, right in zip(str(relation.value).split(), relation.args[:-1], relation.args[1:], strict=True):
         if mark in (">", "\\ge"):
             left, right, mark = right, left, {">": "<", "\\ge": "\\le"}[mark]
-        conditions.append((Node("add", (left, negate(right))), mark))
+        conditions.append((ExpressionNode("add", (left, negate(right))), mark))
     return conditions
 
 
-def _same_conditions(predicted: list[tuple[Node, str]], expected: list[tuple[Node, str]]) -> Verdict:
+def _same_conditions(predicted: list[tuple[ExpressionNode, str]], expected: list[tuple[ExpressionNode, str]]) -> Verdict:
     if len(predicted) != len(expected):
         return None
     rest = list(predicted)
@@ -299,17 +299,17 @@ def _same_conditions(predicted: list[tuple[Node, str]], expected: list[tuple[Nod
     return True
 
 
-def _same_zeros(a: Node, b: Node, mark: str) -> bool:
+def _same_zeros(a: ExpressionNode, b: ExpressionNode, mark: str) -> bool:
     """Whether a is a multiple of b; a positive one where that matters."""
     sign = proportional(a, b)
     return sign == 1 or (sign == -1 and mark in ("=", "\\ne"))
 
 
-def _holds_sets(node: Node) -> bool:
+def _holds_sets(node: ExpressionNode) -> bool:
     return any(real_sets.is_set_expression(part) for part in (node, *(node.args if node.head == "relation" else ())))
 
 
-def _same_real_sets(prediction: Node, truth: Node) -> Verdict:
+def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if _members(prediction).head == _members(truth).head == "symbol":
         return _members(prediction) == _members(truth)  # R and Z
     try:
@@ -318,7 +318,7 @@ def _same_real_sets(prediction: Node, truth: Node) -> Verdict:
         return None
 
 
-def _members(node: Node) -> Node:
+def _members(node: ExpressionNode) -> ExpressionNode:
     """The set in `x \\in S` and `D = S`."""
     if node.head == "relation" and node.value in ("=", "\\in") and _is_name(node.args[0]):
         return node.args[1]

@@ -35,27 +35,27 @@ class TooCostly(ValueError):
     """Deciding would take more time or memory than an answer is worth."""
 
 
-class Node(msgspec.Struct, frozen=True, gc=False):
+class ExpressionNode(msgspec.Struct, frozen=True, gc=False):
     head: str
-    args: tuple[Node, ...] = ()
+    args: tuple[ExpressionNode, ...] = ()
     value: Fraction | str = ""
 
 
 CONSTANTS = frozenset(("\\pi", "e", "i", "\\infty"))
-INFINITY = Node("symbol", (), "\\infty")
-UNNAMED = Node("symbol", (), "")  # what `> 3` is about
+INFINITY = ExpressionNode("symbol", (), "\\infty")
+UNNAMED = ExpressionNode("symbol", (), "")  # what `> 3` is about
 _COMMUTATIVE = frozenset(("add", "multiply", "set", "list", "union", "intersection"))
 
 
-def number(value: int | Fraction) -> Node:
-    return Node("number", (), Fraction(value))
+def number(value: int | Fraction) -> ExpressionNode:
+    return ExpressionNode("number", (), Fraction(value))
 
 
-def negate(node: Node) -> Node:
-    return Node("number", (), -node.value) if node.head == "number" else Node("negate", (node,))  # type: ignore[operator]
+def negate(node: ExpressionNode) -> ExpressionNode:
+    return ExpressionNode("number", (), -node.value) if node.head == "number" else ExpressionNode("negate", (node,))  # type: ignore[operator]
 
 
-def walk(node: Node) -> Iterator[Node]:
+def walk(node: ExpressionNode) -> Iterator[ExpressionNode]:
     """`node` and everything below it."""
     pending = [node]
     while pending:
@@ -64,26 +64,26 @@ def walk(node: Node) -> Iterator[Node]:
         pending.extend(node.args)
 
 
-def heads(node: Node) -> set[str]:
+def heads(node: ExpressionNode) -> set[str]:
     return {part.head for part in walk(node)}
 
 
-def symbols(node: Node) -> set[str]:
+def symbols(node: ExpressionNode) -> set[str]:
     """Names of the free symbols; of constants none."""
     return {str(part.value) for part in walk(node) if part.head == "symbol" and part.value not in CONSTANTS}
 
 
-def replace(node: Node, change: Callable[[Node], Node | None]) -> Node:
+def replace(node: ExpressionNode, change: Callable[[ExpressionNode], ExpressionNode | None]) -> ExpressionNode:
     """`node` with each outermost part for which `change` gives one replaced."""
     changed = change(node)
     if changed is not None:
         return changed
     if not node.args:
         return node
-    return Node(node.head, tuple(replace(argument, change) for argument in node.args), node.value)
+    return ExpressionNode(node.head, tuple(replace(argument, change) for argument in node.args), node.value)
 
 
-def signs(node: Node) -> list[Node]:
+def signs(node: ExpressionNode) -> list[ExpressionNode]:
     """What an answer with plus-minus signs stands for: itself where it has none, else both values."""
     if not any(part.head == "sign" for part in walk(node)):
         return [node]
@@ -91,14 +91,14 @@ def signs(node: Node) -> list[Node]:
 
 
 @lru_cache(maxsize=4096)
-def key(node: Node) -> str:
+def key(node: ExpressionNode) -> str:
     """A text that is the same for nodes which differ only in the order of commutative arguments."""
     if isinstance(node.value, Fraction):
         return f"{node.value.numerator:x}/{node.value.denominator:x}"  # decimal digits would take quadratic time
     if not node.args:
         return node.value if node.head == "symbol" else f"{node.head} {node.value}"
     if node.head == "negate":
-        return key(Node("multiply", (number(-1), *node.args)))
+        return key(ExpressionNode("multiply", (number(-1), *node.args)))
     parts = [key(argument) for argument in node.args]
     if node.head in _COMMUTATIVE:
         parts.sort()
