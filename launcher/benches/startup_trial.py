@@ -72,14 +72,14 @@ async def with_ray(count: int) -> None:
     """As `ray.init()` makes it, but for the folder, which is removed."""
     import ray
 
-    class Actor:
+    class EmptyActor:
         def ping(self) -> None: ...
 
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # else a token is left in the home folder
         ray.init(num_cpus=count, log_to_driver=False, _temp_dir=folder)
         try:
-            actors: list[Any] = [ray.remote(Actor).remote() for _ in range(count)]
+            actors: list[Any] = [ray.remote(EmptyActor).remote() for _ in range(count)]
             ray.get([actor.ping.remote() for actor in actors], timeout=DEADLINE)
             await _until_told()
         finally:

@@ -26,7 +26,7 @@ from runtime.config.services import (
     Spread,
     Trainer,
 )
-from runtime.config.training import Critic, CriticOptimizer, Lora, Optimizer, Reference, Stop, Training
+from runtime.config.training import Critic, CriticOptimizer, Lora, Optimizer, Reference, StopConditions, Training
 from runtime.config.whole import Config
 
 __all__ = [
@@ -77,7 +77,7 @@ __all__ = [
     "Services",
     "Source",
     "Spread",
-    "Stop",
+    "StopConditions",
     "Tracker",
     "Trainer",
     "Training",

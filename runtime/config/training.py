@@ -105,7 +105,7 @@ class Lora(Section, frozen=True):
     all but the head."""
 
 
-class Stop(Section, frozen=True):
+class StopConditions(Section, frozen=True):
     """What ends a run besides `training.steps`, whichever comes first."""
 
     hours: HoursOr0 = 0.0

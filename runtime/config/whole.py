@@ -12,7 +12,7 @@ from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Log
 from runtime.config.publication import Publication
 from runtime.config.rewards import Rewards
 from runtime.config.services import Services
-from runtime.config.training import Critic, Lora, Reference, Stop, Training
+from runtime.config.training import Critic, Lora, Reference, StopConditions, Training
 
 
 class Config(Section, frozen=True):
@@ -35,7 +35,7 @@ class Config(Section, frozen=True):
     lora: Lora | None = None
     """Null: the weights themselves are trained; `{}`: adapters with the defaults below. Needs `pip install 'sluice-rl[lora]'`
     where the trainer runs."""
-    stop: Stop = Stop()
+    stop: StopConditions = StopConditions()
     services: Services = Services()
     """A section; or a name, which is that of `services.preset`."""
     cluster: Cluster = Cluster()

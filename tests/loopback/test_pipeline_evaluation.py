@@ -133,9 +133,12 @@ def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_pat
 
 @pytest.mark.parametrize(
     ("stop", "reason"),
-    [(config.Stop(hours=1e-9), "hours are over"), (config.Stop(accuracy=0.9), "accuracy 100.0% reached 90.0%")],
+    [
+        (config.StopConditions(hours=1e-9), "hours are over"),
+        (config.StopConditions(accuracy=0.9), "accuracy 100.0% reached 90.0%"),
+    ],
 )
-def test_a_run_ends_when_its_condition_to_stop_holds(tmp_path: Path, stop: config.Stop, reason: str) -> None:
+def test_a_run_ends_when_its_condition_to_stop_holds(tmp_path: Path, stop: config.StopConditions, reason: str) -> None:
     sections = {"stop": stop, "evaluation": config.Evaluation(before=False, after=False, every=2, max_new_tokens=8)}
     folder = RunFolder(tmp_path, steps=100, eval_problems=3, sections=sections)
     summary = folder.run(Cast.make())

@@ -249,3 +249,13 @@ def test_the_command_line_answers_help() -> None:
     )
     assert done.returncode == 0
     assert "usage: sluice" in done.stdout
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    """Somebody who greps for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
