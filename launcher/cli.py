@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import convert_options
-from runtime.command_line import CommandParser
+from launcher.commands import convert_options
 from runtime.errors import SluiceError, UserError
+from runtime.process.command_line import CommandParser
 
 if TYPE_CHECKING:
-    from launcher.here import Here
+    from launcher.node.here import Here
     from runtime.config import Config
 
 EXIT_CODES = """exit codes:
@@ -196,14 +196,14 @@ def told(work: Callable[[], int]) -> int:
 
 
 def _tell(*lines: str) -> None:
-    from runtime.shown import shown
+    from runtime.telemetry.shown import shown
 
     for line in lines:
         print(f"error: {shown(line)}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
-    from launcher.here import Here
+    from launcher.node.here import Here
     from runtime.config import loading
 
     config = loading.resolve(loading.load(options.config, options.overrides))
@@ -215,13 +215,13 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
     writes. Raises SluiceError."""
     from rich.console import Console
 
+    from launcher.commands.train import train
     from launcher.job import Interrupted
-    from launcher.train import train
     from launcher.view import View
-    from runtime import summary
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
-    from runtime.shown import say, shown
+    from runtime.telemetry import summary
+    from runtime.telemetry.shown import say, shown
 
     console = Console()
     try:
@@ -242,13 +242,13 @@ def run_training(config: Config, here: Here, verbose: bool = False) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from launcher.evaluate import evaluate, own_folder
+    from launcher.commands.evaluate import evaluate, own_folder
     from launcher.job import Interrupted
     from launcher.view import View
     from runtime.config import loading
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
-    from runtime.shown import say
+    from runtime.telemetry.shown import say
 
     console = Console()
     config = own_folder(loading.resolve(loading.load(options.config, options.overrides)))
@@ -264,14 +264,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from launcher.validate import validate
+    from launcher.commands.validate import validate
 
     validate(options.config, options.overrides)
     return 0
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from launcher import scale
+    from launcher.commands import scale
 
     print(asyncio.run(scale.scale(options.run, options.wanted)))
     return 0
@@ -287,7 +287,7 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _render(options: argparse.Namespace) -> int:
-    from launcher import render
+    from launcher.render import command as render
 
     for path in render.render(options):
         print(path)
@@ -295,49 +295,49 @@ def _render(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from launcher import status
+    from launcher.commands import status
 
     asyncio.run(status.show(options.run, options.watch))
     return 0
 
 
 def _samples(options: argparse.Namespace) -> int:
-    from launcher import samples
+    from launcher.commands import samples
 
     samples.show(options)
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from launcher import report
+    from launcher.commands import report
 
     print(report.report(options.run, options.output))
     return 0
 
 
 def _data(options: argparse.Namespace) -> int:
-    from launcher import prepare
+    from launcher.commands import prepare
 
     prepare.run(options.config, options.overrides)
     return 0
 
 
 def _score(options: argparse.Namespace) -> int:
-    from launcher import score
+    from launcher.commands import score
 
     score.score(options.file, options.verifier, options.workers, options.timeout, options.output)
     return 0
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from launcher import convert
+    from launcher.commands import convert
 
     convert.run(options)
     return 0
 
 
 def _import_mindspeed(options: argparse.Namespace) -> int:
-    from launcher import import_mindspeed
+    from launcher.commands import import_mindspeed
 
     without = [name for name in options.without.split(",") if name.strip()]
     import_mindspeed.run(options.file, options.models, options.output, options.report, without)
@@ -345,7 +345,12 @@ def _import_mindspeed(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from launcher.benches import command
+    root = Path(__file__).parents[1]
+    if not (root / "benchmarks").is_dir():
+        raise UserError(f"bench {options.name}: the benchmarks are not installed; take `sluice` from a clone of the source")
+    sys.path.append(str(root))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))  # of what they start
+    from benchmarks import command
 
     given = {field: getattr(options, field) for field in command.Options.__struct_fields__}
     command.run(options.name, command.Options(**given))
@@ -355,8 +360,8 @@ def _bench(options: argparse.Namespace) -> int:
 def _accept(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from launcher import accept
-    from runtime.shown import literal, say
+    from launcher.accept import checks as accept
+    from runtime.telemetry.shown import literal, say
 
     console = Console()
     folder = options.out or Path("accept") / options.device

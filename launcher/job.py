@@ -13,20 +13,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from launcher import environment, jobs, run_folder, topology
-from launcher.agent import Agent
-from launcher.here import Here, placement_faults
+from launcher import jobs, run_folder
 from launcher.known import known_names
-from launcher.machine import on_this_machine
-from launcher.supervisor import Child, Supervisor
+from launcher.node import environment, topology
+from launcher.node.agent import Agent
+from launcher.node.here import Here, placement_faults
+from launcher.node.machine import on_this_machine
+from launcher.node.supervisor import Child, Supervisor
 from launcher.view import View
-from runtime import layout, os_process, startup
+from runtime import run_files
 from runtime.config import Config, loading
 from runtime.config.checks.semantic import semantic_faults
-from runtime.engines import tiny_family
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
-from runtime.startup import Startup
-from services import session
+from runtime.models import tiny_family
+from runtime.process import os_process
+from runtime.telemetry import startup
+from runtime.telemetry.startup import Startup
+from services.rpc import session
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -84,7 +87,7 @@ class Job(ABC, Generic[Result]):
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
             config = on_this_machine(tiny_family.made(await self.prepared()), self._here.address)
-            (self.folder / layout.CONFIG).write_text(loading.to_yaml(config))
+            (self.folder / run_files.CONFIG).write_text(loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()
         finally:
@@ -94,7 +97,7 @@ class Job(ABC, Generic[Result]):
         """Whatever happened: no process stays."""
         if hasattr(self, "supervisor"):
             await self.supervisor.end_all(0.0 if self._signals > 1 else FAILED_GRACE)
-            (self.folder / layout.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
+            (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     def check(self, config: Config) -> None:
         faults = semantic_faults(config, known_names(), self._here.memory(config), trains=self.trains)
@@ -114,9 +117,9 @@ class Job(ABC, Generic[Result]):
     async def _start(self, config: Config) -> str:
         """Start the coordinator, and this node's agent, which is to start the others; returns the coordinator's address."""
         self.view.phase("starting")
-        (self.folder / layout.STARTUP).unlink(missing_ok=True)  # of the run that this one resumes
+        (self.folder / run_files.STARTUP).unlink(missing_ok=True)  # of the run that this one resumes
         reader, writer = os.pipe()
-        path, python = self.folder / layout.CONFIG, sys.executable
+        path, python = self.folder / run_files.CONFIG, sys.executable
         try:
             spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains, self._here.machine)
             self._coordinator = await self.supervisor.start(spec, pass_fds=(writer,))

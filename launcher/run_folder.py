@@ -12,12 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from runtime import checkpoint, layout
+from runtime import run_files
 from runtime.cluster.topology import named_paths
 from runtime.config import Config, Run
 from runtime.data.chosen import sources
 from runtime.errors import UserError
 from runtime.evaluation.sets import evaluation_sets
+from runtime.ledger import checkpoint
 from runtime.ledger.reader import DATABASE, LedgerReader
 
 LOCK = ".lock"
@@ -35,13 +36,13 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
             f"run.dir: {folder} is no run's folder, and a run would replace '{alien}' in it; choose another run.dir"
         )
     # A run's own config.yaml says "" where it began anew.
-    if run.resume in ("never", "") and not run.overwrite and (folder / layout.LEDGER).exists():
+    if run.resume in ("never", "") and not run.overwrite and (folder / run_files.LEDGER).exists():
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
             "with it, or run.overwrite=true to replace it"
         )
     try:
-        logs = folder / layout.LOGS
+        logs = folder / run_files.LOGS
         logs.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("ab")  # what a run under way wrote stays
         try:
@@ -70,9 +71,9 @@ def _take(lock: IO[bytes]) -> None:
 
 def _alien(folder: Path) -> str:
     """What a run would replace in a folder that no run has had; "" for nothing."""
-    if (folder / LOCK).exists() or (folder / layout.LEDGER).is_dir():
+    if (folder / LOCK).exists() or (folder / run_files.LEDGER).is_dir():
         return ""
-    return next((name for name in (*layout.OF_ONE_RUN, layout.CONFIG) if (folder / name).exists()), "")
+    return next((name for name in (*run_files.OF_ONE_RUN, run_files.CONFIG) if (folder / name).exists()), "")
 
 
 def _require_unneeded(folder: Path, config: Config) -> None:
@@ -83,7 +84,7 @@ def _require_unneeded(folder: Path, config: Config) -> None:
             f"run.resume: auto finds no checkpoint in {folder}, which holds {held}; set run.overwrite=true to train anew in "
             "its place, or choose another run.dir"
         )
-    removed = [(folder / name).resolve() for name in layout.OF_ONE_RUN]
+    removed = [(folder / name).resolve() for name in run_files.OF_ONE_RUN]
     for key, path in _inputs(config).items():
         place = Path(path).resolve()
         if any(place == gone or gone in place.parents for gone in removed):
@@ -92,12 +93,12 @@ def _require_unneeded(folder: Path, config: Config) -> None:
 
 def _trained(folder: Path) -> str:
     """What there is of a run that has trained; "" for nothing."""
-    if (folder / layout.MODEL).exists():
+    if (folder / run_files.MODEL).exists():
         return "a trained model"
-    if not (folder / layout.LEDGER / DATABASE).exists():
+    if not (folder / run_files.LEDGER / DATABASE).exists():
         return ""
     try:
-        with LedgerReader(folder / layout.LEDGER) as ledger:
+        with LedgerReader(folder / run_files.LEDGER) as ledger:
             return "a ledger of steps that were trained" if ledger.trained() else ""
     except (UserError, sqlite3.Error) as error:
         return f"a ledger that cannot be read ({error})"
@@ -122,19 +123,19 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
     remove what it is to read, or a run or trained model that nobody said is to be replaced.
     """
     checkpoint.sweep(folder)
-    checkpoint.put_back(folder / layout.MODEL)
+    checkpoint.put_back(folder / run_files.MODEL)
     resume = checkpoint.resolve(config.run.resume, folder, say)
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
     if resume and checkpoint.is_of(folder, Path(resume)):
         return resume
-    if resume and not config.run.overwrite and (folder / layout.LEDGER).exists():  # which knows nothing of that checkpoint
+    if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # which knows nothing of that checkpoint
         raise UserError(
             f"run.resume: {resume} is not of the run that {folder} holds; choose another run.name or run.dir, or set "
             "run.resume=auto to go on with that run, or run.overwrite=true to replace it"
         )
     _require_unneeded(folder, config)
-    for name in layout.OF_ONE_RUN:
+    for name in run_files.OF_ONE_RUN:
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column
 
 from runtime import status
-from runtime.shown import say, shown
+from runtime.telemetry.shown import say, shown
 
 LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 

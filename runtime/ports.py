@@ -1,4 +1,4 @@
-"""What the coordinator asks of each role. `services.client` implements these over gRPC; tests implement them in memory.
+"""What the coordinator asks of each role. `services.rpc.client` implements these over gRPC; tests implement them in memory.
 
 Every method has a deadline of its own (the client's configuration), raises DeadlineExceeded when it passes, ServiceFault
 when the service failed or is gone, and may be cancelled.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from runtime import codec
 from runtime.errors import DeadlineExceeded, ServiceFault
-from runtime.network import own_address
+from runtime.process.network import own_address
 from runtime.weights.gloo_mesh import GlooMesh, reason
 
 Command = TypeVar("Command")

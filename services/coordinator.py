@@ -17,28 +17,28 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from runtime import layout
-from runtime.aio import first_error
+from runtime import run_files
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
 from runtime.config import Config
+from runtime.coordinator.evaluation_run import EvaluationRun
+from runtime.coordinator.lineage import INTERRUPTED
+from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.run_context import EvaluationMaterial, Material
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
-from runtime.pipeline.evaluation_run import EvaluationRun
-from runtime.pipeline.lineage import INTERRUPTED
-from runtime.pipeline.material import EvaluationMaterial, Material
-from runtime.pipeline.run import TrainingRun
 from runtime.ports import Replaceable
-from runtime.startup import Phases, Startup, in_order
+from runtime.process.aio import first_error
 from runtime.status import Progress, Registration, Status, Stop, Topology
-from runtime.trackers import Trackers
+from runtime.telemetry.startup import Phases, Startup, in_order
+from runtime.telemetry.trackers import Trackers
 from services import process
 from services.nodes import Nodes
 from services.peers import Peers
-from services.server import Handler, Server
+from services.rpc.server import Handler, Server
 
 log = logging.getLogger("sluice")
 
@@ -86,7 +86,7 @@ class CoordinatorProcess:
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
-        (self._folder / layout.ADDRESS).write_text(self._address)
+        (self._folder / run_files.ADDRESS).write_text(self._address)
         os.write(ready_fd, f"{self._address}\n".encode())
         os.close(ready_fd)
         end = "failed"
@@ -94,7 +94,7 @@ class CoordinatorProcess:
             await self._unless_failed(self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
-            (self._folder / layout.ADDRESS).unlink(missing_ok=True)
+            (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
             await self._peers.stop_all()
             self._report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
@@ -176,7 +176,7 @@ class CoordinatorProcess:
         held_out = load_held_out(config, tokenizer, train.problems)
         return Material(
             config=config,
-            ledger=await LedgerWriter.open(self._folder / layout.LEDGER, config.ledger.segment_bytes),
+            ledger=await LedgerWriter.open(self._folder / run_files.LEDGER, config.ledger.segment_bytes),
             trackers=self._trackers(),
             train=train,
             held_out=held_out,

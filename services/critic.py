@@ -9,11 +9,11 @@ from services import process
 from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
-    from runtime.engines.critic_rank import CriticRank
+    from runtime.trainer.critic_rank import CriticRank
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
-    from runtime.engines import critic_rank
+    from runtime.trainer import critic_rank
 
     return critic_rank.make(config, rank, world_size)
 

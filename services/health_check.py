@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from runtime.command_line import CommandParser
+from runtime.process.command_line import CommandParser
 
 _OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
 _STATES = health_pb2.HealthCheckResponse.ServingStatus

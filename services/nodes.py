@@ -9,8 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from runtime import os_process
-from runtime.aio import still_missing
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
@@ -18,6 +16,8 @@ from runtime.cluster.topology import Instance, is_group, named_paths, with_rollo
 from runtime.config import Config, Rollout, loading
 from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
+from runtime.process import os_process
+from runtime.process.aio import still_missing
 from services.peers import Peers
 
 POLL = 0.1  # seconds between two looks whether a node's former stream has ended

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from runtime.aio import still_missing
 from runtime.cluster.topology import Instance, group_of
 from runtime.config import Config
+from runtime.coordinator.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.pipeline.roles import EvaluationRoles, Replicas, Roles, Updated
 from runtime.ports import Replaceable
-from runtime.startup import in_order
+from runtime.process.aio import still_missing
 from runtime.status import Loss, Registration, Stop, replaced
-from services.client import client, service_of
-from services.session import Session
+from runtime.telemetry.startup import in_order
+from services.rpc.client import client, service_of
+from services.rpc.session import Session
 
 log = logging.getLogger("sluice")
 

@@ -22,23 +22,23 @@ from typing import Any
 import uvloop
 
 import services
-from runtime import os_process
 from runtime.actor import Actor, Letter
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
-from runtime.network import transport_variables
-from runtime.startup import Phases, uncollected
+from runtime.process import os_process
+from runtime.process.network import transport_variables
 from runtime.status import Registration, State, Status, Stop
+from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
-from services import session, wire
-from services.server import Handler, Server
+from services.rpc import contract, session
+from services.rpc.server import Handler, Server
 
 log = logging.getLogger("sluice")
 
 RATE_WINDOW = 0.5  # seconds
 
 TORCH = ("torch",)
-TRANSFORMERS = ("torch", "runtime.engines.hf_policy", "transformers.modeling_utils")
+TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_utils")
 
 
 class Service(ABC):
@@ -198,7 +198,7 @@ class ServiceProcess:
             machine=os_process.machine(),
         )
         async with session.open_channel(self._coordinator) as channel:
-            method = wire.METHODS["Coordinator", "Register"]
+            method = contract.METHODS["Coordinator", "Register"]
             await session.call(channel, "coordinator", method, registration, self._service.config.deadlines.start)
 
     async def _until_stopped(self, actor: asyncio.Task[None]) -> None:
@@ -228,11 +228,13 @@ class ServiceProcess:
         return {"Status": status, "Stop": stop}
 
     def _role_handlers(self) -> Mapping[str, Handler]:
-        def handler(priority: wire.Priority) -> Handler:
+        def handler(priority: contract.Priority) -> Handler:
             return lambda request, timeout: self._actor.send(request, priority=priority, timeout=timeout)
 
         return {
-            name: handler(method.priority) for (owner, name), method in wire.METHODS.items() if owner == self._service.service
+            name: handler(method.priority)
+            for (owner, name), method in contract.METHODS.items()
+            if owner == self._service.service
         }
 
     def status(self) -> Status:

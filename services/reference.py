@@ -20,8 +20,8 @@ from services.frozen_model import FrozenModelService
 from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
-    from runtime.engines.lent_scorer import LentScorer
-    from runtime.engines.reference_rank import ReferenceRank
+    from runtime.scoring.lent_scorer import LentScorer
+    from runtime.scoring.reference_rank import ReferenceRank
 
 
 class ReferenceService(FrozenModelService):
@@ -34,9 +34,9 @@ class ReferenceService(FrozenModelService):
     _scorer: LentScorer
 
     def load(self) -> None:
-        from runtime import platform
-        from runtime.engines.lent_scorer import LentScorer
-        from runtime.engines.scorer_torch import TorchScorer
+        from runtime.process import platform
+        from runtime.scoring.lent_scorer import LentScorer
+        from runtime.scoring.scorer_torch import TorchScorer
 
         device = platform.device()
         settings = self.config.services.reference
@@ -64,7 +64,7 @@ class ReferenceService(FrozenModelService):
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:
-    from runtime.engines import reference_rank
+    from runtime.scoring import reference_rank
 
     return reference_rank.make(config, rank, world_size)
 

@@ -12,10 +12,10 @@ from runtime import config
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.remote import RemoteFailure
 from runtime.rewards.remote_messages import RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
-from services import wire
-from services.server import OPTIONS
+from services.rpc import contract
+from services.rpc.server import OPTIONS
 
-SCORE = wire.METHODS["RemoteReward", "Score"]
+SCORE = contract.METHODS["RemoteReward", "Score"]
 FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0  # seconds between two attempts to reach a server that is not there
 LEAST = 0.2  # seconds that an attempt is given: one that has less would tell of the deadline, and not of the server
 RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))

@@ -21,9 +21,9 @@ class RewardModelService(FrozenModelService):
     _scorer: ModelScorer
 
     def load(self) -> None:
-        from runtime import platform
-        from runtime.engines.reward_model_torch import TorchRewardModel
+        from runtime.process import platform
         from runtime.rewards.model_scorer import ModelScorer
+        from runtime.scoring.reward_model import TorchRewardModel
 
         device, rewards = platform.device(), self.config.rewards
         assert rewards.model is not None

@@ -7,34 +7,34 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runtime import os_process
 from runtime.actor import Letter
 from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import Cancel, Level, Move
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage
+from runtime.process import os_process
 from runtime.status import State
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
 from services.rollout_weights import COMMANDS, Subscription
 
 if TYPE_CHECKING:
-    from runtime.engines.rollout_base import RolloutEngine
+    from runtime.rollout.engine import RolloutEngine
 
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
     """The engine of the rollout `name`, as its fleet has it. Takes seconds, with vLLM up to a minute; raises UserError."""
-    from runtime import platform
+    from runtime.process import platform
 
     settings, device = replicas(config)[name], platform.device()
     dtype = platform.resolve_dtype(settings.dtype, device)
     longest = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
     if settings.engine == "torch":
-        from runtime.engines.rollout_torch import TorchRolloutEngine
+        from runtime.rollout.torch.engine import TorchRolloutEngine
 
         path, slots = config.model.path, settings.slots
         return TorchRolloutEngine(path, device=device, dtype=dtype, slots=slots, max_model_len=longest)
-    from runtime.engines.rollout_vllm import VLLMRolloutEngine
+    from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
     return VLLMRolloutEngine(
         config.model.path,

@@ -18,7 +18,7 @@ from services.standstill import Standstill
 if TYPE_CHECKING:
     import torch
 
-    from runtime.engines.rollout_base import RolloutEngine
+    from runtime.rollout.engine import RolloutEngine
     from runtime.weights.group import WeightGroup
     from runtime.weights.plan import Manifest
     from runtime.weights.receiver import InplaceReceiver, Staged, WeightReceiver

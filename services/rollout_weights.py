@@ -15,7 +15,7 @@ from services.rollout_staging import InplaceStaging, ShadowStaging, Staging
 from services.standstill import Standstill
 
 if TYPE_CHECKING:
-    from runtime.engines.rollout_base import RolloutEngine
+    from runtime.rollout.engine import RolloutEngine
     from runtime.weights.group import WeightGroup
 
 COMMANDS = (JoinWeights, ReceiveWeights, CommitWeights, AbortWeights)

@@ -24,8 +24,8 @@ from runtime.types import PolicyVersion
 from services import process
 
 if TYPE_CHECKING:
-    from runtime.engines.group_rank import GroupRank
     from runtime.spmd import Relay
+    from runtime.trainer.group_rank import GroupRank
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import Cancelled
 
 if TYPE_CHECKING:
-    from runtime.engines.rollout_base import RolloutEngine
+    from runtime.rollout.engine import RolloutEngine
 
 
 class Standstill:

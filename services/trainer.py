@@ -28,12 +28,12 @@ from services import process
 from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
-    from runtime.engines.train_rank import TrainRank
+    from runtime.trainer.rank import TrainRank
     from runtime.weights.group import PendingGroup, WeightGroup
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
-    from runtime.engines import train_rank
+    from runtime.trainer import rank as train_rank
 
     return train_rank.make(config, rank, world_size)
 

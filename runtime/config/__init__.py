@@ -1,7 +1,7 @@
 """The configuration: one YAML file decoded into typed, frozen Structs. Defaults and meanings live here and nowhere else.
 
 Loading, overrides and checks are in `runtime.config.loading`; this package is the schema alone. The string under each field is
-what `sluice schema` and docs/configuration-reference.md say of the key (`runtime.config.reference` reads it from these files).
+what `sluice schema` and docs/configuration-reference.md say of the key (`launcher.config_reference` reads it from these files).
 """
 
 from runtime.config.algorithm import Algorithm

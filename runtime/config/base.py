@@ -1,7 +1,7 @@
 """What sections are made of: the base of them all, and types that carry bounds and units.
 
-A unit is an annotation of the JSON Schema, and the column of the reference (`runtime.config.reference`). `...Or0`: 0 stands for
-something else, which the key's meaning says.
+A unit is an annotation of the JSON Schema, and the column of the reference (`launcher.config_reference`). `...Or0`: 0 stands
+for something else, which the key's meaning says.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two f
 _ROOT = inspect.type_info(Config)
 # By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
 _PRESETS = {
-    "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parents[1] / "presets"),
-    "services.preset": (inspect.type_info(Services), Path(__file__).parents[1] / "layouts"),
-    "services.environment": (inspect.type_info(Services), Path(__file__).parents[1] / "envs"),
+    "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
+    "services.preset": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
+    "services.environment": (inspect.type_info(Services), Path(__file__).parent / "envs"),
 }
 
 

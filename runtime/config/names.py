@@ -25,7 +25,7 @@ def spell_out(raw: dict[Any, Any]) -> list[str]:
         model = f"{PREFIX} {model['tiny'] or ''}".strip()
     if not isinstance(model, str):
         return []
-    from runtime.engines import tiny_family  # not above: most processes read configurations that name folders
+    from runtime.models import tiny_family
 
     raw["model"] = {"path": model}
     if tiny_family.described(model) is None:

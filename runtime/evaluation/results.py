@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from runtime import layout
+from runtime import run_files
 from runtime.algorithms.maj_at_k import maj_at_k
 from runtime.algorithms.pass_at_k import pass_at_k
 from runtime.algorithms.standard_error import clustered_standard_error
 from runtime.errors import UserError
 from runtime.evaluation.sets import EvaluationData
-from runtime.metrics import Metrics
+from runtime.telemetry.metrics import Metrics
 from runtime.types import PolicyVersion
 
 RESULTS = "results.json"
@@ -91,12 +91,12 @@ class EvaluationResult(Struct, kw_only=True):
 
 
 def folder_for(run_dir: Path, step: int) -> Path:
-    return run_dir / layout.EVALUATIONS / f"step-{step:08d}"
+    return run_dir / run_files.EVALUATIONS / f"step-{step:08d}"
 
 
 def folders(run_dir: Path) -> list[tuple[int, Path]]:
     """Step and folder of each of the run's evaluations, by step, those that were cut short included."""
-    root = run_dir / layout.EVALUATIONS
+    root = run_dir / run_files.EVALUATIONS
     found = ((_FOLDER.fullmatch(path.name), path) for path in root.iterdir()) if root.is_dir() else ()
     return sorted((int(match[1]), path) for match, path in found if match)
 

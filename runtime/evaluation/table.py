@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from runtime.evaluation.results import EvaluationResult, SetResult
-from runtime.shown import LiteralTable
+from runtime.telemetry.shown import LiteralTable
 
 
 def render(results: Sequence[EvaluationResult]) -> LiteralTable:

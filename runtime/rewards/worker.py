@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from runtime.os_process import die_with_parent
+from runtime.process.os_process import die_with_parent
 from runtime.rewards.rules import Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
 
 LENGTH = struct.Struct("<I")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime import platform
+from runtime.process import platform
 from runtime.weights.link import Link
 
 KINDS = {"nccl": "cuda", "hccl": "npu"}

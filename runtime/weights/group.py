@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.errors import UserError
-from runtime.network import PortRange
+from runtime.process.network import PortRange
 from runtime.types import PolicyVersion
 from runtime.weights.link import Transfer
 from runtime.weights.plan import GroupAddress, Manifest

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from msgspec import structs
 
 from runtime.errors import ServiceFault
-from runtime.network import AUTO, PortRange, listen, own_address
+from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, delta, shared_memory
 from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, meet, reason

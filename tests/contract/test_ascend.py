@@ -15,15 +15,15 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from launcher.machine import VISIBLE
-from runtime import platform
-from runtime.engines.vllm.worker import CHECK_FORMAT
+from launcher.node.machine import VISIBLE
+from runtime.process import platform
+from runtime.rollout.vllm.worker import CHECK_FORMAT
 from runtime.weights.device_link import KINDS
 from tests.contract.wheels import PINS, NotToBeHad, Wheel, wheel
 from tests.unit.test_rules import ROOT, TREES
 
 STAND_IN = ROOT / "tests" / "simulated_npu" / "torch_npu"
-WORKER = "runtime/engines/vllm/worker.py"  # what Sluice mixes into vLLM's workers
+WORKER = "runtime/rollout/vllm/worker.py"  # what Sluice mixes into vLLM's workers
 HEADER = "torch_npu/include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp"
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from launcher.conversion import conversion
 from runtime.config import Optimizer
-from runtime.engines import conversion
 from tests.closeness import STEP, assert_close, forward_terms
 from tests.loopback.megatron_member import OPTIMIZER, STEPS, Layout
 from tests.unit.training_steps import assert_metrics, assert_updated

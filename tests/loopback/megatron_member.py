@@ -20,7 +20,9 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
-from runtime.engines import critic_rank, train_rank, train_rows
+from runtime.trainer import critic_rank
+from runtime.trainer import rank as train_rank
+from runtime.trainer import rows as train_rows
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from runtime.config import Trainer
-from runtime.engines import train_rank
 from runtime.errors import ServiceFault
+from runtime.trainer import rank as train_rank
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import comparable, make_probes, weights
 
@@ -151,6 +151,6 @@ def fail_to_save(engine: Any, rank: int, folder: Path) -> None:
 def use_small_buckets() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from runtime.engines.megatron import optimizer
+    from runtime.trainer.megatron import optimizer
 
     optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=BUCKET)

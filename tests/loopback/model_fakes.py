@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from runtime import checkpoint, codec
+from runtime import codec
 from runtime.commands import WeightsSent
+from runtime.ledger import checkpoint
 from runtime.types import GroupPayload, PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.losable import Losable

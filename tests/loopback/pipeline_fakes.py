@@ -16,25 +16,26 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from runtime import checkpoint, codec, config, layout
-from runtime.aio import first_error
+from runtime import codec, config, run_files
 from runtime.commands import Level
 from runtime.config import Config
+from runtime.coordinator.roles import Replicas, Roles, Updated
+from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.run_context import Material
+from runtime.coordinator.states import Phase
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.sets import evaluation_sets
+from runtime.ledger import checkpoint
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.position import Position
 from runtime.ledger.reader import GroupRow, LedgerReader
-from runtime.pipeline.material import Material
-from runtime.pipeline.roles import Replicas, Roles, Updated
-from runtime.pipeline.run import TrainingRun
-from runtime.pipeline.states import Phase
-from runtime.position import Position
+from runtime.process.aio import first_error
 from runtime.status import Progress, Status
-from runtime.summary import Summary
-from runtime.trackers import Trackers, read_jsonl
+from runtime.telemetry.summary import Summary
+from runtime.telemetry.trackers import Trackers, read_jsonl
 from runtime.types import (
     GeneratedGroup,
     GroupPayload,
@@ -382,7 +383,7 @@ class RunFolder:
         return sorted(stream.draw().index for _ in range(groups))
 
     def points(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.path / layout.METRICS)
+        return read_jsonl(self.path / run_files.METRICS)
 
     def checkpoint(self, step: int) -> Path:
         return checkpoint.folder_for(self.path, step)

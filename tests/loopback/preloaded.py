@@ -11,6 +11,6 @@ import runtime.weights.receiver
 import runtime.weights.sender  # noqa: F401
 
 if importlib.util.find_spec("megatron") is not None:
-    from runtime.engines.megatron import facade
+    from runtime.trainer.megatron import facade
 
     facade.prepare(torch.device("cpu"))

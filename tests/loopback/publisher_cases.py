@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from runtime import config
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import ServiceFault
-from runtime.pipeline.publisher import Publisher
-from runtime.pipeline.rollouts import RolloutPool
 from runtime.types import PolicyVersion
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
 

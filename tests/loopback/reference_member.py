@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer
-from runtime.engines.group_rank import use_megatron
+from runtime.trainer.group_rank import use_megatron
 from runtime.types import LogprobRequest
 from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups
@@ -50,7 +50,7 @@ def spread(folder: Path) -> dict[str, dict[int, np.ndarray]]:
 
 def alone(folder: Path) -> dict[int, np.ndarray]:
     """What the torch engine finds."""
-    from runtime.engines.scorer_torch import TorchScorer
+    from runtime.scoring.scorer_torch import TorchScorer
 
     scorer = TorchScorer(str(folder / "policy"), device=CPU, dtype=torch.float32, max_tokens_per_microbatch=BUDGET)
     return {result.group_id: result.values for result in scorer.logprobs(requests())}
@@ -66,7 +66,7 @@ def member(rank: int, folder: Path) -> None:
     for name, parallel in LAYOUTS.items():
         config = config_of(folder, parallel)
         use_megatron(config.services.reference, CPU)
-        from runtime.engines.scorer_megatron import MegatronScorer
+        from runtime.scoring.scorer_megatron import MegatronScorer
 
         scorer = MegatronScorer(config, 2, CPU)
         assert not any(parameter.requires_grad for parameter in scorer._model.parameters())

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 
 from runtime.types import LogprobRequest
-from services import wire
-from services.rpc import common_pb2, reference_pb2
-from services.server import OPTIONS, Handler, Server
-from services.session import Session, call, open_channel
+from services.rpc import contract
+from services.rpc.generated import common_pb2, reference_pb2
+from services.rpc.server import OPTIONS, Handler, Server
+from services.rpc.session import Session, call, open_channel
 
 DEADLINE = 100.0  # seconds that one test may take
 
@@ -81,7 +81,7 @@ async def connected(address: str, service: str = "Reference") -> AsyncIterator[S
 async def unary(address: str, message: LogprobRequest, timeout: float = PATIENCE) -> bytes:
     """One call without a session."""
     async with open_channel(address) as channel:
-        answer: bytes = await call(channel, "reference-0", wire.METHODS["Reference", "Logprobs"], message, timeout)
+        answer: bytes = await call(channel, "reference-0", contract.METHODS["Reference", "Logprobs"], message, timeout)
         return answer
 
 
@@ -101,7 +101,7 @@ def frame(*calls: common_pb2.Call, peer: str = "raw", schema: int = 1) -> common
 
 
 def logprobs(id_: int, payload: bytes, **fields: Any) -> common_pb2.Call:
-    body = wire.METHODS["Reference", "Logprobs"].request.pack(request(payload)).SerializeToString()
+    body = contract.METHODS["Reference", "Logprobs"].request.pack(request(payload)).SerializeToString()
     return common_pb2.Call(**{"id": id_, "method": "Logprobs", "timeout_ms": int(PATIENCE * 1000), "body": body} | fields)
 
 

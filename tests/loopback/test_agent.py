@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launcher.agent import Agent
-from launcher.machine import Machine
-from launcher.supervisor import Supervisor
-from runtime import layout
+from launcher.node.agent import Agent
+from launcher.node.machine import Machine
+from launcher.node.supervisor import Supervisor
+from runtime import run_files
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
-from services.server import Server
+from services.rpc.server import Server
 
 PATIENCE = 100.0
 START = 1.0  # seconds for which a coordinator that is not there is tried
@@ -79,12 +79,12 @@ def test_it_says_what_it_has_and_writes_the_configuration_with_its_own_address(t
     async def test(coordinator: Coordinator, agent: Agent) -> None:
         following = asyncio.create_task(agent.follow())
         assert (await coordinator.told.get()).found == {"run.dir": (await asyncio.to_thread(of_run)), "model.path": ""}
-        written = loading.load(tmp_path / layout.NODES / "b.yaml")
+        written = loading.load(tmp_path / run_files.NODES / "b.yaml")
         assert written.network.interface == "127.0.0.7"
         following.cancel()
 
     def of_run() -> str:
-        from launcher.fingerprint import fingerprint
+        from launcher.node.fingerprint import fingerprint
 
         return fingerprint(tmp_path)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.benches import engines
-from launcher.benches.engines import EnginesSettings
-from launcher.benches.packing import PackingSettings as Samples
-from launcher.benches.packing import PackingShape, packing_config
-from launcher.benches.worker import Worker
+from benchmarks import engines
+from benchmarks.engines import EnginesSettings
+from benchmarks.packing import PackingSettings as Samples
+from benchmarks.packing import PackingShape, packing_config
+from benchmarks.worker import Worker
 
 TINY = EnginesSettings(
     PackingShape(32, 1, 2, 1, 64), rounds=2, seconds=0.1, checkpoints=1, samples=Samples(prompt_tokens=20, reply_tokens=24)

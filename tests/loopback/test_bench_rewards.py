@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.benches import command
-from launcher.benches.rewards import CASES, GSM8K, MODEL, RewardsBenchSettings, measure, render
-from launcher.benches.rewards_trial import OURS, PLAIN
+from benchmarks import command
+from benchmarks.rewards import CASES, GSM8K, MODEL, RewardsBenchSettings, measure, render
+from benchmarks.rewards_trial import OURS, PLAIN
 from runtime.errors import UserError
 
 

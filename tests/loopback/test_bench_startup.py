@@ -10,10 +10,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launcher.benches import startup
-from launcher.benches.startup import RunStart, Start, StartupReport, StartupSettings
+from benchmarks import startup
+from benchmarks.startup import RunStart, Start, StartupReport, StartupSettings
 from runtime.errors import ServiceFault, UserError
-from runtime.memory import Memory
+from runtime.telemetry.memory import Memory
 
 RUN = RunStart(
     phases={"launcher": 0.5, "services": 4.0, "first step": 0.25, "evaluation": 0.5, "to first step": 5.0},

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from launcher import run_folder
-from runtime import checkpoint, config, layout
+from runtime import config, run_files
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.position import Position
+from runtime.ledger import checkpoint
+from runtime.ledger.position import Position
 from runtime.types import PolicyVersion
 
 STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
@@ -38,7 +39,7 @@ def save(run: Path, step: int, word: str, keep: int) -> None:
 
 
 def export(run: Path, word: str) -> None:
-    with checkpoint.atomic_folder(run / layout.MODEL) as partial:
+    with checkpoint.atomic_folder(run / run_files.MODEL) as partial:
         for name in ("config.json", "model.safetensors"):
             (partial / name).write_text(word)
 
@@ -92,8 +93,8 @@ def every_crash(template: Path, work: Work) -> Iterator[tuple[Path, bool]]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = tmp_path / "run"
-    (run / layout.LEDGER).mkdir(parents=True)
-    (run / layout.LEDGER / "payloads").touch()
+    (run / run_files.LEDGER).mkdir(parents=True)
+    (run / run_files.LEDGER / "payloads").touch()
     return run
 
 
@@ -105,8 +106,8 @@ def test_the_only_checkpoint_is_there_until_another_is(run: Path, step: int) -> 
         found = Path(auto(again))
         (word,) = words(found)
         assert found.name == (f"step-{step:08d}" if word == '"new"' else "step-00000040")
-        assert (again / layout.LEDGER / "payloads").exists()
-        assert sorted(path.name for path in (again / layout.CHECKPOINTS).glob(".*")) == []
+        assert (again / run_files.LEDGER / "payloads").exists()
+        assert sorted(path.name for path in (again / run_files.CHECKPOINTS).glob(".*")) == []
         assert killed or word == '"new"'
         seen.append(word)
     assert seen == sorted(seen, reverse=True) and len(set(seen)) == 2  # what counts once counts from then on
@@ -133,7 +134,7 @@ def test_a_run_that_goes_back_keeps_its_base_until_it_has_saved_and_the_branch_t
         save(run, 45, "new", keep)
 
     for again, killed in every_crash(run, goes_back):
-        places = {path.parent.name for path in (again / layout.CHECKPOINTS).rglob(checkpoint.POSITION)}
+        places = {path.parent.name for path in (again / run_files.CHECKPOINTS).rglob(checkpoint.POSITION)}
         assert {"step-00000050", "step-00000060"} <= places
         found = Path(auto(again))
         assert not checkpoint.fault(found)
@@ -150,7 +151,7 @@ def test_the_model_is_there_until_another_is(run: Path) -> None:
     seen = []
     for again, killed in every_crash(run, lambda run: export(run, "new")):
         auto(again)
-        (word,) = words(again / layout.MODEL)
+        (word,) = words(again / run_files.MODEL)
         assert killed or word == "new"
         seen.append(word)
     assert seen == sorted(seen, reverse=True) and len(set(seen)) == 2

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from launcher import cli
-from runtime.engines import conversion
-from runtime.engines.families import Layout, blocks, qwen2
+from launcher.conversion import conversion
 from runtime.errors import InvariantViolated
+from runtime.models.families import Layout, blocks, qwen2
 from tests.closeness import FLOAT32, LOGITS, forward_terms
 from tests.unit.family_cases import CONFIGS, write_folder
 

@@ -12,8 +12,8 @@ import pytest
 
 from runtime.config import Config
 from runtime.errors import UserError
-from runtime.startup import Phases
 from runtime.status import Progress
+from runtime.telemetry.startup import Phases
 from services.coordinator import CoordinatorProcess
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from runtime import config, os_process
+from runtime import config
 from runtime.actor import Actor, Priority
 from runtime.commands import (
     AbortWeights,
@@ -24,10 +24,11 @@ from runtime.commands import (
     SendWeights,
     WeightsSent,
 )
-from runtime.engines.rollout_base import EngineStats
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import Unreachable
-from runtime.pipeline.publisher import Publisher
-from runtime.pipeline.rollouts import RolloutPool
+from runtime.process import os_process
+from runtime.rollout.engine import EngineStats
 from runtime.types import PolicyVersion, StepResult
 from runtime.weights.plan import GroupAddress, Manifest
 from runtime.weights.sender import WeightSender

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.commands import ApplyProbed, BeginStep
-from runtime.engines.train_base import TrainEngine
-from runtime.engines.train_rank import TrainRank
 from runtime.errors import ServiceFault
 from runtime.spmd import Relay
+from runtime.trainer.engine import TrainEngine
+from runtime.trainer.rank import TrainRank
 from runtime.types import StepResult, TrainGroup
 from runtime.weights.plan import TensorSpec
 from services.spmd_service import Follower, SpmdRole

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, Apply, BeginStep, MeetWeights, SendWeights
 from runtime.config import Config, Publication, Trainer
-from runtime.engines import train_rank
-from runtime.engines.train_rank import TrainRank
+from runtime.trainer import rank as train_rank
+from runtime.trainer.rank import TrainRank
 from runtime.types import PolicyVersion
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress

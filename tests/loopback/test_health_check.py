@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from services.server import Server
+from services.rpc.server import Server
 from tests.loopback.session_peers import echo, run
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.logs import Log
-from launcher.supervisor import Supervisor
-from launcher.topology import ProcessSpec
+from launcher.node.logs import Log
+from launcher.node.supervisor import Supervisor
+from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime.config import Logs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.config import Trainer
-from runtime.engines import train_rank
+from runtime.trainer import rank as train_rank
 from tests.closeness import FLOAT32, gamma
 from tests.loopback.ranks import run_ranks
 from tests.unit.training_cases import make_config, make_policy

@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime import os_process
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Scale
 from runtime.config import Config
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
+from runtime.process import os_process
 from runtime.status import Registration
-from services import session, wire
 from services.nodes import Nodes
 from services.peers import Peers
-from services.server import Server
+from services.rpc import contract, session
+from services.rpc.server import Server
 
 PATIENCE = 60.0
-JOIN = wire.METHODS["Coordinator", "Join"]
-PATHS = wire.METHODS["Coordinator", "ReportPaths"]
+JOIN = contract.METHODS["Coordinator", "Join"]
+PATHS = contract.METHODS["Coordinator", "ReportPaths"]
 
 
 def make(**sections: Any) -> Config:

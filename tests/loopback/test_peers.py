@@ -16,10 +16,11 @@ from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserErro
 from runtime.ports import Replaceable
 from runtime.status import Loss, Registration
 from runtime.types import PolicyVersion
-from services import group, peers
-from services.client import ReferenceGroupClient, TrainerClient
+from services import peers
 from services.peers import Peers
-from services.server import Server
+from services.rpc import group
+from services.rpc.client import ReferenceGroupClient, TrainerClient
+from services.rpc.server import Server
 from tests.loopback.session_peers import PATIENCE, run
 
 SERVED = {

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from runtime import checkpoint, config, layout
+from runtime import config, run_files
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
+from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.states import Mark, Phase
 from runtime.errors import ServiceFault, StorageFull, UserError
-from runtime.pipeline.run import TrainingRun
-from runtime.pipeline.states import Mark, Phase
+from runtime.ledger import checkpoint
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, StepResult, ValueRequest
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeRollout, LongTail, RunFolder
@@ -228,7 +229,7 @@ EVERY_TWO = {"checkpoint": config.Checkpoint(every=2, keep=9)}
 
 
 def left(folder: RunFolder) -> set[str]:
-    root = folder.path / layout.CHECKPOINTS
+    root = folder.path / run_files.CHECKPOINTS
     return {path.name for path in root.iterdir()} if root.exists() else set()
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from runtime import config
+from runtime.coordinator.lineage import INTERRUPTED
+from runtime.coordinator.run import TrainingRun
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.pipeline.lineage import INTERRUPTED
-from runtime.pipeline.run import TrainingRun
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_checks import check_books

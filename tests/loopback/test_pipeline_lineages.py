@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from runtime import checkpoint, config
+from runtime import config
+from runtime.coordinator.lineage import INTERRUPTED
+from runtime.coordinator.roles import Updated
+from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.states import Phase
+from runtime.ledger import checkpoint
+from runtime.ledger.position import Position
 from runtime.ledger.reader import LedgerReader
-from runtime.pipeline.lineage import INTERRUPTED
-from runtime.pipeline.roles import Updated
-from runtime.pipeline.run import TrainingRun
-from runtime.pipeline.states import Phase
-from runtime.position import Position
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_fakes import DEADLINE, Cast, FakeRollout, LongTail, RunFolder

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from runtime import config
+from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.states import Phase
 from runtime.errors import Unanswered
-from runtime.pipeline.run import TrainingRun
-from runtime.pipeline.states import Phase
 from runtime.status import Loss, Status
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeReward, FakeRollout, LongTail, RunFolder
@@ -143,7 +143,7 @@ class Stopped(Mortal):
 
 
 def test_a_rollout_that_tells_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.pipeline.accounting.POLL", 0.02)
+    monkeypatch.setattr("runtime.coordinator.accounting.POLL", 0.02)
     cast, _ = cast_of("rollout-0")
     stopped = Stopped("rollout-1", cast.weights)
     stopped.last = 2

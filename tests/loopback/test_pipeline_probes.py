@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.pipeline.run import TrainingRun
+from runtime.coordinator.run import TrainingRun
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.pipeline_fakes import Cast, FakeRollout, LongTail, RunFolder
 

@@ -12,9 +12,9 @@ import pytest
 
 from runtime import config
 from runtime.commands import Level
+from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.states import Phase
 from runtime.errors import ServiceFault
-from runtime.pipeline.run import TrainingRun
-from runtime.pipeline.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ValueRequest
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_checks import check_books

@@ -19,12 +19,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from msgspec import structs
 
 from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run, loading
-from runtime.engines.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
+from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
-from services.server import OPTIONS, Server
-from services.session import Session, open_channel
+from services.rpc.server import OPTIONS, Server
+from services.rpc.session import Session, open_channel
 from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]

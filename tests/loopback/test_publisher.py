@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from runtime.coordinator import weight_sync
 from runtime.errors import InvariantViolated, ServiceFault, Unreachable
-from runtime.metrics import PublicationFigures
-from runtime.pipeline import publisher
+from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
 from tests.loopback.model_fakes import BYTES
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
@@ -123,7 +123,7 @@ def test_a_failure_that_does_not_end_fails_the_publication_and_names_it() -> Non
         assert "the checksum of bucket 0 does not hold" in fault.reason
         assert publishing.committed is None
         assert not any(call[0] == "commit" for rollout in cast.rollouts for call in rollout.calls)
-        assert cast.trainer.calls == [("abort", 1)] * publisher.TRIES
+        assert cast.trainer.calls == [("abort", 1)] * weight_sync.TRIES
 
     run(test)
 

@@ -23,14 +23,14 @@ from msgspec import convert
 
 from runtime import config
 from runtime.data.tokenizer import Tokenizer
-from runtime.engines import tiny_model
 from runtime.errors import ServiceFault, UserError
+from runtime.models import tiny_model
 from runtime.rewards import remote
 from runtime.rewards.remote import RemoteScorer
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import ScoreRequest, Scores
-from services import wire
 from services.remote_reward import SCORE, RemoteRewardClient
+from services.rpc import contract
 from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
@@ -342,7 +342,7 @@ def test_the_guides_example_scores(tokenizer: Tokenizer, tmp_path: Path) -> None
 
 
 def test_the_guide_names_every_field_of_the_messages() -> None:
-    request = wire.METHODS["RemoteReward", "Score"].request.message.DESCRIPTOR
+    request = contract.METHODS["RemoteReward", "Score"].request.message.DESCRIPTOR
     fields = [field.name for field in request.fields_by_name["items"].message_type.fields]
     told = re.findall(r"^\| `(\w+)` \|", GUIDE.read_text(), re.MULTILINE)
     assert told == fields

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.render_plan import Plan
-from launcher.render_slurm import render
+from launcher.render.plan import Plan
+from launcher.render.slurm import render
 from runtime.errors import ConfigError
 from tests.unit.render_cases import auto, listed, made, reloaded
 

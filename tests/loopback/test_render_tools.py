@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher import render_compose, render_kubernetes
+from launcher.render import compose, kubernetes
 from tests.unit.render_cases import auto, listed, made
 
 PLANS = {"one": made(), "cuda": made("cuda", 2, **auto(3)), "named": made("npu", **listed(trains=2, generates=1))}
@@ -25,7 +25,7 @@ def check(*paths: Path) -> subprocess.CompletedProcess[str]:
 def test_compose_files_are_valid(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.yaml" for name in PLANS]
     for path, plan in zip(paths, PLANS.values(), strict=True):
-        path.write_text(render_compose.render(plan)["compose.yaml"])
+        path.write_text(compose.render(plan)["compose.yaml"])
     assert (found := check(*paths)).returncode == 0, found.stdout
     paths[0].write_text(paths[0].read_text().replace("stop_grace_period", "stop_grace"))
     assert check(paths[0]).returncode == 1
@@ -33,7 +33,7 @@ def test_compose_files_are_valid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("localhost", 0), ("nowhere.invalid", 124)])
 def test_the_wait_for_a_name_ends_once_it_is_known_or_in_time(name: str, code: int) -> None:
-    *_, job = yaml.safe_load_all(render_kubernetes.render(PLANS["one"])["sluice.yaml"])
+    *_, job = yaml.safe_load_all(kubernetes.render(PLANS["one"])["sluice.yaml"])
     (wait,) = job["spec"]["template"]["spec"]["initContainers"]
     timeout, _, *command, _ = wait["command"]
     ended = subprocess.run([timeout, "2" if code else "40", *command, name], stdout=subprocess.DEVNULL, timeout=60, check=False)

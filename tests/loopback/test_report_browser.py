@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs plotly: make install")
 
-from launcher.report import report
-from runtime import layout
+from launcher.commands.report import report
+from runtime import run_files
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SECONDS = 90.0
@@ -32,7 +32,7 @@ def test_it_is_drawn_without_a_complaint(browser: str, tmp_path: Path) -> None:
     folder.mkdir()
     names = ("grpo/score/mean", "timing/all", "timing/update", "<b>_rewards/mean", "acc_rewards/mean", "staleness/mean")
     points = [{"step": n, "time": 1e9, **dict.fromkeys(names, n / 7)} for n in range(1, 60)]
-    (folder / layout.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
+    (folder / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
     page = report(folder, None)
     command = [
         *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,4000"),

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.actor import Actor, Priority
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights
-from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, SluiceError
+from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup, host
 from runtime.weights.plan import Manifest, TensorSpec

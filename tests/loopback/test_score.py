@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from launcher import score as score_module
-from launcher.score import score
+from launcher.commands import score as score_module
+from launcher.commands.score import score
 from runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]

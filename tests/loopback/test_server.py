@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from runtime import commands, errors
 from runtime.status import Progress, Status
 from runtime.types import LogprobRequest, PolicyVersion
-from services.server import OPTIONS, Server
-from services.session import open_channel, watch
+from services.rpc.server import OPTIONS, Server
+from services.rpc.session import open_channel, watch
 from tests.loopback.session_peers import (
     PATIENCE,
     Peer,

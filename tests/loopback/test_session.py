@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from runtime.types import LogprobRequest
-from services import stream
-from services.rpc import common_pb2, reference_pb2
+from services.rpc import stream
+from services.rpc.generated import common_pb2, reference_pb2
 from tests.loopback.session_peers import (
     PATIENCE,
     Peer,

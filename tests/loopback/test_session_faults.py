@@ -11,10 +11,10 @@ import pytest
 
 from runtime import errors
 from runtime.types import LogprobRequest
-from services import wire
-from services.rpc import common_pb2
-from services.server import Server
-from services.session import Session, call, open_channel, watch
+from services.rpc import contract
+from services.rpc.generated import common_pb2
+from services.rpc.server import Server
+from services.rpc.session import Session, call, open_channel, watch
 from tests.loopback.session_peers import (
     PATIENCE,
     Peer,
@@ -197,7 +197,7 @@ def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
         await session.close()
         async with open_channel(address) as channel:
             with pytest.raises(errors.DeadlineExceeded, match=r"x: Status: did not answer \(deadline 0.2 s\)"):
-                await call(channel, "x", wire.METHODS["Process", "Status"], None, 0.2)
+                await call(channel, "x", contract.METHODS["Process", "Status"], None, 0.2)
         with pytest.raises(errors.ServiceFault, match="coordinator: Watch: UNAVAILABLE"):
             async for _ in watch(address):
                 pass

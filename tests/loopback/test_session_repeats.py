@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 
 from runtime import errors
 from runtime.types import LogprobRequest
-from services.rpc import common_pb2
+from services.rpc.generated import common_pb2
 from tests.loopback.session_peers import (
     Peer,
     answer,

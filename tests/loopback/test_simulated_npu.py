@@ -19,7 +19,7 @@ from tests.loopback.weight_members import ROOT, SIMULATED_NPU
 SENDER = """
 import json
 import torch
-from runtime import platform
+from runtime.process import platform
 from runtime.types import PolicyVersion
 from runtime.weights.sender import WeightSender
 from tests.loopback.ranks import FRESH

@@ -15,21 +15,22 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from runtime import checkpoint, codec
+from runtime import codec
 from runtime.actor import Actor
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues
 from runtime.config import Config, Deadlines, Publication, Run
 from runtime.data.prompts import StreamState
-from runtime.engines.critic_rank import CriticRank
-from runtime.engines.train_base import CriticEngine
 from runtime.errors import DeadlineExceeded, InvalidMessage
-from runtime.position import Position
+from runtime.ledger import checkpoint
+from runtime.ledger.position import Position
 from runtime.spmd import Relay
+from runtime.trainer.critic_rank import CriticRank
+from runtime.trainer.engine import CriticEngine
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
-from services import wire
-from services.client import CriticClient
-from services.server import Server
-from services.session import Session
+from services.rpc import contract
+from services.rpc.client import CriticClient
+from services.rpc.server import Server
+from services.rpc.session import Session
 from services.spmd_service import Follower, Leader, SpmdRole, SpmdService
 from tests.loopback.session_peers import PATIENCE, run
 
@@ -110,7 +111,7 @@ class Group:
             await service.start()
             actor = Actor(service.name, service, capacity=64)
             actors.append(asyncio.create_task(actor.run()))
-            server = Server({"Critic": {name: _handler(actor) for owner, name in wire.METHODS if owner == "Critic"}}, {})
+            server = Server({"Critic": {name: _handler(actor) for owner, name in contract.METHODS if owner == "Critic"}}, {})
             address = server.bind("127.0.0.1", 0)
             await server.start()
             servers.append(server)

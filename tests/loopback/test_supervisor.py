@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from launcher.supervisor import DYING, Child, Supervisor
-from launcher.topology import ProcessSpec
+from launcher.node.supervisor import DYING, Child, Supervisor
+from launcher.node.topology import ProcessSpec
 from runtime.cluster.restarts import Allowance
 from runtime.config import Restarts
 from runtime.errors import UserError
-from runtime.os_process import INCARNATION
+from runtime.process.os_process import INCARNATION
 
 DEADLINE = 60.0
 LIVES = "import time; time.sleep(600)"
 DIES = "raise SystemExit(1)"
-FAULTS = "from runtime import os_process; os_process.say_errors(['it cannot be']); raise SystemExit({code})"
+FAULTS = "from runtime.process import os_process; os_process.say_errors(['it cannot be']); raise SystemExit({code})"
 DIES_FIRST = f"import os, time; os.environ['{INCARNATION}'] == '0' and os.abort(); time.sleep(600)"
 
 
@@ -107,7 +107,9 @@ def test_the_log_that_is_named_is_that_of_the_process_whose_fault_is_told(tmp_pa
 
     async def test(supervisor: Supervisor) -> None:
         told = ("trainer-0: Accumulate: it cannot be", "critic-0: Apply: it has no log here")
-        codes = [f"from runtime import os_process; os_process.say_errors([{line!r}]); raise SystemExit(1)" for line in told]
+        codes = [
+            f"from runtime.process import os_process; os_process.say_errors([{line!r}]); raise SystemExit(1)" for line in told
+        ]
         children = [await supervisor.start(spec(f"coordinator-{index}", code)) for index, code in enumerate(codes)]
         for child in children:
             await child.process.wait()

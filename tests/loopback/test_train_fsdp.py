@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.engines import train_sharding
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.trainer.fsdp import sharding
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
 from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
@@ -114,8 +114,8 @@ class LentEngine(TorchTrainEngine):
     def begin_step(self, step: int) -> None:
         self._lent = ("optimizer", "param")
         self.offload()
-        shards = [train_sharding.local(parameter) for parameter in self._model.parameters()]
-        moments = [train_sharding.local(state["exp_avg"]) for state in self._optimizer.state.values()]
+        shards = [sharding.local(parameter) for parameter in self._model.parameters()]
+        moments = [sharding.local(state["exp_avg"]) for state in self._optimizer.state.values()]
         self.kept += sum(tensor.untyped_storage().nbytes() for tensor in shards + moments)
         self.onload()
         super().begin_step(step)

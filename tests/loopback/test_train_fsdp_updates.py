@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.config import Config
-from runtime.engines.critic_torch import TorchCriticEngine
-from runtime.engines.train_torch import TorchTrainEngine
-from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import ServiceFault
+from runtime.trainer.fsdp.critic import TorchCriticEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.fsdp.update import TorchUpdateEngine
 from runtime.types import TrainGroup, ValueRequest
 from tests.closeness import STEP, assert_close
 from tests.loopback.ranks import run_two

@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import Config
-from runtime.engines import hf_policy
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.models import hf_policy
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import TrainGroup
 from tests.closeness import BFLOAT16, assert_close
 from tests.loopback.ranks import run_two

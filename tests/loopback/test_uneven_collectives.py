@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.engines.megatron import uneven
+from runtime.trainer.megatron import uneven
 from tests.loopback.ranks import run_two
 
 SIZES = ((3, 2), (0, 4), (2, 2), (0, 0))  # rows of the two ranks

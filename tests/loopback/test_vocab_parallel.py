@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.algorithms.logprobs import token_logprobs
-from runtime.engines.megatron import vocab_parallel
+from runtime.trainer.megatron import vocab_parallel
 from tests.closeness import assert_close
 from tests.loopback.ranks import run_two
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from runtime import platform
 from runtime.errors import ServiceFault
+from runtime.process import platform
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.receiver import Staged, WeightReceiver

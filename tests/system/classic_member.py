@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from runtime.engines.megatron import facade
+from runtime.trainer.megatron import facade
 from tests.loopback.ranks import run_ranks
 
 TOKENS = [5, 17, 3, 99, 42, 8, 61, 0, 23, 77, 12, 34]

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.config import Warmup
 from runtime.data import arithmetic
-from runtime.engines import tiny_model
+from runtime.models import tiny_model
 from tests.real_data import real_file
 from tests.system.namespaces import why_not
 from tests.system.runs import write_config

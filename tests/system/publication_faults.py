@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from runtime.metrics import PublicationFigures
+from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from tests.system.publication_fleet import PHASES, TORCH, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
 

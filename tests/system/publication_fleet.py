@@ -18,15 +18,15 @@ import msgspec
 
 from runtime import config as settings
 from runtime.commands import WeightsSent
-from runtime.pipeline.publisher import Publisher
-from runtime.pipeline.rollouts import RolloutPool
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.weight_sync import Publisher
 from runtime.ports import Answer
 from runtime.status import Loss, Registration
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
-from services.client import RolloutClient, TrainerClient
-from services.server import Server
-from services.session import Session
+from services.rpc.client import RolloutClient, TrainerClient
+from services.rpc.server import Server
+from services.rpc.session import Session
 
 T = TypeVar("T")
 

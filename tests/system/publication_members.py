@@ -24,14 +24,13 @@ import uvloop
 import xxhash
 from safetensors.torch import save_file
 
-from runtime import os_process
 from runtime.commands import SendWeights
 from runtime.config import Config
-from runtime.engines import rollout_torch  # noqa: F401 - imported before the forks
-from runtime.engines.decoder_weights import DecoderWeights
-from runtime.engines.hf_config import read_config
-from runtime.engines.hf_weights import WeightFiles
-from runtime.startup import Phases
+from runtime.models.hf_config import read_config
+from runtime.models.hf_weights import WeightFiles
+from runtime.process import os_process
+from runtime.rollout.torch.decoder_weights import DecoderWeights
+from runtime.telemetry.startup import Phases
 from runtime.types import PolicyVersion
 from runtime.weights import store_group  # noqa: F401
 from runtime.weights.group import WeightGroup

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.benches import coordinator, messages
-from launcher.benches.messages import PLAIN, STREAM, UNARY
+from benchmarks import coordinator, messages
+from benchmarks.messages import PLAIN, STREAM, UNARY
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.benches.packing import PackingShape
-from launcher.benches.publication import pauses
-from launcher.benches.publication import ways as plain
-from launcher.benches.publication.bench import PublicationSettings, measure, render
-from launcher.benches.publication.peers import TRANSPORTS
+from benchmarks.packing import PackingShape
+from benchmarks.publication import pauses
+from benchmarks.publication import ways as plain
+from benchmarks.publication.bench import PublicationSettings, measure, render
+from benchmarks.publication.peers import TRANSPORTS
 
 
 @pytest.mark.timeout(300)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.benches import command, rollout
-from launcher.benches.packing import PackingShape
-from launcher.benches.rollout import RolloutBenchSettings, measure, rank, render
+from benchmarks import command, rollout
+from benchmarks.packing import PackingShape
+from benchmarks.rollout import RolloutBenchSettings, measure, rank, render
 from runtime.errors import UserError
 from tests.system.runs import VLLM_PYTHON, needs_vllm
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.engines import value_model
-from runtime.engines.packed_attention import Packing
+from runtime.models import value_model
+from runtime.models.packed_attention import Packing
 from tests.system.classic_member import TOKENS, Case, run
 from tests.unit.family_cases import CONFIGS, write_folder
 from tests.unit.test_convert import load_folder, same, sluice

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import steps as checkpoints
+from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import LedgerReader
 from tests.system.conftest import make_tiny
 from tests.system.runs import ROOT, check_gone, eventually, started, steps, summary, trained, write_config

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from runtime import codec, layout
+from runtime import codec, run_files
+from runtime.coordinator.states import Phase
 from runtime.ledger.reader import LedgerReader
-from runtime.pipeline.states import Phase
 from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply
 from runtime.types import GroupPayload
 from services.remote_reward import SCORE
@@ -98,7 +98,7 @@ def test_rules_remote_reward_and_model_add_up(
 def check_scores(folder: Path, reward_model: Path) -> None:
     """The scores that the run used are transformers' on the same tokens."""
     model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
-    with LedgerReader(folder / layout.LEDGER) as reader:
+    with LedgerReader(folder / run_files.LEDGER) as reader:
         rows = list(reader.groups(states=(Phase.RETIRED,)))[:4]
         payloads = [codec.decode(GroupPayload, reader.read(row.handles["payload"])) for row in rows]
     scores = []

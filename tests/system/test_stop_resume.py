@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from runtime.checkpoint import read_position
-from runtime.checkpoint import steps as checkpoints
+from runtime.ledger.checkpoint import read_position
+from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import LedgerReader
 from tests.system.runs import check_gone, one_line, started, steps, summary, trained, write_config
 

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher import here
+from launcher.commands.validate import validate
 from launcher.known import known_names
-from launcher.machine import Machine, this_machine
-from launcher.validate import validate
+from launcher.node import here
+from launcher.node.machine import Machine, this_machine
 from runtime import registry
 from runtime.algorithms import interfaces
 from runtime.cluster.topology import processes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from runtime.engines.families import Family, family_for
+from runtime.models.families import Family, family_for
 
 _COMMON = {
     "vocab_size": 101,  # divisible by nothing

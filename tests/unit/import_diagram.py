@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- imports: written by `make diagram` -->\n", "<!-- end of imports -->\n"
 TOP = ("launcher", "services", "runtime")
-SHARED = ("runtime", "config")  # what everything may import
+SHARED = ("runtime", "config", "process", "telemetry")  # what everything may import
 
 
 def package(module: str) -> str:
-    """The package of a module as the diagram has it: "pipeline" of runtime.pipeline.buffer."""
+    """The package of a module as the diagram has it: "pipeline" of runtime.coordinator.buffer."""
     first, *rest = module.split(".")
     if first != "runtime":
         return first

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.states import Mark
 from runtime.ledger.journal import LedgerWriter
-from runtime.pipeline.buffer import Buffer
-from runtime.pipeline.states import Mark
 from tests.unit.test_buffer import generated, ids, scores, ticket
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from runtime.config import Config, Lora, Reference, Run
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from tests.unit.training_cases import make_config
 from tests.unit.training_steps import assert_updated
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from launcher.mindspeed.reading import FileEntry, Read
+from launcher.mindspeed.settings import TranslatedKey
+from launcher.mindspeed.translate import Translation, translate
 from runtime.errors import ConfigError
-from runtime.mindspeed.reading import FileEntry, Read
-from runtime.mindspeed.settings import TranslatedKey
-from runtime.mindspeed.translate import Translation, translate
 
 BASE: dict[str, dict[str, Any]] = {
     "megatron_training": {"tokenizer_name_or_path": "m", "global_batch_size": 32, "seq_length": 1024, "stage": "ray_grpo"},

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from launcher.render_plan import Device, Plan, plan
+from launcher.render.plan import Device, Plan, plan
 from runtime.config import Config, loading
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from runtime import codec
-from runtime.engines.rollout_torch import TorchRolloutEngine
+from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
 
 

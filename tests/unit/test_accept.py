@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.accept import CHECKS, AcceptReport, CheckOutcome, placement, render
+from launcher.accept.checks import CHECKS, AcceptReport, CheckOutcome, placement, render
 
 
 def report(*outcomes: CheckOutcome) -> AcceptReport:

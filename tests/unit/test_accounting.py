@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runtime.actor import MailboxStats
-from runtime.pipeline import accounting
-from runtime.pipeline.accounting import BusyMeter
+from runtime.coordinator import accounting
+from runtime.coordinator.accounting import BusyMeter
 from runtime.status import Status
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.batching import balance, balance_each, length_buckets, micro_batches
 from runtime.config import Optimizer
-from runtime.engines.lr_schedule import learning_rate
+from runtime.trainer.batching import balance, balance_each, length_buckets, micro_batches
+from runtime.trainer.lr_schedule import learning_rate
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=40)
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from launcher.benches import command, engine, train, train_trl
-from launcher.benches.material import bench_config
-from launcher.benches.plain_loop import PlainLoop, logprobs, padded
-from launcher.benches.worker import Bench, Measured, Worker, total
+from benchmarks import command, engine, train, train_trl
+from benchmarks.material import bench_config
+from benchmarks.plain_loop import PlainLoop, logprobs, padded
+from benchmarks.worker import Bench, Measured, Worker, total
 from runtime.config import Config
 from runtime.errors import ServiceFault, UserError
 from runtime.status import Progress

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.benches import engines
-from launcher.benches.engines import LOAD, PASSES, SAVE, EnginesSettings
-from launcher.benches.worker import Measured, Worker
+from benchmarks import engines
+from benchmarks.engines import LOAD, PASSES, SAVE, EnginesSettings
+from benchmarks.worker import Measured, Worker
 from runtime.config import Config, Run
 from runtime.config.checks import megatron
 from runtime.errors import UserError

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from launcher.benches.intervals import t_interval, t_quantile, wilson
+from benchmarks.intervals import t_interval, t_quantile, wilson
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import replace
 from rich.console import Console
 
-from launcher.benches import learning, learning_trial
-from launcher.benches.learning import (
+from benchmarks import learning, learning_trial
+from benchmarks.learning import (
     PLAIN,
     SLUICE,
     LearningPoint,
@@ -22,9 +22,9 @@ from launcher.benches.learning import (
     render,
     report,
 )
-from launcher.benches.material import bench_config
-from launcher.benches.plain_loop import PlainLoop
-from launcher.benches.staleness.runs import CONFIG
+from benchmarks.material import bench_config
+from benchmarks.plain_loop import PlainLoop
+from benchmarks.staleness.runs import CONFIG
 from runtime.config import Config, loading
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.benches import packing
-from launcher.benches.packing import PackingSettings, PackingShape, packing_config, waste
-from launcher.benches.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
-from launcher.benches.worker import Bench, Measured, Worker
-from launcher.random_groups import GroupLengths, draw_lengths
+from benchmarks import packing
+from benchmarks.packing import PackingSettings, PackingShape, packing_config, waste
+from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
+from benchmarks.worker import Bench, Measured, Worker
+from launcher.accept.random_groups import GroupLengths, draw_lengths
 from runtime.config import Config
 from tests.closeness import STEP, assert_close
 

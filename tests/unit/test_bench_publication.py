@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from launcher.benches import command
-from launcher.benches.publication import bench, changes, pauses, transfers
-from launcher.benches.publication.changes import Changes
-from launcher.benches.publication.material import read_sizes, uneven
-from launcher.benches.publication.pauses import Held, PauseWindow
-from launcher.benches.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures, rates, spread
-from launcher.benches.rollout import Pauses
+from benchmarks import command
+from benchmarks.publication import bench, changes, pauses, transfers
+from benchmarks.publication.changes import Changes
+from benchmarks.publication.material import read_sizes, uneven
+from benchmarks.publication.pauses import Held, PauseWindow
+from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures, rates, spread
+from benchmarks.rollout import Pauses
 from runtime.errors import UserError
 
 

@@ -17,19 +17,19 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from launcher.benches import command
-from launcher.benches.intervals import wilson
-from launcher.benches.staleness import bench, runs
-from launcher.benches.staleness.bench import QUICK, StalenessReport, StalenessSettings, measure, render
-from launcher.benches.staleness.report import report
-from launcher.benches.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, outcome, overrides, plan, train
+from benchmarks import command
+from benchmarks.intervals import wilson
+from benchmarks.staleness import bench, runs
+from benchmarks.staleness.bench import QUICK, StalenessReport, StalenessSettings, measure, render
+from benchmarks.staleness.report import report
+from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, outcome, overrides, plan, train
 from launcher.cli import main
-from launcher.supervisor import Child, Supervisor
-from runtime import layout
+from launcher.node.supervisor import Child, Supervisor
+from runtime import run_files
 from runtime.config import loading
 from runtime.data import arithmetic
 from runtime.errors import SluiceError, UserError
-from runtime.summary import Totals
+from runtime.telemetry.summary import Totals
 
 SMALL = StalenessSettings(steps=4, seeds=2, bounds=(0, 2), every=2)
 NAMES = [trial.name for trial in plan(SMALL)]
@@ -38,7 +38,7 @@ NAMES = [trial.name for trial in plan(SMALL)]
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second a figure: one test draws."""
-    monkeypatch.setattr("launcher.benches.staleness.figure.draw", lambda made, png: None)
+    monkeypatch.setattr("benchmarks.staleness.figure.draw", lambda made, png: None)
 
 
 class Runs:
@@ -64,7 +64,7 @@ def write(trial: StalenessTrial, settings: StalenessSettings, folder: Path, step
     (run_dir / "config.yaml").write_text(loading.to_yaml(replace(config, run=replace(config.run, resume=""), **made)))
     done = settings.steps if steps is None else steps
     accuracies = {step: min(1.0, 0.5 + 0.01 * trial.seed + 0.1 * step) for step in range(0, done + 1, settings.every)}
-    (run_dir / layout.METRICS).write_text(
+    (run_dir / run_files.METRICS).write_text(
         "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, done + 1))
         + "".join(
             json.dumps(
@@ -176,7 +176,7 @@ def test_changed_settings_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "damage", [layout.CONFIG, layout.SUMMARY, layout.METRICS, "stopped early", "not evaluated", "old schema"]
+    "damage", [run_files.CONFIG, run_files.SUMMARY, run_files.METRICS, "stopped early", "not evaluated", "old schema"]
 )
 def test_a_run_that_is_not_whole_runs_again(tmp_path: Path, damage: str) -> None:
     run(tmp_path, Runs())
@@ -185,8 +185,8 @@ def test_a_run_that_is_not_whole_runs_again(tmp_path: Path, damage: str) -> None
     if damage == "stopped early":
         write(trial, SMALL, tmp_path, steps=2)
     elif damage == "not evaluated":
-        lines = (run_dir / layout.METRICS).read_text().splitlines(keepends=True)
-        (run_dir / layout.METRICS).write_text("".join(lines[:-1]))
+        lines = (run_dir / run_files.METRICS).read_text().splitlines(keepends=True)
+        (run_dir / run_files.METRICS).write_text("".join(lines[:-1]))
     elif damage == "old schema":
         (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "once: 1\n")
     else:
@@ -354,7 +354,7 @@ def test_the_figure_and_the_report_are_written(
 
 
 def test_a_curve_stands_on_what_all_runs_evaluated() -> None:
-    from launcher.benches.staleness.figure import curve
+    from benchmarks.staleness.figure import curve
 
     whole = RunOutcome(
         1, 1, 2, [EvaluationPoint(0, 0, 0, 0.5), EvaluationPoint(25, 25, 35, 0.6), EvaluationPoint(50, 50, 60, 0.7)], 0, 0, 0

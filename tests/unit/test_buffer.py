@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.states import Mark
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
-from runtime.pipeline.buffer import Buffer
-from runtime.pipeline.states import Mark
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 

@@ -11,7 +11,7 @@ from runtime.cluster.topology import alternates, reference_takes_part, takes_tur
 from runtime.config import Config
 from runtime.config.checks.colocation import colocation_faults
 from runtime.config.checks.devices import device_faults
-from runtime.pipeline.material import accelerators
+from runtime.coordinator.run_context import accelerators
 
 WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}
 

@@ -13,18 +13,19 @@ import msgspec
 import pytest
 import torch
 
-from launcher import cli, here
-from launcher.here import Here
-from launcher.machine import Machine
-from runtime import platform
+from launcher import cli
+from launcher.node import here
+from launcher.node.here import Here
+from launcher.node.machine import Machine
 from runtime.config import Config
 from runtime.config.checks import megatron
 from runtime.config.checks.megatron import memory_of_ranks
 from runtime.config.checks.models import spread_models
 from runtime.config.loading import resolve
-from runtime.engines import train_rank
-from runtime.engines.limits import kv_cache_bytes
 from runtime.errors import UserError
+from runtime.models.limits import kv_cache_bytes
+from runtime.process import platform
+from runtime.trainer import rank as train_rank
 from tests.unit.config_cases import checked, model_folder
 from tests.unit.model_dimensions import CONFIGS
 

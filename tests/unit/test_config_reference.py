@@ -13,20 +13,21 @@ from typing import Any
 
 import msgspec
 
-from runtime.config import UNIT, Config, loading, reference
+from launcher import config_reference
+from launcher.mindspeed.keys import table
+from runtime.config import UNIT, Config, loading
 from runtime.config.meanings import purpose, schema
-from runtime.mindspeed.keys import table
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration-reference.md"
-KEYS = [key for part in reference.parts() for key in part.keys]
+KEYS = [key for part in config_reference.parts() for key in part.keys]
 PATHS = {key.path for key in KEYS}
-SECTIONS = {part.path for part in reference.parts()}
+SECTIONS = {part.path for part in config_reference.parts()}
 FILES = [path for package in ("runtime", "services", "launcher") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def test_the_page_is_what_the_schema_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference.page(), f"run `{reference.COMMAND}`"
+    assert PAGE.read_text(encoding="utf-8") == config_reference.page(), f"run `{config_reference.COMMAND}`"
 
 
 def leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -49,7 +50,7 @@ def test_every_key_of_a_configuration_is_there_once() -> None:
 
 
 def test_every_key_has_a_meaning() -> None:
-    def is_told(key: reference.ReferenceKey) -> bool:
+    def is_told(key: config_reference.ReferenceKey) -> bool:
         begins = key.meaning[:1]
         return bool(key.type) and key.meaning.endswith(".") and (not begins.islower() or begins in "ηβλ")
 
@@ -57,7 +58,7 @@ def test_every_key_has_a_meaning() -> None:
 
 
 def test_every_section_has_a_purpose() -> None:
-    for part in reference.parts():
+    for part in config_reference.parts():
         assert part.purpose.endswith((".", ".)")), part.path
     assert purpose(Config).startswith("A run's configuration.")
 
@@ -74,7 +75,7 @@ def test_what_a_meaning_names_exists() -> None:
 def test_what_mindspeed_rl_s_keys_decide_exists() -> None:
     ours = {path for keys in table().values() for key in keys.values() for path in key.to}
     assert sorted(ours - PATHS) == []
-    (row,) = [line for line in reference.page().splitlines() if line.startswith("| `sampling.group_size` |")]
+    (row,) = [line for line in config_reference.page().splitlines() if line.startswith("| `sampling.group_size` |")]
     assert "`rl_config.n_samples_per_prompt`" in row
 
 

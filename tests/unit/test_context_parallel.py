@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.engines.megatron.context import packing_of, tokens_of
-from runtime.engines.packed_attention import Packing, packed_attention
+from runtime.models.packed_attention import Packing, packed_attention
+from runtime.trainer.megatron.context import packing_of, tokens_of
 
 pytestmark = pytest.mark.numeric
 

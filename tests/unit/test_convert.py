@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from launcher import cli
-from runtime.engines import value_model
-from runtime.engines.families import Layout
+from runtime.models import value_model
+from runtime.models.families import Layout
 from runtime.weights.tensor_files import TensorWriter
 from tests.unit.family_cases import CONFIGS, make_family, write_folder
 
@@ -97,7 +97,7 @@ def test_each_rank_reads_its_own_files(tmp_path: Path) -> None:
 
 
 def test_several_files_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engines.hf_policy.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("runtime.models.hf_policy.SHARD_BYTES", 30_000)
     tensors = write_folder(tmp_path / "hf", "qwen2")
     assert to_core(tmp_path / "hf", tmp_path / "core", "--tensor-parallel", "2") == 0
     assert to_hf(tmp_path / "core", tmp_path / "sharded") == 0

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
-from runtime.engines.core_checkpoint import CoreCheckpoint
-from runtime.engines.families import Layout
 from runtime.errors import InvariantViolated
+from runtime.models.families import Layout
+from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 from tests.unit.test_convert import refused, same, sluice
 

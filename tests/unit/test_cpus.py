@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import cpus
-from launcher.environment import environment, faults
-from launcher.machine import Machine, this_machine
-from launcher.topology import coordinator_spec, service_specs
+from launcher.node import cpus
+from launcher.node.environment import environment, faults
+from launcher.node.machine import Machine, this_machine
+from launcher.node.topology import coordinator_spec, service_specs
 from runtime.cluster.nodes import Launch
 from runtime.config import Config
 

@@ -19,8 +19,8 @@ from runtime.data.order import Share
 from runtime.data.prepare import CHUNK_ROWS, PreparedData, prepare
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
-from runtime.engines import tiny_model
 from runtime.errors import ConfigError, UserError
+from runtime.models import tiny_model
 
 
 @pytest.fixture

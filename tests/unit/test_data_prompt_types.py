@@ -10,8 +10,8 @@ import pytest
 
 from runtime.data.prompt_types import MODEL, names, slot_template
 from runtime.data.tokenizer import Tokenizer
-from runtime.engines import tiny_model
 from runtime.errors import UserError
+from runtime.models import tiny_model
 from tests.real_data import ROOT
 
 SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}

@@ -16,7 +16,7 @@ from runtime.data.overlap import overlap
 from runtime.data.prepare import prepare
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
-from runtime.engines import tiny_model
+from runtime.models import tiny_model
 from tests.real_data import ROOT, real_file
 
 PARTS = "deepscaler_parts"

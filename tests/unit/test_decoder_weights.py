@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runtime.engines.decoder import Decoder
-from runtime.engines.decoder_weights import DecoderWeights, mismatch
-from runtime.engines.hf_config import read_config
 from runtime.errors import InvalidMessage
+from runtime.models.hf_config import read_config
+from runtime.rollout.torch.decoder import Decoder
+from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import allocate, views
 from tests.closeness import assert_close, forward_terms

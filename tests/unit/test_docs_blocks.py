@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import cli, node, render
-from launcher.validate import validate
+from launcher import cli
+from launcher.commands.validate import validate
+from launcher.node import __main__ as node
+from launcher.render import command as render
 from runtime.config import Config
 from runtime.config.loading import load
 from runtime.config.yaml_text import dump

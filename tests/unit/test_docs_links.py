@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from runtime.config import reference
+from launcher import config_reference
 from tests.unit.zh_pages import GENERATED
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,9 @@ def test_keys_that_are_named_exist(page: Path) -> None:
     text = GENERATED.sub("", page.read_text(encoding="utf-8"))
     if page.name == "verl-and-trl.md":
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
-    known = {key.path for part in reference.parts() for key in part.keys} | {part.path for part in reference.parts()}
+    known = {key.path for part in config_reference.parts() for key in part.keys} | {
+        part.path for part in config_reference.parts()
+    }
     plain = {path.replace("[]", "") for path in known}
     sections = {path.partition(".")[0] for path in plain}
     named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", text)

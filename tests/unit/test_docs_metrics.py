@@ -16,30 +16,30 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import metrics
 from runtime.config import Critic, RowFormat
+from runtime.coordinator.accounting import Books
+from runtime.coordinator.dynamic_sampling import DynamicSampling
+from runtime.coordinator.probes import Probes
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.turn_taking import TO_INFER, TO_TRAIN
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Judged
 from runtime.evaluation.sets import EvaluationData
-from runtime.metrics import PublicationFigures, SpanClock
-from runtime.pipeline.accounting import Books
-from runtime.pipeline.dynamic_sampling import DynamicSampling
-from runtime.pipeline.probes import Probes
-from runtime.pipeline.rollouts import RolloutPool
-from runtime.pipeline.turn_taking import TO_INFER, TO_TRAIN
+from runtime.telemetry import metrics
+from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
 from tests.metric_names import described
 
 pytest.importorskip("torch", reason="needs torch: make install")
 
-from runtime.engines.critic_rank import CriticRank
-from runtime.engines.critic_torch import TorchCriticEngine
-from runtime.engines.train_rank import TrainRank
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.trainer.critic_rank import CriticRank
+from runtime.trainer.fsdp.critic import TorchCriticEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.rank import TrainRank
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import run_step
 
-RUNTIME = Path(metrics.__file__).parent
+RUNTIME = Path(metrics.__file__).parents[1]
 SEVERAL = {"groups_per_step": 3, "epochs": 2, "mini_batch_size": 1}
 LENGTHS = {"overlong_buffer": 0.5, "missing_eos_penalty": 0.1}
 PPO = {"advantage": "gae", "kl_placement": "reward", "kl": "k1"}
@@ -48,7 +48,7 @@ PPO = {"advantage": "gae", "kl_placement": "reward", "kl": "k1"}
 def spans() -> set[str]:
     """The phases that the coordinator accounts for."""
     named = {TO_INFER, TO_TRAIN, metrics.UPDATE, metrics.UPDATE_CRITIC, "rule_reward", "reward_model"}
-    for path in (RUNTIME / "pipeline").glob("*.py"):
+    for path in (RUNTIME / "coordinator").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_spans.span"):
                 argument = node.args[0]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.pipeline.dynamic_sampling import NO_SIGNAL, DynamicSampling
-from runtime.pipeline.states import Phase
+from runtime.coordinator.dynamic_sampling import NO_SIGNAL, DynamicSampling
+from runtime.coordinator.states import Phase
 from runtime.types import Scores
 from tests.unit.test_buffer import Harness, generated, ticket
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.environment import faults, port_ranges
-from launcher.machine import Machine, jemalloc_paths, this_machine
-from launcher.topology import service_specs
+from launcher.node.environment import faults, port_ranges
+from launcher.node.machine import Machine, jemalloc_paths, this_machine
+from launcher.node.topology import service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
 from runtime.cluster.placement import NodeOffer, place
 from runtime.config import Config, loading

@@ -14,10 +14,10 @@ from runtime.config import Config, Data, Source, Warmup
 from runtime.config.checks.semantic import semantic_faults
 from runtime.data.chosen import row_format_of
 from runtime.data.tokenizer import Tokenizer
-from runtime.engines.tiny_model import write_tokenizer
 from runtime.errors import UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.evaluation.sets import HELD_OUT, evaluation_sets, set_faults
+from runtime.models.tiny_model import write_tokenizer
 
 
 def make(*sets: dict[str, Any], **sections: Any) -> Config:

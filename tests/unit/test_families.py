@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.engines.families import Family, Layout, Parameter, family_for
 from runtime.errors import InvariantViolated, UserError
+from runtime.models.families import Family, Layout, Parameter, family_for
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 
 Tensors = dict[str, torch.Tensor]

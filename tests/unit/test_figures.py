@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from runtime import layout
+from runtime import run_files
 
 
 def draw(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "runtime.figures", str(folder)]
+    command = [sys.executable, "-W", "error", "-m", "runtime.telemetry.figures", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_draws_runs_long_and_short_whatever_they_logged(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: make install")
-    from runtime.figures import plot_run
+    from runtime.telemetry.figures import plot_run
 
     step = {"grpo/score/mean": 0.5, "staleness/mean": 0.7, "staleness/max": 2, "timing/all": 1.0, "timing/update": 0.6}
     other = {f"timing/phase_{index}": 0.1 for index in range(9)}
@@ -35,8 +35,8 @@ def test_draws_runs_long_and_short_whatever_they_logged(tmp_path: Path) -> None:
         "nulls": [{"step": n, **dict.fromkeys(step), "timing/all": 1.0} for n in range(3)],
     }
     for name, points in logged.items():
-        (tmp_path / layout.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
-        plot_run(tmp_path / layout.METRICS, tmp_path / f"{name}.png")
+        (tmp_path / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
+        plot_run(tmp_path / run_files.METRICS, tmp_path / f"{name}.png")
         data = (tmp_path / f"{name}.png").read_bytes()
         assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (1440, 900)
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".jsonl"}
@@ -46,7 +46,7 @@ def test_smoothing_is_the_mean_of_the_last_ten() -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: make install")
     import numpy as np
 
-    from runtime.figures import _smoothed
+    from runtime.telemetry.figures import _smoothed
 
     values = np.arange(25.0) ** 2
     expected = [values[max(0, index - 9) : index + 1].mean() for index in range(25)]
@@ -55,8 +55,8 @@ def test_smoothing_is_the_mean_of_the_last_ten() -> None:
 
 def test_as_a_job_of_its_own(tmp_path: Path) -> None:
     missing = draw(tmp_path)
-    assert missing.returncode == 2 and missing.stderr.strip() == f"{tmp_path / layout.METRICS}: no such file or directory"
-    (tmp_path / layout.METRICS).write_text('{"step":1,"grpo/score/mean":0.5}\n')
+    assert missing.returncode == 2 and missing.stderr.strip() == f"{tmp_path / run_files.METRICS}: no such file or directory"
+    (tmp_path / run_files.METRICS).write_text('{"step":1,"grpo/score/mean":0.5}\n')
     done = draw(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "metrics.png").stat().st_size > 10_000

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher import cli
-from launcher.here import Here
+from launcher.node.here import Here
 from runtime.config import Config
 from runtime.config.checks import megatron
 from runtime.config.loading import load

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from launcher import job
-from launcher.agent import Agent
-from launcher.here import Here
 from launcher.job import Job
-from launcher.machine import Machine
-from launcher.supervisor import Supervisor
+from launcher.node.agent import Agent
+from launcher.node.here import Here
+from launcher.node.machine import Machine
+from launcher.node.supervisor import Supervisor
 from launcher.view import View
 from runtime import config
 from runtime.config import Config, Run

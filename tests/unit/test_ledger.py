@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.states import Phase
 from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import segment_path
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.records import CheckpointSaved, Note
-from runtime.pipeline.buffer import Buffer
-from runtime.pipeline.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
 from tests.unit.test_buffer import ticket
 

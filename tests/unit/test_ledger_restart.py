@@ -12,23 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.states import Phase
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import PayloadLost, segment_path
 from runtime.ledger.reader import LedgerReader
-from runtime.pipeline.buffer import Buffer
-from runtime.pipeline.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
 from tests.unit.test_buffer import generated, ids, scores, ticket
 
 CRASH = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from runtime.ledger.journal import Ledger
+from runtime.ledger.journal import LedgerWriter
 from tests.unit.ledger_cases import buffer_on, make_ready, train
 from tests.unit.test_buffer import ticket
 
 async def main():
-    ledger = await Ledger.open(Path(sys.argv[1]), 300)
+    ledger = await LedgerWriter.open(Path(sys.argv[1]), 300)
     buffer = buffer_on(ledger)
     make_ready(buffer, 0, 1, 2, 3, 4, 5)
     train(buffer, 0)

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from runtime import codec
 from runtime.config import Critic, Lora, Trainer
 from runtime.config.checks.semantic import semantic_faults
-from runtime.engines import hf_policy
-from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import UserError
+from runtime.models import hf_policy
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.closeness import assert_close
 from tests.unit.lora_cases import LORA, adapter_tensors, assert_merged, lora_config, saved

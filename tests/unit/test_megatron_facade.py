@@ -11,15 +11,15 @@ from typing import cast
 import pytest
 import torch
 
-from runtime.engines.megatron import facade
 from runtime.errors import UserError
+from runtime.trainer.megatron import facade
 
 CPU = torch.device("cpu")
 
 # In a process of its own: what it imports and changes there stays there.
 ON_A_CPU = """
 import sys, torch
-from runtime.engines.megatron import facade
+from runtime.trainer.megatron import facade
 before = torch.Tensor.cuda, torch.Tensor.type, torch.zeros, torch.cuda.current_device
 facade.prepare(torch.device("cpu"))
 layers = sys.modules["megatron.core.tensor_parallel.layers"]

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.errors import InvariantViolated
-from runtime.pipeline.membership import Epoch, Member, Membership
-from runtime.pipeline.publication import (
+from runtime.coordinator.membership import Epoch, Member, Membership
+from runtime.coordinator.weight_sync_protocol import (
     Abort,
     Aborted,
     Action,
@@ -21,7 +20,8 @@ from runtime.pipeline.publication import (
     Verified,
     WeightSync,
 )
-from runtime.pipeline.publication import Prepared as Ready
+from runtime.coordinator.weight_sync_protocol import Prepared as Ready
+from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 
 A, B, C = Member("rollout-0"), Member("rollout-1"), Member("rollout-2")

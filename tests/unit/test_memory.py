@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import memory
-from runtime.memory import Memory, PeakMemory
+from runtime.telemetry import memory
+from runtime.telemetry.memory import Memory, PeakMemory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from runtime import metrics
-from runtime.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
+from runtime.telemetry import metrics
+from runtime.telemetry.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
 from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
 
 

@@ -14,11 +14,11 @@ import yaml
 from msgspec import inspect
 
 from launcher import cli
+from launcher.mindspeed import guide
+from launcher.mindspeed.keys import MindSpeedKey, essential, find, named_there, table
+from launcher.mindspeed.layout import ASCEND
+from launcher.mindspeed.reading import read
 from runtime.config import Config, loading
-from runtime.mindspeed import guide
-from runtime.mindspeed.keys import MindSpeedKey, essential, find, named_there, table
-from runtime.mindspeed.layout import ASCEND
-from runtime.mindspeed.reading import read
 
 HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs" / "guides" / "mindspeed-rl.md"
@@ -131,7 +131,7 @@ def test_every_key_of_the_example_files_is_in_the_table() -> None:
 
 def test_the_guide_has_the_table() -> None:
     page = GUIDE.read_text(encoding="utf-8")
-    assert page == guide.renewed(page), f"run python -m runtime.mindspeed.guide {GUIDE.name}"
+    assert page == guide.renewed(page), f"run python -m launcher.mindspeed.guide {GUIDE.name}"
 
 
 def test_the_environment_is_there() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from launcher.mindspeed.keys import find
 from runtime.errors import ConfigError
-from runtime.mindspeed.keys import find
 from tests.unit.mindspeed_cases import OLDER, at, made, of, refused, row
 
 

@@ -13,11 +13,11 @@ import torch
 
 from runtime import codec
 from runtime.config import Mismatch
-from runtime.engines.rollout_torch import TorchRolloutEngine
-from runtime.engines.train_objective import add_mismatch
-from runtime.engines.train_statistics import StepStatistics
-from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import InvalidMessage
+from runtime.rollout.torch.engine import TorchRolloutEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.objective import add_mismatch
+from runtime.trainer.statistics import StepStatistics
 from runtime.types import GroupPayload, GroupRequest, PolicyVersion
 from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.rollout_cases import drain, never, request, update

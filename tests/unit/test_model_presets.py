@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
-from launcher.here import Here
+from launcher.node.here import Here
 from runtime.config import Parallel
 from runtime.config.checks import megatron
 from runtime.config.checks.megatron import memory_of_ranks
 from runtime.config.checks.models import spread_models
 from runtime.config.loading import load, preset_names, resolve
-from runtime.engines.families import Layout, family_for
-from runtime.engines.families.memory import ModelWork, RankBytes, rank_bytes
+from runtime.models.families import Layout, family_for
+from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
 from tests.unit.model_dimensions import CONFIGS, PARAMETERS
 
 DEVICE = 64e9  # bytes of the smallest device meant

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from runtime.errors import UserError
-from runtime.network import candidates, interface_of, is_loopback, is_own, own_address, transport_variables
+from runtime.process.network import candidates, interface_of, is_loopback, is_own, own_address, transport_variables
 
 NOT_OURS = "198.51.100.7"  # of a block for documentation, RFC 5737
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from runtime import checkpoint, codec
+from runtime import codec
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.position import Position
+from runtime.ledger import checkpoint
+from runtime.ledger.position import Position
 from runtime.types import PolicyVersion
 
 STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)

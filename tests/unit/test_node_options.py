@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.here import Here
-from launcher.machine import on_this_machine
-from launcher.node import run_node
-from launcher.scale import scale
-from launcher.status import address_of
+from launcher.commands.scale import scale
+from launcher.commands.status import address_of
+from launcher.node.__main__ import run_node
+from launcher.node.here import Here
+from launcher.node.machine import on_this_machine
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, UserError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runtime.commands import Offload, Onload
-from runtime.engines.lent_scorer import LentScorer
-from runtime.engines.offload import Shelf
+from runtime.models.offload import Shelf
+from runtime.scoring.lent_scorer import LentScorer
 from runtime.types import Logprobs
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import platform
 from runtime.config import Trainer
-from runtime.engines import group_rank
 from runtime.errors import UserError
+from runtime.process import platform
+from runtime.trainer import group_rank
 
 CPU = torch.device("cpu")
 

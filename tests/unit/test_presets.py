@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from launcher import cli
-from launcher.here import Here
+from launcher.node.here import Here
 from runtime.cluster.placement import NodeOffer, offers, place
 from runtime.config.checks import megatron
 from runtime.config.checks.megatron import memory_of_ranks
 from runtime.config.checks.models import spread_models
 from runtime.config.loading import load, resolve
-from runtime.engines.tiny_family import described
+from runtime.models.tiny_family import described
 from tests.unit.model_dimensions import CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,8 @@ DEVICES = {
 }
 UNPUBLISHED = {"grpo_qwen25_7b_a2", "ppo_qwen25_32b_a2"}
 ROWS: dict[str, dict[str, Any]] = {
-    row["name"]: row for row in yaml.safe_load((ROOT / "runtime" / "published.yaml").read_text(encoding="utf-8"))
+    row["name"]: row
+    for row in yaml.safe_load((ROOT / "runtime" / "telemetry" / "report" / "published.yaml").read_text(encoding="utf-8"))
 }
 QWEN25_3B = CONFIGS["qwen25_1.5b"] | {
     "hidden_size": 2048,

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.errors import InvariantViolated
-from runtime.pipeline.publication import (
+from runtime.coordinator.weight_sync_protocol import (
     Abort,
     Aborted,
     Action,
@@ -22,6 +21,7 @@ from runtime.pipeline.publication import (
     Verified,
     WeightSync,
 )
+from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 
 VERSION = PolicyVersion(1, 7)

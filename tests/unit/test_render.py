@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from launcher import render_compose, render_kubernetes, render_slurm
 from launcher.cli import main
-from launcher.render_plan import label, shared_folder
+from launcher.render import compose, kubernetes, slurm
+from launcher.render.plan import label, shared_folder
 from runtime.errors import ConfigError
 from tests.unit.render_cases import auto, listed, made
 
@@ -81,18 +81,18 @@ def test_what_cannot_be_planned_is_told(arguments: dict[str, Any], said: str) ->
     assert [said in fault for fault in refused.value.faults] == [True]
 
 
-@pytest.mark.parametrize("target", [render_kubernetes, render_compose])
+@pytest.mark.parametrize("target", [kubernetes, compose])
 def test_nodes_that_cannot_name_hosts_are_refused(target: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         target.render(made(cluster={"nodes": [{"name": "Node_1"}, {"name": "b"}, {"name": "c-"}]}))
     assert [fault.partition(":")[0] for fault in refused.value.faults] == ["cluster.nodes.0.name", "cluster.nodes.2.name"]
 
 
-@pytest.mark.parametrize("target", [render_slurm, render_kubernetes, render_compose])
+@pytest.mark.parametrize("target", [slurm, kubernetes, compose])
 def test_the_same_run_gives_the_same_files_which_say_where_they_are_from(target: Any) -> None:
     files = target.render(made("cuda", 2, **auto(2)))
     assert files == target.render(made("cuda", 2, **auto(2)))
-    name = target.__name__.rpartition("_")[2]
+    name = target.__name__.rpartition(".")[2]
     first = next(iter(files.values())).splitlines()[:2]
     assert any(line.startswith(f"# Written by `sluice render {name}`") for line in first)
 

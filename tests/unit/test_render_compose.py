@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.render_compose import render
-from launcher.render_plan import Plan
+from launcher.render.compose import render
+from launcher.render.plan import Plan
 from tests.unit.render_cases import auto, listed, made, reloaded
 
 PLANS = {

@@ -9,8 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launcher.render_kubernetes import render
-from launcher.render_plan import Plan
+from launcher.render.kubernetes import render
+from launcher.render.plan import Plan
 from runtime.errors import ConfigError
 from tests.unit.render_cases import auto, listed, made, reloaded
 

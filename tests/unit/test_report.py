@@ -20,16 +20,16 @@ from msgspec import structs
 pytest.importorskip("plotly", reason="needs plotly: make install")
 
 from launcher import cli
-from launcher import report as launcher_report
-from launcher.report import report
+from launcher.commands import report as launcher_report
+from launcher.commands.report import report
 from launcher.run_folder import LOCK
-from runtime import config, layout
+from runtime import config, run_files
 from runtime.config import loading
+from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.states import Mark
 from runtime.errors import UserError
 from runtime.ledger.journal import LedgerWriter
-from runtime.pipeline.buffer import Buffer
-from runtime.pipeline.states import Mark
-from runtime.report import published, record
+from runtime.telemetry.report import published, record
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket
 from tests.unit.test_shown import TEXTS
@@ -85,8 +85,8 @@ def made(folder: Path, points: list[dict[str, Any]], tail: str = "", **sections:
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {"run": config.Run(name="arithmetic"), "data": config.Data(train="train.jsonl")}
     settings["training"] = config.Training(steps=200)
-    (folder / layout.CONFIG).write_text(loading.to_yaml(config.Config(**(settings | sections))))
-    (folder / layout.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
+    (folder / run_files.CONFIG).write_text(loading.to_yaml(config.Config(**(settings | sections))))
+    (folder / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points) + tail)
     return folder
 
 
@@ -162,7 +162,7 @@ def test_a_run_that_was_resumed(tmp_path: Path) -> None:
 def test_a_run_that_was_killed(tmp_path: Path) -> None:
     """A torn last line, and an address that nobody serves."""
     folder = made(tmp_path, [step(1), step(2)], tail='{"step":3,"timing/a')
-    (folder / layout.ADDRESS).write_text("127.0.0.1:1")
+    (folder / run_files.ADDRESS).write_text("127.0.0.1:1")
     (folder / LOCK).touch()
     found = read(folder)
     assert "Ended without a summary" in found.text
@@ -173,15 +173,15 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
 def test_a_run_that_was_resumed_after_its_end_and_killed(tmp_path: Path) -> None:
     """What it said at its first end is not what it came to."""
     folder = made(tmp_path, [step(1), step(2)])
-    (folder / layout.SUMMARY).write_text('{"stop_reason": "2 hours are over", "of another": "version"}')
+    (folder / run_files.SUMMARY).write_text('{"stop_reason": "2 hours are over", "of another": "version"}')
     assert "Stopped: 2 hours are over" in read(folder).text
-    os.utime(folder / layout.SUMMARY, (1e9, 1e9))
+    os.utime(folder / run_files.SUMMARY, (1e9, 1e9))
     assert "Ended without a summary" in read(folder).text
 
 
 def test_a_run_that_is_under_way(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1)])
-    (folder / layout.ADDRESS).write_text("127.0.0.1:1")
+    (folder / run_files.ADDRESS).write_text("127.0.0.1:1")
     with (folder / LOCK).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "Under way" in read(folder).text
@@ -191,17 +191,17 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     folder = made(tmp_path, [])
     found = read(folder)
     assert "No training step has been logged." in found.text and found.figures() == []
-    (folder / layout.METRICS).unlink()
+    (folder / run_files.METRICS).unlink()
     assert "There is no metrics.jsonl" in read(folder).text
     assert "0 of 200" in found.text and found.text.count("not measured") > 10
 
 
 def test_the_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1)])
-    (folder / layout.CONFIG).write_text("run: {name: on, color: red}\ntraining: {steps: 7}\nnew: [1]\n")
+    (folder / run_files.CONFIG).write_text("run: {name: on, color: red}\ntraining: {steps: 7}\nnew: [1]\n")
     found = read(folder)
     assert "on – Sluice" in found.text and "1 of 7" in found.text and "color: red" in found.text
-    (folder / layout.CONFIG).unlink()
+    (folder / run_files.CONFIG).unlink()
     assert "There is no config.yaml" in read(folder).text
 
 
@@ -216,7 +216,7 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1)])
 
     async def keep() -> None:
-        ledger = await LedgerWriter.open(folder / layout.LEDGER, 1 << 20)
+        ledger = await LedgerWriter.open(folder / run_files.LEDGER, 1 << 20)
         buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger.record)
         for number in range(3):
             buffer.admit(ticket(number))
@@ -231,8 +231,8 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
 def test_published_figures_stand_beside_those_of_the_same_model(tmp_path: Path) -> None:
     folder = made(tmp_path, [step(1, e2e_tps=321.0)])
     assert "Published" not in read(folder).text
-    (folder / layout.MODEL).mkdir()
-    (folder / layout.MODEL / "config.json").write_text(json.dumps(CONFIGS["qwen25_32b"]))
+    (folder / run_files.MODEL).mkdir()
+    (folder / run_files.MODEL / "config.json").write_text(json.dumps(CONFIGS["qwen25_32b"]))
     found = read(folder).text
     rows = published.load()
     for row in rows:
@@ -275,7 +275,7 @@ class TestRefused:
     @pytest.mark.parametrize("text", ["a: [", "training: 5\n", "- 1\n"])
     def test_a_configuration_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
         folder = made(tmp_path, [step(1)])
-        (folder / layout.CONFIG).write_text(text)
+        (folder / run_files.CONFIG).write_text(text)
         assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'config.yaml'}: not ")
 
     def test_a_file_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +293,6 @@ class TestRefused:
 
     def test_summaries_and_evaluations_that_are_none(self, tmp_path: Path) -> None:
         folder = made(tmp_path, [step(1)])
-        (folder / layout.SUMMARY).write_text("{}")
+        (folder / run_files.SUMMARY).write_text("{}")
         with pytest.raises(UserError, match="not a summary"):
             report(folder, None)

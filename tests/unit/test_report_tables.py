@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.report import published, tables
-from runtime.report.lineages import course
-from runtime.report.published import PublishedFigure
-from runtime.report.record import Ended, RecordedSettings, RunRecord
+from runtime.telemetry.report import published, tables
+from runtime.telemetry.report.lineages import course
+from runtime.telemetry.report.published import PublishedFigure
+from runtime.telemetry.report.record import Ended, RecordedSettings, RunRecord
 from tests.unit.model_dimensions import CONFIGS
 
 SETTINGS = {

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from runtime import config
-from runtime.engines import tiny_model
-from runtime.engines.critic_torch import TorchCriticEngine
-from runtime.engines.reward_model_torch import TorchRewardModel
 from runtime.errors import InvalidMessage, ServiceFault, UserError
+from runtime.models import tiny_model
 from runtime.rewards.model_scorer import ModelScorer
+from runtime.scoring.reward_model import TorchRewardModel
+from runtime.trainer.fsdp.critic import TorchCriticEngine
 from runtime.types import Scores
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.reward_cases import make_request

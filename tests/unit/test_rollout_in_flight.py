@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from runtime import codec, config
 from runtime.actor import Actor, Priority
 from runtime.commands import AbortWeights, Cancel, CommitWeights, WeightsCommitted
-from runtime.engines import rollout_slots, rollout_torch
-from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.errors import ServiceFault
+from runtime.rollout.torch import engine as rollout_torch
+from runtime.rollout.torch import slots as rollout_slots
+from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.engines.rollout_torch import TorchRolloutEngine
 from runtime.errors import InvariantViolated
+from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from tests.unit.rollout_cases import drain, never, request
 from tests.unit.tiny_models import save_model

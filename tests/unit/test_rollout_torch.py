@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from runtime import codec
-from runtime.engines import rollout_slots
-from runtime.engines.rollout_torch import TorchRolloutEngine
-from runtime.engines.sampling import uniforms
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
+from runtime.rollout.torch import slots as rollout_slots
+from runtime.rollout.torch.engine import TorchRolloutEngine
+from runtime.rollout.torch.sampling import uniforms
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.rollout_cases import drain, never, request, run, tokens_of, update

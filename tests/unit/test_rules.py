@@ -28,31 +28,31 @@ PURE = (
     "runtime/data/order.py",
     *(f"runtime/rewards/{name}.py" for name in ("accuracy", "answers", "boxed_accuracy", "closing_line", "extraction")),
     *(f"runtime/rewards/{name}.py" for name in ("format", "numeric", "rules", "votes")),
-    "runtime/engines/families/",
-    "runtime/engines/plain_pickle.py",
-    "runtime/report/lineages.py",
-    "runtime/report/thinning.py",
+    "runtime/models/families/",
+    "launcher/conversion/plain_pickle.py",
+    "runtime/telemetry/report/lineages.py",
+    "runtime/telemetry/report/thinning.py",
     "runtime/weights/plan.py",
     "runtime/weights/transports.py",
-    "runtime/pipeline/states.py",
-    "runtime/pipeline/staleness.py",
-    "runtime/pipeline/publication.py",
-    "runtime/pipeline/membership.py",
-    "runtime/pipeline/turns.py",
+    "runtime/coordinator/states.py",
+    "runtime/coordinator/staleness.py",
+    "runtime/coordinator/weight_sync_protocol.py",
+    "runtime/coordinator/membership.py",
+    "runtime/coordinator/turns.py",
 )
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
     *("select", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile", "threading", "time"),
-    *("runtime.config", "runtime.config.checks.semantic", "runtime.config.loading", "runtime.platform"),
+    *("runtime.config", "runtime.config.checks.semantic", "runtime.config.loading", "runtime.process.platform"),
 }
 OPTIONAL = {  # what only some machines have, and the files and folders that may name it
-    "vllm": {"runtime/engines/vllm/shim.py", "runtime/engines/vllm/worker.py"},
-    "megatron": {"runtime/engines/megatron/", "runtime/engines/update_megatron.py"},
-    "mindspeed": {"runtime/engines/megatron/"},
-    "torch_npu": {"runtime/platform.py"},
+    "vllm": {"runtime/rollout/vllm/shim.py", "runtime/rollout/vllm/worker.py"},
+    "megatron": {"runtime/trainer/megatron/"},
+    "mindspeed": {"runtime/trainer/megatron/"},
+    "torch_npu": {"runtime/process/platform.py"},
 }
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-TRANSLATORS = {"services/wire.py", "services/rpc/__init__.py"}
+TRANSLATORS = {"services/rpc/contract.py"}
 
 
 def imports(node: ast.AST) -> Iterator[str]:
@@ -112,8 +112,8 @@ def test_nothing_outside_the_tests_imports_them() -> None:
 
 
 def test_nothing_but_the_command_imports_the_benches() -> None:
-    files = [file for file in FILES if file != "launcher/cli.py" and not file.startswith("launcher/benches/")]
-    assert offenders(files, {"launcher.benches"}) == []
+    files = [file for file in FILES if file != "launcher/cli.py" and not file.startswith("benchmarks/")]
+    assert offenders(files, {"benchmarks"}) == []
 
 
 def test_runtime_does_not_know_grpc_or_protobuf() -> None:
@@ -144,9 +144,9 @@ def test_pure_modules_are_built_on_pure_modules() -> None:
 
 def test_one_module_alone_translates_between_protobuf_and_runtime() -> None:
     for file in FILES:
-        stubs = {module for module in imports_of(file) if within(module, "services.rpc")} - {"services.rpc"}
+        stubs = {module for module in imports_of(file) if within(module, "services.rpc.generated")} - {"services.rpc.generated"}
         if file not in TRANSLATORS:
-            assert stubs <= {"services.rpc.common_pb2"}, file  # frames and errors, which both ends of a stream handle
+            assert stubs <= {"services.rpc.generated.common_pb2"}, file  # frames and errors, which both ends of a stream handle
             assert not any(within(module, "google") for module in imports_of(file)), file
 
 
@@ -154,7 +154,7 @@ def test_what_only_some_machines_have_is_imported_in_its_own_file() -> None:
     for package, files in OPTIONAL.items():
         assert offenders([file for file in FILES if not file.startswith(tuple(files))], {package}) == []
     for file in FILES:  # nor at the top of it: the file must be importable everywhere
-        if file == "runtime/platform.py":
+        if file == "runtime/process/platform.py":
             top = {
                 module
                 for node in TREES[file].body
@@ -209,7 +209,7 @@ def loaded(code: str) -> list[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param("import services.coordinator, runtime.pipeline.run, runtime.trackers", id="coordinator"),
+        pytest.param("import services.coordinator, runtime.coordinator.run, runtime.telemetry.trackers", id="coordinator"),
         pytest.param(
             "import services.reward, runtime.rewards.worker\n"
             "from runtime.rewards.catalogue import find_rule\n"
@@ -222,15 +222,15 @@ def loaded(code: str) -> list[str]:
             "import services.rollout, services.trainer, services.critic, services.reference, services.reward_model",
             id="before-load",
         ),
-        pytest.param("import runtime.algorithms, runtime.config.checks.semantic, runtime.engines.tiny_model", id="checks"),
+        pytest.param("import runtime.algorithms, runtime.config.checks.semantic, runtime.models.tiny_model", id="checks"),
         pytest.param(
             "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",
             id="sluice-help",
         ),
         pytest.param(
-            "import launcher.train, launcher.evaluate, launcher.status, launcher.samples, launcher.score, launcher.known\n"
-            "import launcher.prepare, launcher.accept, launcher.environment, launcher.report, runtime.report.page\n"
-            "import launcher.benches.command",
+            "from launcher.commands import evaluate, prepare, report, samples, score, status, train\n"
+            "import launcher.accept.checks, launcher.known, launcher.node.environment, runtime.telemetry.report.page\n"
+            "import benchmarks.command",
             id="launcher",
         ),
     ],

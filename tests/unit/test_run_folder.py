@@ -13,13 +13,14 @@ import pytest
 from msgspec import structs
 
 from launcher import run_folder
-from runtime import checkpoint, config, layout
+from runtime import config, run_files
 from runtime.config import Run
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
+from runtime.ledger import checkpoint
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.position import Position
 from runtime.ledger.records import CheckpointSaved
-from runtime.position import Position
 from runtime.types import PolicyVersion
 
 STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
@@ -33,7 +34,7 @@ def save(folder: Path) -> None:
 
 @pytest.mark.parametrize("resume", ["never", ""])  # "" is what a run that began anew keeps in its own config.yaml
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, resume: str) -> None:
-    (tmp_path / layout.LEDGER).mkdir()
+    (tmp_path / run_files.LEDGER).mkdir()
     with pytest.raises(UserError, match="holds a run already"):
         run_folder.prepare(tmp_path, Run(name="a", resume=resume))
     _, lock = run_folder.prepare(tmp_path, Run(name="a", resume=resume, overwrite=True))
@@ -57,7 +58,7 @@ def test_a_folder_under_way_is_refused(tmp_path: Path) -> None:
         run_folder.prepare(tmp_path, Run(name="a"))
 
 
-@pytest.mark.parametrize("name", [layout.MODEL, layout.CHECKPOINTS, layout.CONFIG])
+@pytest.mark.parametrize("name", [run_files.MODEL, run_files.CHECKPOINTS, run_files.CONFIG])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, name: str, overwrite: bool) -> None:
     (tmp_path / name).mkdir()
@@ -77,26 +78,26 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, name: str, ove
     ids=["model", "data", "critic"],
 )
 def test_a_new_run_does_not_remove_what_it_is_to_read(tmp_path: Path, sections: dict[str, Any]) -> None:
-    (tmp_path / layout.MODEL).mkdir()
+    (tmp_path / run_files.MODEL).mkdir()
     text = msgspec.json.encode(config.Config(run=Run(name="a", dir=str(tmp_path), overwrite=True), **sections))
     chosen = msgspec.json.decode(text.replace(b"RUN", str(tmp_path).encode()), type=config.Config)
     with pytest.raises(UserError, match="lies in what a new run in"):
         run_folder.begin(tmp_path, chosen)
-    assert (tmp_path / layout.MODEL).is_dir()
+    assert (tmp_path / run_files.MODEL).is_dir()
 
 
 def test_a_trained_model_without_its_checkpoints_is_not_trained_over(tmp_path: Path) -> None:
-    (tmp_path / layout.MODEL).mkdir()
+    (tmp_path / run_files.MODEL).mkdir()
     chosen = config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto"))
     with pytest.raises(UserError, match=r"finds no checkpoint in .*, which holds a trained model"):
         run_folder.begin(tmp_path, chosen)
     assert run_folder.begin(tmp_path, structs.replace(chosen, run=structs.replace(chosen.run, overwrite=True))) == ""
-    assert not (tmp_path / layout.MODEL).exists()
+    assert not (tmp_path / run_files.MODEL).exists()
 
 
 def test_a_ledger_whose_checkpoints_are_gone_is_not_begun_over(tmp_path: Path) -> None:
     async def journal(trained: bool) -> None:
-        ledger = await LedgerWriter.open(tmp_path / layout.LEDGER, 1 << 20)
+        ledger = await LedgerWriter.open(tmp_path / run_files.LEDGER, 1 << 20)
         if trained:
             ledger.record(CheckpointSaved(step=40, incarnation=0, path="there", at=0.0))
         await ledger.close()
@@ -107,13 +108,13 @@ def test_a_ledger_whose_checkpoints_are_gone_is_not_begun_over(tmp_path: Path) -
         UserError, match=r"^run.resume: auto finds no checkpoint in .*, which holds a ledger of steps that were"
     ):
         run_folder.begin(tmp_path, chosen)
-    assert (tmp_path / layout.LEDGER).is_dir()
+    assert (tmp_path / run_files.LEDGER).is_dir()
     assert run_folder.begin(tmp_path, structs.replace(chosen, run=structs.replace(chosen.run, overwrite=True))) == ""
-    assert not (tmp_path / layout.LEDGER).exists()
+    assert not (tmp_path / run_files.LEDGER).exists()
     asyncio.run(journal(trained=False))  # which was killed before its first step
     assert run_folder.begin(tmp_path, chosen) == ""
-    (tmp_path / layout.LEDGER).mkdir()
-    (tmp_path / layout.LEDGER / "ledger.sqlite").write_text("not a database")
+    (tmp_path / run_files.LEDGER).mkdir()
+    (tmp_path / run_files.LEDGER / "ledger.sqlite").write_text("not a database")
     with pytest.raises(UserError, match=r"which holds a ledger that cannot be read \("):
         run_folder.begin(tmp_path, chosen)
 
@@ -122,7 +123,7 @@ def test_a_checkpoint_of_a_branch_that_the_run_has_left_is_moved_back_first(tmp_
     for step in (40, 50):
         save(checkpoint.folder_for(tmp_path, step))
     assert checkpoint.set_aside(tmp_path, 40, 1) == [50]
-    dead = tmp_path / layout.CHECKPOINTS / "dead-1" / "step-00000050"
+    dead = tmp_path / run_files.CHECKPOINTS / "dead-1" / "step-00000050"
     with pytest.raises(
         UserError, match=r"^run.resume: .*dead-1/step-00000050 is of a branch that the run has left; move it to"
     ):
@@ -133,12 +134,12 @@ def test_a_checkpoint_of_a_branch_that_the_run_has_left_is_moved_back_first(tmp_
 
 
 def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs" / layout.CHECKPOINTS / "step-00000010"
-    own = tmp_path / "own" / layout.CHECKPOINTS / "step-00000020"
+    theirs = tmp_path / "theirs" / run_files.CHECKPOINTS / "step-00000010"
+    own = tmp_path / "own" / run_files.CHECKPOINTS / "step-00000020"
     for folder in (theirs, own):
         save(folder)
     ours = tmp_path / "own"
-    (ours / layout.LEDGER).mkdir()
+    (ours / run_files.LEDGER).mkdir()
 
     def begin(resume: Path, folder: Path, overwrite: bool = False) -> str:
         run = Run(name="a", dir=str(folder), resume=str(resume), overwrite=overwrite)
@@ -147,14 +148,14 @@ def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) 
     assert begin(own, ours) == str(own)
     with pytest.raises(UserError, match=rf"^run.resume: {theirs} is not of the run that {ours} holds; .*run.resume=auto"):
         begin(theirs, ours)
-    assert own.is_dir() and (ours / layout.LEDGER).is_dir()
+    assert own.is_dir() and (ours / run_files.LEDGER).is_dir()
     assert begin(theirs, tmp_path / "new") == str(theirs)
     assert begin(theirs, ours, overwrite=True) == str(theirs)  # in the place of the run
-    assert not own.exists() and not (ours / layout.LEDGER).exists() and theirs.is_dir()
+    assert not own.exists() and not (ours / run_files.LEDGER).exists() and theirs.is_dir()
 
 
 def test_a_checkpoint_is_not_removed_by_the_run_that_begins_with_it(tmp_path: Path) -> None:
-    kept = tmp_path / layout.CHECKPOINTS / "kept" / "step-00000010"
+    kept = tmp_path / run_files.CHECKPOINTS / "kept" / "step-00000010"
     save(kept)
     with pytest.raises(UserError, match=r"^run.resume: .* lies in what a new run in .* removes"):
         run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume=str(kept), overwrite=True)))

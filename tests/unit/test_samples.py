@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher import samples
+from launcher.commands import samples
 from runtime import codec, config
 from runtime.config import loading
+from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.dynamic_sampling import NO_SIGNAL
+from runtime.coordinator.states import Mark
 from runtime.data.handlers import Problem
-from runtime.engines.tiny_model import write_tokenizer
 from runtime.errors import UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Transcript
 from runtime.ledger.journal import LedgerWriter
-from runtime.pipeline.buffer import Buffer
-from runtime.pipeline.dynamic_sampling import NO_SIGNAL
-from runtime.pipeline.states import Mark
+from runtime.models.tiny_model import write_tokenizer
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores, Segment
 from tests.unit.test_buffer import ticket
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from runtime import codec
-from runtime.engines import scorer_torch
-from runtime.engines.rollout_torch import TorchRolloutEngine
-from runtime.engines.scorer_torch import TorchScorer
 from runtime.errors import InvalidMessage
+from runtime.rollout.torch.engine import TorchRolloutEngine
+from runtime.scoring import scorer_torch
+from runtime.scoring.scorer_torch import TorchScorer
 from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams, Segment
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.tiny_models import VOCABULARY, save_model

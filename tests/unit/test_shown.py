@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher import cli, samples
-from launcher.status import UNREACHABLE
-from launcher.status import render as status_tables
+from launcher import cli
+from launcher.commands import samples
+from launcher.commands.status import UNREACHABLE
+from launcher.commands.status import render as status_tables
 from launcher.view import View
-from runtime import summary
 from runtime.errors import ServiceFault, UserError
 from runtime.evaluation import table
 from runtime.evaluation.results import EvaluationResult, Lengths, SetResult
-from runtime.shown import shown
 from runtime.status import Progress, Status
+from runtime.telemetry import summary
+from runtime.telemetry.shown import shown
 from runtime.types import PolicyVersion
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:10982"

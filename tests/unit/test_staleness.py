@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.coordinator.staleness import OpenGroup, admission_capacity, deadline, overdue, select
 from runtime.errors import InvariantViolated
-from runtime.pipeline.staleness import OpenGroup, admission_capacity, deadline, overdue, select
 
 
 def feasible(groups: Sequence[OpenGroup], step: int, slots: int, per_step: int) -> bool:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import os_process, startup
-from runtime.startup import Phases, Startup
+from runtime.process import os_process
+from runtime.telemetry import startup
+from runtime.telemetry.startup import Phases, Startup
 
 FOUND = Startup(
     phases={
@@ -66,7 +67,7 @@ def test_phases_follow_each_other_from_the_start_of_the_process(monkeypatch: pyt
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere known to a second only")
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     """Not from its first line, nor from a second before."""
-    code = "import sys; from runtime import os_process; print(os_process.age(), flush=True)"
+    code = "import sys; from runtime.process import os_process; print(os_process.age(), flush=True)"
     before = time.monotonic()
     told = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     most = time.monotonic() - before  # the process lived within it; its start is known to a tick of the kernel's

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.errors import InvariantViolated
-from runtime.pipeline import states
-from runtime.pipeline.states import (
+from runtime.coordinator import states
+from runtime.coordinator.states import (
     Consumed,
     Covered,
     Dispatched,
@@ -28,6 +27,7 @@ from runtime.pipeline.states import (
     Rewound,
     apply,
 )
+from runtime.errors import InvariantViolated
 
 ALL_MARKS = (Mark.SCORED, Mark.REFERENCED, Mark.VALUED)
 NEEDS = [Mark(bits) for bits in range(8)]

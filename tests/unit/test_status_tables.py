@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from launcher.status import UNREACHABLE, render
+from launcher.commands.status import UNREACHABLE, render
 from runtime.actor import MailboxStats
 from runtime.status import Status
 from runtime.types import PolicyVersion

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from runtime import errors
-from services import stream
-from services.rpc import common_pb2
+from services.rpc import stream
+from services.rpc.generated import common_pb2
 from tests.unit.clock import run_by_clock
 
 # --------------------------------------------------------------------------------------------------------------- bodies

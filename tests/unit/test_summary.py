@@ -12,8 +12,8 @@ from rich.console import Console
 from launcher import cli
 from runtime.config import Config, Run
 from runtime.errors import UserError
-from runtime.memory import Memory
-from runtime.summary import Summary, Totals, render
+from runtime.telemetry.memory import Memory
+from runtime.telemetry.summary import Summary, Totals, render
 
 STEPS: list[dict[str, Any]] = [
     {
@@ -183,7 +183,7 @@ def test_an_alarm_is_the_last_word_of_a_run(monkeypatch: pytest.MonkeyPatch, cap
     async def trained(*_: Any) -> Summary:
         return next(told)
 
-    monkeypatch.setattr("launcher.train.train", trained)
+    monkeypatch.setattr("launcher.commands.train.train", trained)
     config: Any = Config(run=Run(name="test", dir="nowhere"))
     here: Any = None
     assert cli.run_training(config, here) == 0

@@ -16,9 +16,9 @@ from launcher import cli
 from runtime.config import Config, Critic, Model, Parallel, RewardModel, Rewards, Run, Warmup
 from runtime.config.checks.megatron import layout_of
 from runtime.config.loading import load, preset_names, resolve, schema
-from runtime.engines import tiny_family
-from runtime.engines.families import FAMILIES, family_for
 from runtime.errors import ConfigError, UserError
+from runtime.models import tiny_family
+from runtime.models.families import FAMILIES, family_for
 
 ALL = "tiny:llama, tiny:qwen2, tiny:qwen3, tiny:qwen3_moe"
 

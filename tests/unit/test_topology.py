@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.topology import ProcessSpec, coordinator_spec, restarts, service_specs
+from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, place
 from runtime.cluster.topology import Instance, group_of, instances, replicas, uses_reference
 from runtime.config import Config
-from runtime.pipeline.material import accelerators
+from runtime.coordinator.run_context import accelerators
 
 
 def make(**sections: Any) -> Config:

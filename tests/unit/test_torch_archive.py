@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.engines import plain_pickle
-from runtime.engines.plain_pickle import Attributes, Inert
-from runtime.engines.torch_archive import ArchiveTensor, read_archive
+from launcher.conversion import plain_pickle
+from launcher.conversion.plain_pickle import Attributes, Inert
+from launcher.conversion.torch_archive import ArchiveTensor, read_archive
 from runtime.errors import UserError
 
 BUFFER = torch.arange(100.0)

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from runtime import layout, trackers
+from runtime import run_files
 from runtime.config import Tracker
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.event_file import EventFile, masked_crc32c
-from runtime.metrics import Metrics
-from runtime.trackers import Backend, Trackers, read_jsonl
+from runtime.telemetry import trackers
+from runtime.telemetry.event_file import EventFile, masked_crc32c
+from runtime.telemetry.metrics import Metrics
+from runtime.telemetry.trackers import Backend, Trackers, read_jsonl
 
 POINTS: list[tuple[int, Metrics]] = [
     (1, {"grpo/score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
@@ -75,21 +76,21 @@ def open_gate(fake: Fake) -> Fake:
 
 def test_json_lines(tmp_path: Path) -> None:
     run([Tracker(name="jsonl")], tmp_path / "run")
-    first, second = (json.loads(line) for line in (tmp_path / "run" / layout.METRICS).read_text().splitlines())
+    first, second = (json.loads(line) for line in (tmp_path / "run" / run_files.METRICS).read_text().splitlines())
     assert first.pop("time") <= second.pop("time")
     assert first == {"step": 1, "grpo/score/mean": 0.5, "staleness/histogram": {"0": 3, "2": 1}}
     assert second == {"step": 2, "grpo/score/mean": None, "staleness/histogram": {}, "actor/lr": 1e-6}
 
 
 def test_json_lines_are_flushed_step_by_step(tmp_path: Path) -> None:
-    backend = trackers.JsonLines(tmp_path / layout.METRICS)
+    backend = trackers.JsonLines(tmp_path / run_files.METRICS)
     backend.log(1, 5.0, {"a": 1.0})
-    assert read_jsonl(tmp_path / layout.METRICS) == [{"step": 1, "time": 5.0, "a": 1.0}]
+    assert read_jsonl(tmp_path / run_files.METRICS) == [{"step": 1, "time": 5.0, "a": 1.0}]
     backend.close()
 
 
 def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / layout.METRICS
+    path = tmp_path / run_files.METRICS
     path.write_text('{"step":0,"eval/accuracy":0.5}\n{"step":1,"a":1.0,"b":1.0}\n{"step":2,"a":9.0}\n{"step":3,"a"')
     assert [point["step"] for point in read_jsonl(path)] == [0, 1, 2]
     backend = trackers.JsonLines(path)
@@ -137,7 +138,7 @@ def records(path: Path) -> list[bytes]:
 def test_tensorboard_messages_parse_as_events(tmp_path: Path) -> None:
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="needs tensorboardX: pip install tensorboardX")
     run([Tracker(name="tensorboard")], tmp_path)
-    (path,) = (tmp_path / layout.TENSORBOARD).iterdir()
+    (path,) = (tmp_path / run_files.TENSORBOARD).iterdir()
     version, first, second = (event_pb2.Event.FromString(record) for record in records(path))
     assert version.file_version == "brain.Event:2"
     assert first.step == 1 and first.wall_time > 1e9
@@ -270,7 +271,7 @@ def test_a_failed_tracker_is_told_at_the_next_call(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / layout.METRICS).symlink_to("/dev/full")
+    (tmp_path / run_files.METRICS).symlink_to("/dev/full")
     with pytest.raises(UserError, match=f"tracker jsonl: {re.escape(str(tmp_path))}: No space left on device"):
         run([Tracker(name="jsonl")], tmp_path)
 

@@ -16,10 +16,10 @@ from msgspec import structs
 
 from runtime import codec
 from runtime.config.loading import load, preset_names
-from runtime.engines import train_rows
-from runtime.engines.train_rows import Needs
-from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import InvalidMessage
+from runtime.trainer import rows as train_rows
+from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.rows import Needs
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy

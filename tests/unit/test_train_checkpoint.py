@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import UserError
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import LOSS_TERMS, assert_same, run_step, weights
 
@@ -45,7 +45,7 @@ class TestCheckpoint:
         assert_same(weights(first), weights(second))
 
     def test_holds_no_pickle_and_splits_large_files(self, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("runtime.engines.hf_policy.SHARD_BYTES", 20_000)
+        monkeypatch.setattr("runtime.models.hf_policy.SHARD_BYTES", 20_000)
         engine = TorchTrainEngine(make_config(policy))
         run_step(engine, make_groups(0))
         engine.save(str(tmp_path))

@@ -10,8 +10,8 @@ import pytest
 
 from runtime import codec
 from runtime.config import Trainer
-from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import GroupPayload, TrainGroup
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, run_step

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.config import Trainer
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_same, run_step, weights
 

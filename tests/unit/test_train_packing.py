@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runtime import codec
 from runtime.config import Algorithm
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import GroupPayload, Logprobs, Sample, Segment, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.engines.train_histogram import BINS_PER_OCTAVE
-from runtime.engines.train_statistics import Reduced, StepStatistics
+from runtime.trainer.histogram import BINS_PER_OCTAVE
+from runtime.trainer.statistics import Reduced, StepStatistics
 
 pytestmark = pytest.mark.numeric
 

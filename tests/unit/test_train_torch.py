@@ -12,9 +12,10 @@ import torch
 
 from runtime import codec
 from runtime.config import Config, Trainer
-from runtime.engines import hf_policy, packed_attention, train_objective
-from runtime.engines.train_torch import TorchTrainEngine
 from runtime.errors import UserError
+from runtime.models import hf_policy, packed_attention
+from runtime.trainer import objective
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
 from tests.unit.tiny_models import save_model
@@ -128,7 +129,7 @@ def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(policy: 
     config = make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH)
     plain = TorchTrainEngine(config)
     expected = comparable(run_step(plain, groups))
-    monkeypatch.setattr(train_objective, "CHUNK_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr(objective, "CHUNK_ELEMENTS", 5 * VOCAB)
     trainer = Trainer(activation_checkpointing=True)
     saving = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, trainer=trainer))
     assert_metrics(comparable(run_step(saving, groups)), expected)
@@ -141,7 +142,7 @@ def test_forward_only_rows_leave_the_step_as_it_is(policy: str, monkeypatch: pyt
     config = make_config(policy, optimizer=SMOOTH)
     skipping = TorchTrainEngine(config)
     got = comparable(run_step(skipping, groups))
-    monkeypatch.setattr(train_objective.Objective, "has_gradient", lambda self, advantages: np.ones(len(advantages), bool))
+    monkeypatch.setattr(objective.Objective, "has_gradient", lambda self, advantages: np.ones(len(advantages), bool))
     whole = TorchTrainEngine(config)
     assert_metrics(got, comparable(run_step(whole, groups)))
     assert_updated(weights(skipping), weights(whole), config.training.optimizer)

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from runtime import codec, config
 from runtime.config import Config
-from runtime.engines.critic_torch import TorchCriticEngine
-from runtime.engines.train_torch import TorchTrainEngine
-from runtime.engines.update_torch import TorchUpdateEngine
 from runtime.errors import InvalidMessage, ServiceFault, UserError
+from runtime.trainer.fsdp.critic import TorchCriticEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.fsdp.update import TorchUpdateEngine
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
 from tests.closeness import STEP, assert_close, forward_terms
 from tests.unit import training_oracle as oracle

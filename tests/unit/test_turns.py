@@ -8,9 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.strategies import booleans, data, integers, sampled_from
 
 from runtime.commands import Level
-from runtime.errors import InvariantViolated
-from runtime.pipeline.membership import Member
-from runtime.pipeline.turns import (
+from runtime.coordinator.membership import Member
+from runtime.coordinator.turns import (
     Action,
     Arrived,
     Event,
@@ -27,6 +26,7 @@ from runtime.pipeline.turns import (
     Turns,
     VersionPublished,
 )
+from runtime.errors import InvariantViolated
 
 ONE, TWO = Member("rollout-0"), Member("rollout-1")
 

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import checkpoint, codec
+from runtime import codec
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save, SendWeights
 from runtime.config import Checkpoint, Config, Critic, Run, Services, Trainer
 from runtime.data.prompts import StreamState
-from runtime.engines.critic_rank import CriticRank
-from runtime.engines.train_base import CriticEngine
 from runtime.errors import InvalidMessage, StorageFull, UserError
-from runtime.position import Position
+from runtime.ledger import checkpoint
+from runtime.ledger.position import Position
+from runtime.trainer.critic_rank import CriticRank
+from runtime.trainer.engine import CriticEngine
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.engines.vllm import leftovers
-from runtime.engines.vllm.leftovers import Leftovers
+from runtime.rollout.vllm import leftovers
+from runtime.rollout.vllm.leftovers import Leftovers
 
 MEETING = "vllm_dist_0123"
 NOTED, NAMED_AFTER, ANOTHERS = "psm_1", f"{MEETING}-tp:0-[0-1]-cpushm_0", "psm_2"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.engines import rollout_vllm
-from runtime.engines.rollout_vllm import VLLMRolloutEngine
+from runtime.rollout.vllm import engine as rollout_vllm
+from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from tests.unit.rollout_cases import request
 from tests.unit.training_cases import make_policy
 

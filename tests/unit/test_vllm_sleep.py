@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from runtime.commands import Level
-from runtime.engines.rollout_base import EngineStats
-from runtime.engines.rollout_vllm import VLLMRolloutEngine
 from runtime.errors import InvariantViolated
+from runtime.rollout.engine import EngineStats
+from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.types import PolicyVersion
 
 

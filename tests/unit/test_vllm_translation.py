@@ -15,8 +15,8 @@ import torch
 
 from runtime.config import loading
 from runtime.config.checks.semantic import semantic_faults
-from runtime.engines.vllm import arguments, relay, sampling
 from runtime.errors import InvalidMessage
+from runtime.rollout.vllm import arguments, relay, sampling
 from runtime.types import GroupRequest, SamplingParams
 from runtime.weights import shared
 
@@ -179,8 +179,8 @@ def test_the_error_behind_the_errors_is_found() -> None:
 def test_what_children_print_is_passed_on_and_kept() -> None:
     script = (
         "import subprocess, sys, time\n"
-        "from runtime.engines.vllm.relay import Relay\n"
-        "made = Relay()\n"
+        "from runtime.rollout.vllm.relay import OutputRelay\n"
+        "made = OutputRelay()\n"
         "with made:\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'import sys; print(\"out\"); sys.exit(\"ValueError: no\")'])\n"
         "child.wait()\n"

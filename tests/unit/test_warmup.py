@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime.config import Warmup
 from runtime.data.arithmetic import ArithmeticProblem
-from runtime.engines import tiny_model, warmup
 from runtime.errors import UserError
+from runtime.models import tiny_model, warmup
 
 
 def settings(**changes: object) -> Warmup:
@@ -178,7 +178,7 @@ def test_the_cache_key_covers_what_changes_the_result() -> None:
 
 
 def test_the_cache_folder_is_found_without_torch() -> None:
-    code = "import sys, runtime.engines.warmup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, runtime.models.warmup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -30,8 +30,8 @@ from runtime.types import (
     ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
-from services import wire
-from services.rpc import (
+from services.rpc import contract
+from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
     critic_pb2,
@@ -255,7 +255,10 @@ SIDES = [
     pytest.param(side, value, id=f"{service}.{name}-{direction}")
     for (service, name), values in MESSAGES.items()
     for direction, side, value in zip(
-        ("request", "reply"), (wire.METHODS[service, name].request, wire.METHODS[service, name].reply), values, strict=True
+        ("request", "reply"),
+        (contract.METHODS[service, name].request, contract.METHODS[service, name].reply),
+        values,
+        strict=True,
     )
 ]
 
@@ -269,11 +272,11 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_every_method_has_an_example() -> None:
-    assert MESSAGES.keys() == wire.METHODS.keys()
+    assert MESSAGES.keys() == contract.METHODS.keys()
 
 
 @pytest.mark.parametrize(("side", "value"), SIDES)
-def test_a_message_arrives_as_it_was_sent(side: wire.MethodSide, value: Any) -> None:
+def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any) -> None:
     assert same(side.parse(side.pack(value).SerializeToString()), value)
 
 
@@ -292,7 +295,7 @@ def test_a_message_arrives_as_it_was_sent(side: wire.MethodSide, value: Any) -> 
     ],
 )
 def test_what_is_empty_or_zero_arrives_too(key: tuple[str, str], request_: Any, reply: Any) -> None:
-    for side, value in ((wire.METHODS[key].request, request_), (wire.METHODS[key].reply, reply)):
+    for side, value in ((contract.METHODS[key].request, request_), (contract.METHODS[key].reply, reply)):
         assert same(side.parse(side.pack(value).SerializeToString()), value)
 
 
@@ -312,7 +315,7 @@ def test_what_is_empty_or_zero_arrives_too(key: tuple[str, str], request_: Any, 
 )
 def test_any_manifest_arrives(tensors: list[TensorSpec], bucket_bytes: int) -> None:
     side, command = (
-        wire.METHODS["Rollout", "JoinWeights"].request,
+        contract.METHODS["Rollout", "JoinWeights"].request,
         commands.JoinWeights(ADDRESS, Manifest(tuple(tensors), bucket_bytes)),
     )
     assert side.parse(side.pack(command).SerializeToString()) == command
@@ -333,7 +336,7 @@ def matches(message: Any, value: Any) -> bool:
 
 
 @pytest.mark.parametrize(("side", "value"), [case for case in SIDES if case.values[1] is not None])
-def test_protobuf_and_struct_have_the_same_fields(side: wire.MethodSide, value: Any) -> None:
+def test_protobuf_and_struct_have_the_same_fields(side: contract.MethodSide, value: Any) -> None:
     assert matches(side.message, value)
 
 
@@ -356,12 +359,12 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
                 )
     assert declared == {
         key: (method.path, method.request.message.DESCRIPTOR, method.reply.message.DESCRIPTOR)
-        for key, method in wire.METHODS.items()
+        for key, method in contract.METHODS.items()
     }
 
 
 def test_what_steers_a_role_goes_before_its_data() -> None:
-    control = {name for (_, name), method in wire.METHODS.items() if method.priority is Priority.CONTROL}
+    control = {name for (_, name), method in contract.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
         *("Status", "Stop", "Cancel", "HostWeights", "Move"),
         *("JoinWeights", "ReceiveWeights", "CommitWeights", "AbortWeights"),
@@ -387,18 +390,18 @@ def test_what_steers_a_role_goes_before_its_data() -> None:
 )
 def test_what_does_not_decode_is_an_invalid_message(key: tuple[str, str], data: bytes) -> None:
     with pytest.raises(errors.InvalidMessage):
-        wire.METHODS[key].request.parse(data)
+        contract.METHODS[key].request.parse(data)
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(sorted(wire.METHODS)), st.binary(max_size=24))
+@given(st.sampled_from(sorted(contract.METHODS)), st.binary(max_size=24))
 def test_no_bytes_do_worse_than_InvalidMessage(key: tuple[str, str], data: bytes) -> None:
     with suppress(errors.InvalidMessage):
-        wire.METHODS[key].request.parse(data)
+        contract.METHODS[key].request.parse(data)
 
 
 def test_another_schema_is_refused() -> None:
-    wire.check_schema(1)
+    contract.check_schema(1)
     for schema in (0, 2):
         with pytest.raises(errors.InvalidMessage, match=f"schema {schema} is not supported; this process speaks 1"):
-            wire.check_schema(schema)
+            contract.check_schema(schema)

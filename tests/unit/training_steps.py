@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import Optimizer
-from runtime.engines.train_torch import TorchTrainEngine
+from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.types import StepResult, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import make_groups

@@ -37,7 +37,7 @@ def left_folders() -> set[Path]:
     import fcntl
     import tempfile
 
-    from runtime.engines.vllm.leftovers import PREFIX
+    from runtime.rollout.vllm.leftovers import PREFIX
 
     found = set()
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
@@ -54,7 +54,7 @@ def left_folders() -> set[Path]:
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 of 128 units and 2 layers. CPU attention of vLLM wants heads of 32."""
     from runtime.config import Warmup
-    from runtime.engines import tiny_model
+    from runtime.models import tiny_model
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny_model.write_tokenizer(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runtime.engines.vllm.worker import WeightLoading
+from runtime.rollout.vllm.worker import WeightLoading
 
 BREAKS = 12345.0
 HANGS = 54321.0

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime import codec
-from runtime.engines.rollout_vllm import VLLMRolloutEngine
+from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.types import GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")

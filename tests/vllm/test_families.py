@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from runtime.config import Config, Model, Run, Warmup
-from runtime.engines import tiny_family
+from runtime.models import tiny_family
 from runtime.types import PolicyVersion
 from tests.vllm.rig import Rig
 

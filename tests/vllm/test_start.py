@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.engines.vllm import leftovers
 from runtime.errors import UserError
+from runtime.rollout.vllm import leftovers
 from tests.vllm.conftest import left_folders
 from tests.vllm.rig import Rig
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from runtime.cluster.topology import Instance, fleets, instances, place_in_fleet, processes, replicas, takes_turns
 from runtime.config import Computing, Config, ReferenceScorer, Rollout, Trainer
-from runtime.network import is_loopback
+from runtime.process.network import is_loopback
 from runtime.weights.transports import resolve
 
 _COLLECTIVE = ("collective", "delta")

@@ -9,11 +9,11 @@ from typing import Any
 
 from runtime.cluster.topology import block_size, model_key
 from runtime.config import Config, Parallel, Spread, Trainer
-from runtime.engines import hf_config
-from runtime.engines.families import FAMILIES, family_for
-from runtime.engines.families.memory import RankBytes
-from runtime.engines.limits import MEGATRON_NEEDS_CORE, layout_of, rank_memory, uncut
 from runtime.errors import UserError
+from runtime.models import hf_config
+from runtime.models.families import FAMILIES, family_for
+from runtime.models.families.memory import RankBytes
+from runtime.models.limits import MEGATRON_NEEDS_CORE, layout_of, rank_memory, uncut
 
 _SHARDS = "engine torch spreads models over all its processes"
 _ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}

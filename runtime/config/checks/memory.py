@@ -11,7 +11,7 @@ from runtime.cluster.topology import fleets
 from runtime.config import Config
 from runtime.config.checks.megatron import memory_of_ranks
 from runtime.config.checks.models import policy_model, spread_models
-from runtime.engines.limits import kv_cache_bytes, memory_fault
+from runtime.models.limits import kv_cache_bytes, memory_fault
 
 _HINT = "; if it is to run on devices, cluster.nodes says so (name, devices)"
 PROBES = 1  # slots of a replica besides its own: of the probe that compares its log-probabilities with the trainer's

@@ -16,8 +16,8 @@ import msgspec
 
 from runtime.cluster.topology import fleets, model_key, uses_reference
 from runtime.config import Config, RewardModel, Spread, Warmup
-from runtime.engines import hf_config, tiny_family
 from runtime.errors import UserError
+from runtime.models import hf_config, tiny_family
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from runtime.cluster.topology import instances, processes
 from runtime.config import Cluster, Config, Placed
 from runtime.config.checks.devices import RESERVED
-from runtime.network import is_loopback
+from runtime.process.network import is_loopback
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 

@@ -10,8 +10,8 @@ import msgspec
 
 from runtime.cluster.topology import fleets
 from runtime.config import Config, Rollout
-from runtime.engines.vllm.arguments import own_faults
-from runtime.engines.vllm.sampling import LEAST_TEMPERATURE
+from runtime.rollout.vllm.arguments import own_faults
+from runtime.rollout.vllm.sampling import LEAST_TEMPERATURE
 
 _VLLM_ALONE = ("tensor_parallel", "engine_args")
 _DEFAULT = msgspec.structs.asdict(Rollout())

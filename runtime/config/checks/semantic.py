@@ -24,9 +24,9 @@ from runtime.config.checks.publication import publication_faults
 from runtime.config.checks.rewards import reward_faults
 from runtime.config.checks.rollout import rollout_faults
 from runtime.data.chosen import sources
-from runtime.engines.limits import LORA_NEEDS_PEFT
+from runtime.models.limits import LORA_NEEDS_PEFT
 from runtime.registry import OWN
-from runtime.trackers import missing_package
+from runtime.telemetry.trackers import missing_package
 
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight

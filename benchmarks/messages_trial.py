@@ -1,0 +1,92 @@
+"""The other end of `sluice bench messages`: a service that answers at once, and a plain grpc.aio server, in one process.
+
+`python -m benchmarks.messages_trial` prints both addresses, ours first, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import uvloop
+
+from runtime.actor import Actor, Letter
+from runtime.commands import CommitWeights, WeightsCommitted
+from runtime.process import os_process
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
+from services.rpc import contract
+from services.rpc.server import Server
+
+HOST = "127.0.0.1"
+PLAIN = "/plain.Plain/Echo"
+MAILBOX = 4096  # letters
+
+
+class Answering:
+    """In the place of a rollout: a commit is answered at once, and a group is one token long."""
+
+    busy = False
+
+    async def receive(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            message = letter.message
+            if isinstance(message, CommitWeights):
+                letter.reply(WeightsCommitted(0.0))
+            elif isinstance(message, GroupRequest):
+                letter.reply(_generated(message))
+
+    async def advance(self, interrupted: Any) -> None:
+        raise AssertionError("there is nothing to advance")
+
+
+def _generated(request: GroupRequest) -> GeneratedGroup:
+    version = PolicyVersion()
+    return GeneratedGroup(
+        group_id=request.group_id,
+        prompt_tokens=len(request.prompt),
+        response_tokens=[1],
+        truncated=0,
+        oldest=version,
+        newest=version,
+        payload=b"",
+    )
+
+
+class _Plain(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers with what it was sent: bytes, not even decoded."""
+
+    def service(self, details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(_echo) if details.method == PLAIN else None
+
+
+async def _echo(data: bytes, _: Any) -> bytes:
+    return data
+
+
+async def serve() -> None:
+    actor = Actor("rollout-0", Answering(), capacity=MAILBOX, batch=1024)
+    working = asyncio.create_task(actor.run())
+
+    def handler(priority: contract.Priority) -> Any:
+        return lambda request, timeout: actor.send(request, priority=priority, timeout=timeout)
+
+    handlers = {name: handler(contract.METHODS["Rollout", name].priority) for name in ("Generate", "CommitWeights")}
+    ours = Server({"Rollout": handlers}, {})
+    plain = grpc.aio.server()
+    plain.add_generic_rpc_handlers((_Plain(),))
+    print(ours.bind(HOST, 0), f"{HOST}:{plain.add_insecure_port(f'{HOST}:0')}", flush=True)
+    await ours.start()
+    await plain.start()
+    await asyncio.to_thread(sys.stdin.read)
+    working.cancel()
+    await ours.stop(0.0)
+    await plain.stop(0.0)
+
+
+if __name__ == "__main__":
+    os_process.die_with_parent()
+    uvloop.install()
+    asyncio.run(serve())

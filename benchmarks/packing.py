@@ -1,0 +1,176 @@
+"""`sluice bench packing`: real tokens/s of the embedded trainer on packed sequences, and of the same model on padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+from msgspec import Struct, structs
+from msgspec.structs import replace
+
+from benchmarks.material import bench_config
+from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS, cut
+from benchmarks.worker import Measured, Worker, total
+from launcher.accept.random_groups import GroupLengths, draw_lengths
+from runtime.config import Config, Warmup
+from runtime.telemetry.shown import LiteralTable
+from runtime.trainer import batching
+
+
+class PackingShape(Struct, frozen=True):
+    """A model to measure with: a Qwen2 of this size."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers} layers of {self.hidden_size}"
+
+    def bench_config(self, folder: Path) -> Config:
+        """The bench's configuration for this model, made under `folder` unless it lies there."""
+        return bench_config(folder / f"{self.layers}x{self.hidden_size}", Warmup(**structs.asdict(self)))
+
+
+QUICKSTART = PackingShape(128, 4, 4, 2, 384)
+LARGER = PackingShape(256, 6, 8, 4, 768)
+
+
+class PackingSettings(Struct, frozen=True):
+    shapes: tuple[PackingShape, ...] = (QUICKSTART, LARGER)
+    budgets: tuple[int, ...] = (8192, 2048)  # training.max_tokens_per_microbatch
+    rounds: int = 2
+    seconds: float = 2.0  # of one measure at least; it ends with a whole pass over the batches
+    prompt_tokens: int = 128  # at most, as are the next
+    reply_tokens: int = 512
+
+
+class Waste(Struct):
+    """Of all batches. `linear`, `attention`: padding over all tokens computed, in the linear layers and in attention.
+    `computed`: tokens that the linear layers compute over real ones, of which a prompt counts once a sample."""
+
+    linear: float
+    attention: float
+    computed: float
+
+
+class Way(Struct):
+    tokens_per_second: float  # real tokens, prompt and reply of each sample, without padding
+    waste: Waste
+
+
+class PackingCase(Struct):
+    shape: PackingShape
+    budget: int  # tokens of a micro-batch, padding included
+    ways: dict[str, Way]
+    packed_over_sorted: float
+    packed_over_unsorted: float
+
+
+class PackingReport(Struct):
+    reply_tokens: int  # of the longest reply
+    samples_per_step: int
+    real_tokens_per_step: float
+    cases: list[PackingCase]
+
+
+def packing_config(folder: Path, shape: PackingShape, budget: int, settings: PackingSettings) -> Config:
+    """`Shape.bench_config` with these lengths and this budget, and without a reference."""
+    config = shape.bench_config(folder)
+    return replace(
+        config,
+        data=replace(config.data, max_prompt_tokens=settings.prompt_tokens),
+        sampling=replace(config.sampling, max_new_tokens=settings.reply_tokens),
+        algorithm=replace(config.algorithm, kl_coefficient=0.0),
+        training=replace(config.training, max_tokens_per_microbatch=budget),
+    )
+
+
+async def measure(folder: Path, settings: PackingSettings, show: Callable[[str], None] = lambda line: None) -> PackingReport:
+    """Each case in a process of its own of one thread, its ways in turn. Raises UserError, ServiceFault."""
+    cases, lengths = [], []
+    for shape, budget in product(settings.shapes, settings.budgets):
+        config = packing_config(folder, shape, budget, settings)
+        lengths = draw_lengths(config)
+        rounds: dict[str, list[Measured]] = {way: [] for way in WAYS}
+        async with Worker.started(config, 1) as worker:
+            for number in range(settings.rounds):
+                for way in WAYS:
+                    show(f"{shape.name}, {budget} tokens: round {number + 1} of {settings.rounds}, {way}")
+                    rounds[way].append(await worker.measure(way, settings.seconds))
+        cases.append(_case(shape, budget, lengths, {way: total(measured).rate for way, measured in rounds.items()}))
+    return PackingReport(
+        reply_tokens=max(max(group.replies) for batch in lengths for group in batch),
+        samples_per_step=sum(len(group.replies) for group in lengths[0]),
+        real_tokens_per_step=sum(sum(group.samples) for batch in lengths for group in batch) / len(lengths),
+        cases=cases,
+    )
+
+
+def _case(shape: PackingShape, budget: int, lengths: Sequence[Sequence[GroupLengths]], rates: dict[str, float]) -> PackingCase:
+    return PackingCase(
+        shape=shape,
+        budget=budget,
+        ways={way: Way(rate, waste(way, lengths, budget)) for way, rate in rates.items()},
+        packed_over_sorted=rates[PACKED] / rates[SORTED],
+        packed_over_unsorted=rates[PACKED] / rates[UNSORTED],
+    )
+
+
+def waste(way: str, batches: Sequence[Sequence[GroupLengths]], budget: int) -> Waste:
+    """What `way` computes for `batches` beyond their tokens, by the cuts that it makes."""
+    from runtime.trainer.batch import BUCKET_RATIO
+
+    real = linear = attention = needed = fed = 0
+    for groups in batches:
+        samples = [length for group in groups for length in group.samples]
+        prompts = [index for index, group in enumerate(groups) for _ in group.replies]
+        real += sum(samples)
+        for rows in cut(way, samples, budget):
+            if way != PACKED:
+                fed += sum(samples[row] for row in rows)
+                linear += len(rows) * max(samples[row] for row in rows)
+                continue
+            # The last token of a reply predicts nothing and is not fed; a prompt runs through the linear layers once.
+            lengths = [samples[row] - 1 for row in rows]
+            used = {prompts[row] for row in rows}
+            linear += sum(lengths) - sum(groups[prompts[row]].prompt for row in rows) + sum(groups[g].prompt for g in used)
+            begin = 0
+            for size in batching.length_buckets(lengths, BUCKET_RATIO):
+                attention += size * lengths[begin + size - 1]
+                begin += size
+            needed += sum(lengths)
+    if way == PACKED:
+        return Waste(linear=0.0, attention=1 - needed / attention, computed=linear / real)
+    return Waste(linear=1 - fed / linear, attention=1 - fed / linear, computed=linear / real)
+
+
+def render(report: PackingReport) -> list[LiteralTable]:
+    return [_render(report, case) for case in report.cases]
+
+
+def _render(report: PackingReport, case: PackingCase) -> LiteralTable:
+    title = f"Training, {case.shape.name}, micro-batches of {case.budget:,} tokens"
+    table = LiteralTable(title=title, title_justify="left", title_style="bold")
+    for name in ("", "tokens/s", "packed is", "padding", "in attention", "computed"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    ratios = {PACKED: "", SORTED: f"× {case.packed_over_sorted:.2f}", UNSORTED: f"× {case.packed_over_unsorted:.2f}"}
+    for name, way in case.ways.items():
+        table.add_row(
+            name,
+            f"{way.tokens_per_second:,.0f}",
+            ratios[name],
+            f"{way.waste.linear:.1%}",
+            f"{way.waste.attention:.1%}",
+            f"{way.waste.computed:.2f}",
+        )
+    table.caption = (
+        f"float32, one thread; {report.samples_per_step} samples and {report.real_tokens_per_step:,.0f} real tokens a step, "
+        f"replies of at most {report.reply_tokens}; tokens are real ones, computed is per real token"
+    )
+    table.caption_justify = "left"
+    return table

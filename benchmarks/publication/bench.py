@@ -1,0 +1,224 @@
+"""`sluice bench publication`: weights on their way from trainer to rollouts, beside plain ways of moving the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from benchmarks.publication import changes, pauses, transfers
+from benchmarks.publication.changes import Changes
+from benchmarks.publication.material import read_sizes
+from benchmarks.publication.pauses import Held
+from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
+from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
+from runtime.config import Config, Publication, Rollout, Run, Services
+from runtime.coordinator.weight_sync import Publisher
+from runtime.errors import ServiceFault, UserError
+from runtime.telemetry.shown import LiteralTable
+from runtime.types import PolicyVersion
+
+TRIAL = "benchmarks.publication.trial"
+RAY_TRIAL = "benchmarks.publication.ray_trial"
+RAY_MEMORY = 8  # times the tensors, free before Ray starts; 5 ran out of memory at 2,048 MB
+
+
+class PublicationSettings(Struct, frozen=True):
+    sizes: tuple[int, ...] = (64, 512, 2048)  # MB
+    receivers: int = 1
+    rounds: int = 5
+    changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
+    generation: pauses.PausesSettings = pauses.PausesSettings()
+    versions: int = 100  # of consecutive steps, for transport `delta`
+
+
+class PublicationReport(Struct):
+    transfers: Transfers
+    generation: list[Held]
+    changes: Changes
+
+
+def settings(sizes: str | None, receivers: int | None) -> PublicationSettings:
+    """Of what the command line says. Raises UserError."""
+    default = PublicationSettings()
+    if receivers is not None and receivers < 1:
+        raise UserError(f"--receivers: {receivers} is not at least 1")
+    return PublicationSettings(
+        sizes=default.sizes if sizes is None else read_sizes(sizes),
+        receivers=default.receivers if receivers is None else receivers,
+    )
+
+
+async def measure(
+    folder: Path, settings: PublicationSettings, show: Callable[[str], None] = lambda line: None
+) -> PublicationReport:
+    """Each process computes with one thread. What lies in `folder` beside models goes at the end. Raises ServiceFault."""
+    sizes = []
+    for megabytes in settings.sizes:
+        with _scratch(folder) as scratch:
+            sizes.append(await _size(Path(scratch), megabytes, settings, show))
+    return PublicationReport(
+        Transfers(settings.receivers, sizes),
+        await pauses.measure(folder, settings.generation, show),
+        await changes.measure(folder, settings.versions, show),
+    )
+
+
+def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="publication-", dir=folder)
+
+
+async def _size(folder: Path, megabytes: int, settings: PublicationSettings, show: Callable[[str], None]) -> Sized:
+    show(f"{megabytes} MB: starting")
+    async with AsyncExitStack() as stack:
+        places = [(str(folder), str(rank), str(1 + settings.receivers)) for rank in range(1 + settings.receivers)]
+        trainer = await stack.enter_async_context(TrainerPeer.started("trainer-0", TRIAL, *places[0]))
+        rollouts = [
+            await stack.enter_async_context(RolloutPeer.started(f"rollout-{index}", TRIAL, *place))
+            for index, place in enumerate(places[1:])
+        ]
+        stage = Stage(trainer, rollouts, megabytes, settings)
+        await stage.everyone("prepare", megabytes=megabytes)
+        seconds, left_out = await stage.plain(folder, show)
+        return await stage.published(folder, seconds, left_out, show)
+
+
+def without_ray(nbytes: int) -> str:
+    """Why Ray's object store is not measured, or ""."""
+    if importlib.util.find_spec("ray") is None:
+        return "ray is not installed: pip install 'sluice-rl[bench]'"
+    needed, free = RAY_MEMORY * nbytes, psutil.virtual_memory().available
+    return f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free" if needed > free else ""
+
+
+class Stage:
+    """The processes of one size."""
+
+    def __init__(self, trainer: TrainerPeer, rollouts: list[RolloutPeer], megabytes: int, settings: PublicationSettings):
+        self._trainer, self._rollouts = trainer, rollouts
+        self._ray: BenchPeer  # while the plain ways are measured, where it is installed
+        self._megabytes = megabytes
+        self._settings = settings
+
+    async def everyone(self, what: str, **arguments: object) -> list[object]:
+        peers: list[BenchPeer] = [self._trainer, *self._rollouts]
+        return await asyncio.gather(*(peer.ask(what, **arguments) for peer in peers))
+
+    async def plain(self, folder: Path, show: Callable[[str], None]) -> tuple[dict[str, list[float]], dict[str, str]]:
+        """The seconds of each plain way by round, and why others are left out."""
+        from benchmarks.publication import ways as plain
+
+        megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
+        ways, left_out = [plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE], {}
+        for way, place in ((plain.DISK, folder), (plain.MEMORY_FILE, plain.SHARED_MEMORY)):
+            if plain.room(place, nbytes):
+                ways.append(way)
+            else:
+                left_out[way] = f"{place} is not there or has no room"
+        for way in ways:
+            show(f"{megabytes} MB: {way}, once to see that it arrives")
+            await self._check(way)
+        async with AsyncExitStack() as stack:
+            if why := without_ray(nbytes):
+                left_out[plain.RAY] = why
+            else:
+                show(f"{megabytes} MB: {plain.RAY}, once to see that it arrives")
+                short = stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-ray-"))
+                peer = BenchPeer.started("ray", RAY_TRIAL, short, str(megabytes), str(self._settings.receivers))
+                self._ray = await stack.enter_async_context(peer)
+                await self._ray.ask("open")
+                ways.append(plain.RAY)
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(self._settings.rounds):
+                for way in ways:
+                    show(f"{megabytes} MB: round {number + 1} of {self._settings.rounds}, {way}")
+                    seconds[way].append(await self._together(way))
+            if plain.RAY in ways:
+                await self._ray.ask("close")
+        return seconds, left_out
+
+    async def published(
+        self, folder: Path, seconds: dict[str, list[float]], left_out: dict[str, str], show: Callable[[str], None]
+    ) -> Sized:
+        """The transports, each beside a plain way."""
+        from benchmarks.publication import ways as plain
+
+        megabytes = self._megabytes
+        baselines = {"shared_memory": plain.COPY, "filesystem": plain.DISK if plain.DISK in seconds else plain.GLOO}
+        published = {}
+        gather = 0.0
+        for transport in TRANSPORTS:
+            show(f"{megabytes} MB: opening {transport}")
+            publishing = await self._open(transport, folder)
+            gather = gather or await self._trainer.ask("gather")
+            published[transport] = await self._publish(transport, publishing, baselines.get(transport, plain.GLOO), show)
+            await self.everyone("close")
+        rates = await self._trainer.ask("rates", piece=Publication().bucket_bytes)
+        passes = MemoryPasses(checksum=rates["checksum"], copy=rates["copy"], gather=megabytes * 1e6 / gather)
+        return Sized(megabytes, seconds, left_out, published, passes)
+
+    async def _check(self, way: str) -> None:
+        await self.everyone("forget")
+        await self._together(way)
+        sent, *received = await self.everyone("digest")
+        if any(digest != sent for digest in received):
+            raise ServiceFault("bench", way, "did not bring what was sent")
+
+    async def _together(self, way: str) -> float:
+        """Seconds from the sender's beginning to the last receiver's end; where the sender has no part, of the slowest."""
+        from benchmarks.publication.ways import COPY, RAY
+
+        if way == RAY:
+            return cast(float, await self._ray.ask("move"))
+        (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
+        return max(ended - (began if way == COPY else sent) for began, ended in others)
+
+    async def _open(self, transport: Any, folder: Path) -> Publisher:
+        publication = Publication(transport=transport, folder=str(folder / transport))
+        replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
+        config = Config(run=Run(name="bench", resume=""), services=replicas, publication=publication)
+        await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)
+        await self._trainer.ask("fill")
+        publishing = publisher(self._trainer, self._rollouts, config.publication)
+        await asyncio.gather(*(rollout.ask("look") for rollout in self._rollouts))
+        await publishing.publish(PolicyVersion(0, 1))
+        await self._compare(transport)
+        return publishing
+
+    async def _compare(self, transport: str) -> None:
+        sent = await self._trainer.ask("sent")
+        seen = await asyncio.gather(*(rollout.ask("seen") for rollout in self._rollouts))
+        if any(digest != sent for digest in seen):
+            raise ServiceFault("bench", transport, "did not bring what was sent")
+
+    async def _publish(
+        self, transport: str, publishing: Publisher, baseline: str, show: Callable[[str], None]
+    ) -> TransportFigures:
+        found = TransportFigures(baseline, [], [], 0)
+        for number in range(self._settings.rounds):
+            show(f"{self._megabytes} MB: round {number + 1} of {self._settings.rounds}, {transport}")
+            found.baseline_seconds.append(await self._together(baseline))
+            await self._trainer.ask("alter", share=self._settings.changed, seed=number)
+            figures = await publishing.publish(PolicyVersion(0, 2 + number))
+            found.seconds.append(figures.seconds)
+            found.bytes = int(figures.bytes)
+        return found
+
+
+def render(report: PublicationReport) -> list[LiteralTable]:
+    from benchmarks.publication.ways import GLOO
+
+    return [
+        *transfers.render(report.transfers, GLOO),
+        *pauses.render(report.generation),
+        changes.render(report.changes),
+    ]

@@ -1,0 +1,163 @@
+"""The processes of `sluice bench publication`, seen from the bench: a trainer and rollouts as the publisher reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+import msgspec
+
+from runtime.commands import (
+    AbortWeights,
+    CommitWeights,
+    HostWeights,
+    JoinWeights,
+    ReceiveWeights,
+    SendWeights,
+    WeightsCommitted,
+    WeightsHosted,
+    WeightsSent,
+)
+from runtime.config import Publication
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.weight_sync import Publisher
+from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.ports import RolloutPort, TrainerPort
+from runtime.process import os_process
+from runtime.types import PolicyVersion
+from runtime.weights.plan import GroupAddress, Manifest
+
+DEADLINE = 600.0  # seconds for any answer
+PREPARE = 60.0  # seconds of that phase
+LINE = 16 << 20  # bytes: a manifest is one
+
+# Those that a run can be told to take.
+TRANSPORTS = [name for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"]
+
+T = TypeVar("T")
+P = TypeVar("P", bound="BenchPeer")
+
+
+class BenchPeer:
+    """A process that answers orders, several at a time."""
+
+    incarnation = 0
+    machine = os_process.machine()
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        self.name = name
+        self._process = process
+        self._numbers = count()
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls: type[P], name: str, module: str, *arguments: str, core: int | None = None) -> AsyncIterator[P]:
+        """A process that computes with one thread, on `core` alone when there is one; it ends with the block, and with it all
+        that it started."""
+        # Plain gloo binds to the address that the machine's name has, which need not lead anywhere.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+            limit=LINE,
+        )
+        if core is not None:
+            os.sched_setaffinity(process.pid, {core})  # before it has other threads
+        peer = cls(name, process)
+        try:
+            yield peer
+        finally:
+            peer._listening.cancel()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    async def ask(self, what: str, **arguments: Any) -> Any:
+        """What the process answers. Raises ServiceFault when it failed, or ended."""
+        number = next(self._numbers)
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": number, "what": what, **arguments}).encode() + b"\n")
+        if self._listening.done():
+            raise self._gone(what)
+        try:
+            said = await asyncio.wait_for(answer, DEADLINE)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(self.name, what, "did not answer", DEADLINE) from None
+        if said is None:
+            raise self._gone(what)
+        if "error" in said:
+            raise ServiceFault(self.name, what, said["error"])
+        return said["answer"]
+
+    def _gone(self, what: str) -> ServiceFault:
+        return ServiceFault(self.name, what, "ended without an answer; its standard error says why")
+
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            said = json.loads(line)
+            answer = self._open.pop(said["id"])
+            if not answer.done():
+                answer.set_result(said)
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_result(None)
+
+
+class PeerMember(BenchPeer):
+    """Of the publication group."""
+
+    async def tell(self, command: Any, answer: type[T]) -> T:
+        return msgspec.convert(await self.ask("tell", command=msgspec.to_builtins(command)), answer)
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.tell(AbortWeights(version, epoch), type(None))
+
+
+class TrainerPeer(PeerMember):
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        super().__init__(name, process)
+        self.machines = {name: self.machine}
+
+    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        hosted = await self.tell(HostWeights(epoch, len(names), transport, tuple(names)), WeightsHosted)
+        return hosted.address, hosted.manifest
+
+    async def send_weights(self, version: PolicyVersion, epoch: int) -> WeightsSent:
+        return await self.tell(SendWeights(version, epoch), WeightsSent)
+
+
+class RolloutPeer(PeerMember):
+    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
+        await self.tell(JoinWeights(address, manifest), type(None))
+
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.tell(ReceiveWeights(version, epoch), type(None))
+
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        return (await self.tell(CommitWeights(version, epoch), WeightsCommitted)).pause_seconds
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """A process that ends fails the call that is under way, which ends the bench."""
+
+    def give_up(self, reason: str) -> None:
+        """Likewise."""
+
+
+def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> Publisher:
+    ports = cast(list[RolloutPort], rollouts)  # of a port, what publishing needs
+    pool = RolloutPool(ports, {port.name: 1 for port in ports})
+    return Publisher(cast(TrainerPort, trainer), pool, settings, PREPARE)

@@ -1,0 +1,259 @@
+"""`sluice accept`: what a machine does with Sluice, check by check, and one report to send back.
+
+Every check is a process with a deadline, so that one that hangs or crashes on a device is a line of the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from runtime.errors import ServiceFault, UserError
+from runtime.telemetry.summary import Summary
+
+Device = Literal["cpu", "cuda", "npu"]
+
+CHECKS = ("platform", "publication", "rollout", "trainer", "quickstart")
+DEADLINES = {"model": 300.0, "platform": 300.0, "publication": 300.0, "rollout": 300.0, "trainer": 600.0, "quickstart": 1800.0}
+STEPS = 20
+PACKAGES = (
+    "torch",
+    "torch_npu",
+    "transformers",
+    "vllm",
+    "vllm-ascend",
+    "megatron-core",
+    "mindspeed",
+    "triton-ascend",
+    "grpcio",
+)
+TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}
+CANN_HOME = "/usr/local/Ascend/ascend-toolkit/latest"
+VARIABLES = (
+    "ASCEND_",
+    "CANN",
+    "CUDA_VISIBLE",
+    "HCCL_",
+    "NCCL_",
+    "PYTORCH_NPU_ALLOC",
+    "TASK_QUEUE",
+    "VLLM_ASCEND",
+    "LD_PRELOAD",
+)
+LAST = 20  # lines of a failed check's output that the report keeps
+
+
+class CheckOutcome(Struct, kw_only=True):
+    """`detail` says why a check failed or was left out, or what was different about it."""
+
+    check: str
+    result: Literal["passed", "failed", "left out"]
+    seconds: float = 0.0
+    detail: str = ""
+    figures: dict[str, Any] = {}
+
+
+class AcceptReport(Struct, kw_only=True):
+    device: str
+    began: str  # local time
+    machine: dict[str, str]
+    versions: dict[str, str]
+    variables: dict[str, str]
+    tool: str  # what npu-smi, nvidia-smi or lscpu says
+    outcomes: list[CheckOutcome]
+
+    @property
+    def passed(self) -> bool:
+        return all(outcome.result != "failed" for outcome in self.outcomes)
+
+
+async def accept(device: Device, folder: Path, config: Path, steps: int, show: Callable[[str], None]) -> AcceptReport:
+    """Run every check and write `folder`/report.md and report.json. Raises UserError when the folder is taken."""
+    _begin(folder, config)
+    report = await _about(device)
+    model = folder / "model"
+    made = await _run("model", _worker("model", "cpu", model), folder / "model.log")
+    if made.result == "failed":
+        raise ServiceFault("accept", "start", f"no model could be made: {made.detail}")
+    count = 0
+    for check in CHECKS:
+        show(check)
+        if check == "quickstart":
+            outcome = await _quickstart(device, count, folder, config, steps)
+        elif check == "publication" and device != "cpu" and count == 1:
+            outcome = CheckOutcome(check=check, result="left out", detail="needs two devices")
+        else:
+            outcome = await _run(check, _worker(check, device, model), folder / f"{check}.log")
+            count = outcome.figures.get("devices", count)
+        report.outcomes.append(outcome)
+        _write(folder, report)
+        if check == "platform" and outcome.result == "failed":
+            report.outcomes += [CheckOutcome(check=one, result="left out", detail="there is no device") for one in CHECKS[1:]]
+            break
+    shutil.rmtree(model)
+    _write(folder, report)
+    return report
+
+
+def _begin(folder: Path, config: Path) -> None:
+    if not config.is_file():
+        raise UserError(f"--config: there is no file {config}; name a configuration such as configs/quickstart.yaml")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--out: {folder} is not empty")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
+    return (sys.executable, "-m", "launcher.accept.worker", check, device, str(model))
+
+
+def placement(device: Device, count: int) -> list[str]:
+    """Overrides that spread the quickstart over `count` accelerators: the trainer, with reference, apart from the rollouts.
+
+    Several ranks of one communicator need a device each, so that a single device publishes over gloo, and its roles take turns.
+    What is accepted is the device's own collective, where there are several.
+    """
+    if device == "cpu":
+        return ["publication.backend=gloo"]
+    if count == 1:
+        return [
+            "publication.backend=gloo",
+            "services.rollout.replicas=1",
+            "services.rollout.colocate=trainer",
+            "services.reference.colocate=trainer",
+            "training.staleness=1",
+        ]
+    rollouts = list(range(1, min(count, 3)))
+    return [
+        f"services.rollout.replicas={len(rollouts)}",
+        f"services.rollout.devices={rollouts}",
+        "services.trainer.devices=[0]",
+        "services.reference.colocate=trainer",
+        "publication.transport=collective",
+    ]
+
+
+async def _quickstart(device: Device, count: int, folder: Path, config: Path, steps: int) -> CheckOutcome:
+    """GRPO of the quickstart: warm-up, rollouts, rewards, reference, trainer, publications and an evaluation."""
+    overrides = [*placement(device, count), f"run.dir={folder / 'run'}", f"training.steps={steps}", "run.overwrite=true"]
+    if device == "npu":
+        overrides.append("services.environment=ascend")
+    command = (sys.executable, "-m", "launcher.cli", "train", str(config), *overrides)
+    outcome = await _run("quickstart", command, folder / "quickstart.log", figures=False)
+    if outcome.result == "passed":
+        outcome.figures = msgspec.to_builtins(Summary.read(folder / "run"))
+        if outcome.figures["steps"] != steps:
+            outcome.result, outcome.detail = "failed", f"{outcome.figures['steps']} steps instead of {steps}"
+    if device != "cpu" and count == 1:
+        outcome.detail = outcome.detail or "one device: published over gloo"
+    return outcome
+
+
+async def _run(check: str, command: Sequence[str], log: Path, figures: bool = True) -> CheckOutcome:
+    began, deadline = time.monotonic(), DEADLINES[check]
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=out, start_new_session=True
+        )
+    assert process.stdout is not None
+    try:
+        printed, _ = await asyncio.wait_for(process.communicate(), deadline)
+    except asyncio.TimeoutError:
+        printed = b""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also what a check that hangs or fails has left
+        code = await process.wait()
+    seconds = time.monotonic() - began
+    lines = printed.decode(errors="replace").strip().splitlines()
+    if code == 0:
+        return CheckOutcome(check=check, result="passed", seconds=seconds, figures=json.loads(lines[-1]) if figures else {})
+    late = [f"did not end within {deadline:g} s"] if seconds >= deadline else []
+    return CheckOutcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + _last_lines(lines, log)))
+
+
+def _last_lines(printed: list[str], log: Path) -> list[str]:
+    return [*printed, *log.read_text(errors="replace").strip().splitlines()][-LAST:]
+
+
+async def _about(device: Device) -> AcceptReport:
+    distributions = {name: _version(name) for name in ("sluice-rl", *PACKAGES)}
+    return AcceptReport(
+        device=device,
+        began=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        machine={
+            "system": platform.platform(),
+            "architecture": platform.machine(),
+            "python": platform.python_version(),
+            "cores": str(len(os.sched_getaffinity(0))),
+        },
+        versions={name: version for name, version in distributions.items() if version} | _cann(),
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        tool=await asyncio.to_thread(_tool, TOOLS[device]),
+        outcomes=[],
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cann() -> dict[str, str]:
+    """CANN's own files name its version, under ASCEND_TOOLKIT_HOME."""
+    home = Path(os.environ.get("ASCEND_TOOLKIT_HOME", CANN_HOME))
+    for file in sorted(home.glob("*/ascend_toolkit_install.info")) + sorted(home.glob("version.cfg")):
+        return {"CANN": " ".join(file.read_text(errors="replace").split())[:300]}
+    return {}
+
+
+def _tool(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+    return done.stdout or done.stderr
+
+
+def _write(folder: Path, report: AcceptReport) -> None:
+    (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    (folder / "report.md").write_text(render(report), encoding="utf-8")
+
+
+def render(report: AcceptReport) -> str:
+    """The report as Markdown."""
+    whole = len(report.outcomes) == len(CHECKS)
+    verdict = "**Failed**" if not report.passed else "Passed" if whole else "Not all checks were made"
+    lines = [f"# Sluice on {report.device}", "", f"{report.began}. {verdict}.", ""]
+    lines += ["| check | result | seconds | figures |", "| --- | --- | --- | --- |"]
+    for one in report.outcomes:
+        figures = ", ".join(f"{name} {_short(value)}" for name, value in one.figures.items())
+        lines.append(f"| {one.check} | {one.result} | {one.seconds:.1f} | {figures} |")
+    for one in report.outcomes:
+        if one.detail:
+            lines += ["", f"## {one.check}: {one.result}", "", "```", one.detail, "```"]
+    for title, table in (("Machine", report.machine), ("Versions", report.versions), ("Variables", report.variables)):
+        lines += ["", f"## {title}", "", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in table.items())]
+    return "\n".join([*lines, "", "## Devices", "", "```", report.tool.strip(), "```", ""])
+
+
+def _short(value: Any) -> str:
+    """One cell of a table."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,279 @@
+"""One check of `sluice accept`, in a process of its own: prints its figures as one JSON line, or ends with an error.
+
+`python -m launcher.accept.worker CHECK DEVICE FOLDER`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from runtime.errors import DeadlineExceeded, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.weights.plan import GroupAddress, Manifest
+
+Figures = dict[str, Any]
+
+TENSORS, ELEMENTS, BUCKET = 16, 1 << 20, 16 << 20  # what the publication sends: 64 MiB of float32 in buckets of 16 MiB
+VERSIONS = 3
+DEADLINE = 60.0  # of a transfer
+STALLED = 3.0  # of the one that is to fail
+TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices may multiply in fewer bits
+
+
+def model(device: str, folder: Path) -> Figures:
+    """A tiny one, for the checks of the engines."""
+    from runtime.config import Warmup
+    from runtime.models import tiny_model
+
+    folder.mkdir()
+    settings = Warmup(hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128)
+    tiny_model.make_model(settings, tiny_model.write_tokenizer(folder)).save_pretrained(folder)
+    return {}
+
+
+def platform(device: str, folder: Path) -> Figures:
+    """Device, memory, random state, and a product in bfloat16."""
+    import torch
+
+    from runtime.process import platform as own
+
+    where = own.device(device)
+    memory = own.memory(where)
+    if not 0 < memory.available <= memory.total:
+        raise AssertionError(f"memory figures are {memory}")
+    state = own.rng_state(where)
+    first = torch.rand(64, device=where).cpu()
+    own.set_rng_state(where, state)
+    if not torch.equal(torch.rand(64, device=where).cpu(), first):
+        raise AssertionError("the random state was not restored")
+    a, b = torch.randn(2, 256, 256, dtype=torch.float64).unbind(0)
+    product = (a.to(where, torch.bfloat16) @ b.to(where, torch.bfloat16)).cpu().double()
+    own.synchronize(where)
+    error = float((product - a @ b).norm() / (a @ b).norm())
+    if not error < 0.02:
+        raise AssertionError(f"a product in bfloat16 is off by {error:.1%}")
+    count = 1 if where.type == "cpu" else torch.get_device_module(where.type).device_count()
+    return {"devices": count, "name": _name(where), "memory_bytes": memory.total, "bfloat16_error": error}
+
+
+def _name(where: torch.device) -> str:
+    import torch
+
+    return "CPU" if where.type == "cpu" else str(torch.get_device_module(where.type).get_device_name(0))
+
+
+def publication(device: str, folder: Path) -> Figures:
+    """Weights from this process to another over the device's own backend, and an end by deadline when the other stops."""
+    import torch
+
+    from runtime.process import platform as own
+    from runtime.types import PolicyVersion
+    from runtime.weights import group as groups
+    from runtime.weights.sender import WeightSender
+
+    where = own.device(device)
+    backend = own.collective_backend("auto", where)
+    pending = groups.host(1, 2, "127.0.0.1", backend, DEADLINE)
+    manifest = _manifest()
+    sender = WeightSender(manifest, pin=where.type == "cuda")
+    with _receiver(device, folder, pending.address) as receiver:
+        began = time.monotonic()
+        group = pending.connect()
+        joined = time.monotonic() - began
+        rates = []
+        for version in range(VERSIONS):
+            _heard(receiver, "posted")
+            sender.begin(DEADLINE)
+            sender.fill(torch.full((ELEMENTS,), float(version + index)) for index in range(TENSORS))
+            sent = sender.send(group, PolicyVersion(0, version), DEADLINE).result(DEADLINE)
+            _heard(receiver, "whole")
+            rates.append(sent.nbytes / sent.seconds / 1e6)
+        _heard(receiver, "posted")
+        os.kill(receiver.pid, signal.SIGSTOP)
+        seconds = _stalled(sender.send(group, PolicyVersion(0, VERSIONS), STALLED))
+    return {"backend": backend, "join_seconds": joined, "MB_per_second": max(rates), "abort_seconds": seconds}
+
+
+def _stalled(sending: Any) -> float:
+    began = time.monotonic()
+    try:
+        sending.result(DEADLINE)
+    except DeadlineExceeded:
+        return time.monotonic() - began
+    raise AssertionError("a transfer to a process that is stopped did not fail")
+
+
+def _manifest() -> Manifest:
+    from runtime.weights.plan import Manifest, TensorSpec
+
+    return Manifest(tuple(TensorSpec(f"tensor.{index}", "float32", (ELEMENTS,)) for index in range(TENSORS)), BUCKET)
+
+
+@contextmanager
+def _receiver(device: str, folder: Path, address: GroupAddress) -> Iterator[subprocess.Popen[str]]:
+    other = msgspec.json.encode(msgspec.structs.replace(address, rank=1)).decode()
+    command = [sys.executable, "-m", "launcher.accept.worker", "receiver", device, str(folder), other]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _heard(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None
+    if (line := process.stdout.readline().strip()) != word:
+        raise AssertionError(f"the receiver said {line!r}, not {word!r}")
+
+
+def receiver(device: str, folder: Path, address: str) -> None:
+    """The other process of `publication`, on the second device where there are several."""
+    import torch
+
+    from runtime.process import platform as own
+    from runtime.types import PolicyVersion
+    from runtime.weights import group as groups
+    from runtime.weights.plan import GroupAddress
+    from runtime.weights.receiver import WeightReceiver
+
+    own.device(device, 0 if device == "cpu" else 1)
+    group = groups.join(msgspec.json.decode(address, type=GroupAddress))
+    receiving = WeightReceiver(_manifest())
+    for version in range(VERSIONS + 1):
+        coming = receiving.receive(group, PolicyVersion(0, version), DEADLINE)
+        print("posted", flush=True)
+        staged = coming.result()
+        whole = all(
+            torch.equal(tensor, torch.full_like(tensor, version + index))
+            for index, tensor in enumerate(staged.tensors().values())
+        )
+        staged.release()
+        print("whole" if whole else f"version {version} is not what was sent", flush=True)
+
+
+def rollout(device: str, folder: Path) -> Figures:
+    """The embedded rollout engine: the log-probabilities that it reports are those of the model on the CPU, also of weights
+    that were staged while it generated."""
+    import numpy as np
+    import torch
+
+    from runtime import codec
+    from runtime.process import platform as own
+    from runtime.models.hf_weights import WeightFiles
+    from runtime.rollout.torch.engine import TorchRolloutEngine
+    from runtime.types import GroupPayload, GroupRequest, PolicyVersion, SamplingParams
+
+    where, prompt, count = own.device(device), np.arange(1, 9, dtype=np.int32), 32
+    engine = TorchRolloutEngine(str(folder), device=where, dtype=torch.float32, slots=8, max_model_len=64)
+
+    async def generate() -> GroupPayload:
+        sampling = SamplingParams(max_new_tokens=count)
+        engine.submit([GroupRequest(group_id=0, prompt=prompt, n=8, seed=1, sampling=sampling)])
+        staging = asyncio.ensure_future(engine.stage(dict(WeightFiles(folder))))
+        groups = await engine.advance(staging.done)
+        await staging
+        await engine.swap(PolicyVersion(0, 1), recompute=True)
+        while not groups:
+            groups = await engine.advance(lambda: False)
+        await engine.close()
+        return codec.decode(GroupPayload, groups[0].payload)
+
+    began = time.monotonic()
+    samples = asyncio.run(generate()).samples
+    seconds = time.monotonic() - began
+    worst = max(float(np.abs(sample.logprobs - _expected(folder, prompt, sample.tokens)).max()) for sample in samples)
+    if not worst < TOLERANCE:
+        raise AssertionError(f"log-probabilities differ from the CPU's by up to {worst:.3f}")
+    return {"tokens_per_second": sum(len(sample.tokens) for sample in samples) / seconds, "logprob_difference": worst}
+
+
+def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
+    """float32 [R]: log-probabilities of `reply` by the stock model on the CPU."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    tokens = torch.from_numpy(np.concatenate([prompt, reply]).astype(np.int64))
+    with torch.no_grad():
+        logits = factory.from_pretrained(folder).float()(tokens[None]).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
+
+
+def trainer(device: str, folder: Path) -> Figures:
+    """Two steps of the embedded trainer: loss and gradient norm are those of the CPU."""
+    import torch
+
+    from launcher.accept.random_groups import draw_groups
+    from runtime.process import platform as own
+    from runtime.config import Config
+    from runtime.trainer.fsdp.policy import TorchTrainEngine
+
+    sections = {
+        "run": {"name": "accept"},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "data": {"max_prompt_tokens": 24},
+        "sampling": {"max_new_tokens": 24},
+        "training": {"groups_per_step": 4},
+    }
+    config = msgspec.convert(sections, Config)
+    groups = draw_groups(config)
+    found: dict[str, list[float]] = {}
+    began = 0.0
+    for where in (torch.device("cpu"), own.device(device)):
+        engine = TorchTrainEngine(config, device=where)
+        began = time.monotonic()
+        for step, batch in enumerate(groups):
+            engine.begin_step(step)
+            engine.accumulate(batch)
+            metrics = engine.apply().metrics
+            for name in ("actor/pg_loss", "grad_norm"):
+                found.setdefault(name, []).append(metrics[name])
+    seconds = (time.monotonic() - began) / len(groups)
+    for name, values in found.items():
+        expected, got = values[: len(groups)], values[len(groups) :]
+        if not all(math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-4) for one, other in zip(expected, got, strict=True)):
+            raise AssertionError(f"{name} is {got}, on the CPU {expected}")
+    return {"step_seconds": seconds, "grad_norm": found["grad_norm"][-1]}
+
+
+CHECKS: dict[str, Callable[[str, Path], Figures]] = {
+    "model": model,
+    "platform": platform,
+    "publication": publication,
+    "rollout": rollout,
+    "trainer": trainer,
+}
+
+
+def main(arguments: list[str]) -> None:
+    name, device, folder = arguments[:3]
+    if name == "receiver":
+        receiver(device, Path(folder), arguments[3])
+        return
+    try:
+        print(json.dumps(CHECKS[name](device, Path(folder))), flush=True)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    os._exit(0)  # without the interpreter's end, at which threads of a collective that was abandoned would call abort
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""The options of `sluice convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.process.command_line import CommandParser
+
+
+def add(convert: CommandParser) -> None:
+    """Add the four directions to the parser of `sluice convert`."""
+    directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
+    hf2mcore = directions.add_parser("hf2mcore", help="a Hugging Face folder into a layout of megatron-core's ranks")
+    mcore2hf = directions.add_parser("mcore2hf", help="any such layout, or a checkpoint, into a Hugging Face folder")
+    hf2megatron = directions.add_parser("hf2megatron", help="a Hugging Face folder into ranks' files of Megatron-LM")
+    megatron2hf = directions.add_parser(
+        "megatron2hf", help="a checkpoint of Megatron-LM or MindSpeed-LLM into a Hugging Face folder"
+    )
+    for command in (hf2mcore, mcore2hf, hf2megatron, megatron2hf):
+        command.add_argument("--in", dest="source", type=Path, required=True, metavar="DIR", help="the folder to convert")
+        command.add_argument("--out", dest="target", type=Path, required=True, metavar="DIR", help="a new folder")
+        command.add_argument(
+            "--check-logits", action="store_true", help="compare megatron-core's with transformers' (needs both)"
+        )
+    for command in (hf2mcore, hf2megatron):
+        command.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
+        command.add_argument("--pipeline-parallel", type=int, default=1, metavar="P")
+        command.add_argument("--expert-parallel", type=int, default=1, metavar="E")
+        command.add_argument("--layers-per-stage", metavar="N,N,...", help="where stages differ in their number of layers")
+        command.add_argument(
+            "--make-vocab-size-divisible-by",
+            type=int,
+            default=1,
+            metavar="N",
+            help="pad the vocabulary to a multiple of N times T",
+        )
+        command.add_argument("--params-dtype", choices=("bf16", "fp32"), help="instead of the dtype that the weights have")
+    hf2mcore.add_argument("--value-head", action="store_true", help="a critic: one number a token in place of the vocabulary")
+    hf2megatron.add_argument(
+        "--value-head",
+        nargs="?",
+        const="rm_head",
+        choices=("rm_head", "output_layer"),
+        help="a critic: one number a token in place of the vocabulary, by the name that it gets (rm_head: MindSpeed's)",
+    )
+    hf2megatron.add_argument("--layers-per-virtual-stage", type=int, metavar="N", help="virtual stages of N layers")
+    hf2megatron.add_argument("--noop-layers", metavar="N,N,...", help="layers, counted from 0, that are to be without weights")
+    hf2megatron.add_argument("--expert-tensor-parallel", type=int, metavar="N", help="1: experts are not cut (default: T)")
+    hf2megatron.add_argument("--moe-tp-extend-ep", action="store_true", help="tensor ranks have different experts, whole ones")
+    hf2megatron.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="whose names tensors get"
+    )
+    hf2megatron.add_argument("--moe-grouped-gemm", action="store_true", help="names for grouped products of experts")
+    megatron2hf.add_argument(
+        "--hf-config", type=Path, metavar="DIR", help="the original model's config.json and tokenizer (default: by the args)"
+    )

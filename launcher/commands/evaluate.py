@@ -1,0 +1,59 @@
+"""`sluice eval`: the model of a configuration on its evaluation sets, with rollouts and rewards alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from launcher import run_folder
+from launcher.job import Interrupted, Job
+from launcher.node.here import Here
+from launcher.view import View
+from runtime.config import Cluster, Config
+from runtime.errors import UserError
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult
+from runtime.evaluation.sets import evaluation_sets
+
+FOLDER = "eval"
+"""Where an evaluation lives in the folder of the run whose configuration it takes: it leaves that run alone."""
+
+
+def own_folder(config: Config) -> Config:
+    """The configuration with the evaluation's folder as that of the run, on this machine alone."""
+    run = replace(config.run, dir=str(Path(config.run.dir) / FOLDER), resume="never")
+    return replace(config, run=run, cluster=Cluster())
+
+
+async def evaluate(config: Config, view: View) -> EvaluationResult:
+    """Evaluate in the folder `run.dir`. Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no
+    process is left either way."""
+    return await _Evaluation(config, view, Here.of(config)).run()
+
+
+class _Evaluation(Job[EvaluationResult]):
+    trains = False
+    stopped_early = "stopped before the evaluation began"
+    stopped_late = "stopped at once; the evaluation has no results"
+
+    async def prepared(self) -> Config:
+        """After the warm-up where it makes what is evaluated; what an earlier evaluation left is gone."""
+        config = self.config
+        self.check(config)
+        if not config.run.overwrite and evaluation.read(self.folder):
+            raise UserError(
+                f"run.dir: {self.folder} holds an evaluation already; choose another run.name or run.dir, or set "
+                "run.overwrite=true to replace it"
+            )
+        if config.warmup is not None and not (config.model.path and evaluation_sets(config)):
+            config = await self.warmed_up(config)
+        run_folder.begin(self.folder, config)
+        return config
+
+    async def outcome(self) -> EvaluationResult:
+        found = evaluation.read(self.folder)
+        if not found:
+            replies = evaluation.folder_for(self.folder, 0)
+            raise Interrupted(f"stopped before the evaluation was done; the replies so far are in {replies}", 0)
+        return found[-1]

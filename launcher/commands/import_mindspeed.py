@@ -1,0 +1,102 @@
+"""`sluice import-mindspeed`: a configuration of MindSpeed-RL's as one of Sluice's, with a report of every key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.mindspeed import report
+from launcher.mindspeed.keys import essential
+from launcher.mindspeed.reading import read
+from launcher.mindspeed.translate import Translation, translate
+from runtime.errors import ConfigError, UserError
+from runtime.telemetry.shown import LiteralTable, say
+
+_PRINTED = 200  # columns, where nobody's terminal says how many
+_WIDEST = {"MindSpeed-RL": 60, "value": 30}  # columns of the table's
+
+
+def run(file: Path, models: Path | None, output: Path, told: Path | None, without: Sequence[str]) -> None:
+    """Translate `file` into `output`, and print what became of each key; into `told` as well where that is given.
+
+    Raises UserError: one line per fault, and nothing is written.
+    """
+    faults = list(_unwritable({"--output": output, "--report": told}))
+    if models is not None and not models.is_dir():
+        faults.append(f"--models: '{models}' is not a folder")
+    try:
+        translation = translate(read(file, models), without)
+    except ConfigError as error:
+        raise ConfigError([*faults, *error.faults, *_hint(error.faults)]) from error
+    if faults:
+        raise ConfigError(faults)
+    written = {output: report.configuration(file.name, translation)}
+    if told is not None:
+        written[told] = report.markdown(file.name, translation)
+    _write(written)
+    _print(_console(), file, output, told, translation)
+
+
+def _hint(faults: Sequence[str]) -> Iterator[str]:
+    paths = [fault.partition(":")[0] for fault in faults if ": refused: " in fault]
+    names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+    loose = [name for name in names if name not in essential()]
+    if loose:
+        yield f"--without {','.join(loose)} leaves out what {'is refused' if len(loose) == len(names) else 'may be left out'}"
+
+
+def _unwritable(named: dict[str, Path | None]) -> Iterator[str]:
+    """One line for each file that could not be written as new."""
+    paths = [path for path in named.values() if path is not None]
+    for option, path in named.items():
+        if path is None:
+            continue
+        if path.exists():
+            yield f"{option}: '{path}' exists; must be a new file"
+        elif not path.parent.is_dir():
+            yield f"{option}: '{path.parent}' is not a folder"
+        elif not os.access(path.parent, os.W_OK):
+            yield f"{option}: '{path.parent}' cannot be written to"
+    if len(set(paths)) < len(paths):
+        yield f"--report: '{paths[-1]}' is --output too; must be another file"
+
+
+def _write(files: dict[Path, str]) -> None:
+    """All of them, or none."""
+    written: list[Path] = []
+    try:
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:
+                written.append(path)
+                file.write(text)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise UserError(f"{error.filename or path}: {(error.strerror or str(error)).lower()}; nothing was written") from error
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_PRINTED)
+
+
+def _print(console: Console, file: Path, output: Path, told: Path | None, translation: Translation) -> None:
+    table = LiteralTable(title=file.name, title_justify="left")
+    for column in report.COLUMNS:
+        table.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
+    for row in translation.rows:
+        table.add_row(*report.cells(row))
+    console.print(table)
+    if translation.carried:
+        defaults = LiteralTable("left to its default", "there", "here", title_justify="left")
+        for each in translation.carried:
+            defaults.add_row(each.path, each.value, ", ".join(each.ours))
+        console.print(defaults)
+    for line in (report.totals(translation.rows), *translation.advice):
+        say(console, line)
+    for path in filter(None, (output, told)):
+        say(console, f"written: {path}")
+    say(console, f"next: sluice validate {output}")

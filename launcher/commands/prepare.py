@@ -1,0 +1,31 @@
+"""`sluice data prepare`: the preparation with its progress, and what became of the rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.view import View
+from runtime.data import preparation
+from runtime.data.prepare import prepare
+from runtime.telemetry.shown import say
+
+
+def run(path: Path, overrides: Sequence[str]) -> None:
+    """Prepare what the file `path` asks for. Raises UserError."""
+    settings = preparation.load(path, overrides)
+    console = Console()
+    began = time.monotonic()
+    with View(console, line_interval=0) as view:  # `log_interval` says how often
+        view.phase("prepare", detail=", ".join(settings.inputs))
+
+        def progress(done: int, total: int) -> None:
+            speed = done / max(time.monotonic() - began, 1e-3)
+            view.phase("prepare", done, max(done, total), f"{speed:.0f} rows/s")
+
+        outcome = prepare(settings, progress)
+    for line in outcome.report():
+        say(console, line)

@@ -1,0 +1,96 @@
+"""`sluice report`: a run's folder as one HTML file, at any time: while the run is under way, after it, after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+from datetime import datetime, timezone
+from pathlib import Path
+
+from launcher.run_folder import LOCK
+from runtime import run_files
+from runtime.errors import UserError
+from runtime.telemetry.report import lineages, panels, published, record, tables
+from runtime.telemetry.report.record import RunRecord
+
+FILE = "report.html"
+
+
+def report(folder: Path, output: Path | None) -> Path:
+    """Write the file, whole or not at all; returns its path. Raises UserError for what is no run's folder, and for a file that
+    cannot be written."""
+    found = record.read(folder)
+    path = output or folder / FILE
+    _write(path, text(found, _under_way(folder)))
+    return path
+
+
+def text(found: RunRecord, under_way: bool) -> str:
+    from runtime.telemetry.report.page import Page, render  # which loads plotly
+
+    course = lineages.course(found.points)
+    rows = published.matching(published.load(), found.described, found.settings.model.path)
+    before = [tables.comparison(rows, found, course), tables.lineages(course)]
+    after = [tables.evaluations(found.evaluations), tables.groups(found), tables.failures(course)]
+    now = datetime.now(timezone.utc)
+    return render(
+        Page(
+            name=found.settings.run.name or found.folder.resolve().name,
+            state=_state(found, under_way),
+            notes=_notes(found, course),
+            facts=tables.facts(found, course),
+            sections=[(section.title, section.panels) for section in panels.sections(course)],
+            before=[table for table in before if table is not None],
+            after=[table for table in after if table is not None],
+            startup=found.startup,
+            configuration=found.configuration,
+            returns=course.returns,
+            made=f"Made {now:%Y-%m-%d %H:%M:%S} UTC from {found.folder.resolve()}",
+        )
+    )
+
+
+def _state(found: RunRecord, under_way: bool) -> str:
+    if under_way:
+        return "Under way: this is how it stood when the file was made."
+    if found.ended is None:
+        return f"Ended without a summary: it was killed, or failed; {run_files.LOGS}/ has why."
+    return f"Stopped: {found.ended.stop_reason}"
+
+
+def _notes(found: RunRecord, course: lineages.Course) -> list[str]:
+    notes = []
+    if not (found.folder / run_files.METRICS).is_file():
+        notes.append(f"There is no {run_files.METRICS}: the run logged nothing yet, or has no tracker of that name.")
+    elif not course.steps:
+        notes.append("No training step has been logged.")
+    if found.torn:
+        notes.append(f"The last line of {run_files.METRICS} is not whole, and left out.")
+    if course.done_again:
+        notes.append(f"{course.done_again:,} steps were done again from a checkpoint, and are left out.")
+    return notes
+
+
+def _under_way(folder: Path) -> bool:
+    """Whether a process has the folder locked. An address without one is that of a coordinator that was killed."""
+    if not (folder / run_files.ADDRESS).exists():
+        return False
+    try:
+        with (folder / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a folder of which nothing more than this can be told
+        return False
+    return False
+
+
+def _write(path: Path, content: str) -> None:
+    if path.is_dir():
+        raise UserError(f"--output: {path} is a folder; a file is wanted")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"--output: cannot write {path}: {(error.strerror or str(error)).lower()}") from error

@@ -1,0 +1,219 @@
+"""`sluice samples`: what the model was asked, what it replied, and what that earned."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from itertools import groupby, islice
+from typing import TypeVar
+
+from msgspec import Struct, structs
+from rich.console import Console
+
+from runtime import codec, run_files
+from runtime.config import loading
+from runtime.coordinator.states import Phase
+from runtime.data.tokenizer import Tokenizer
+from runtime.errors import UserError
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import Generation
+from runtime.ledger.payloads import PayloadLost
+from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.telemetry.shown import LiteralTable, shown
+from runtime.types import GroupPayload
+
+N = TypeVar("N", int, float)
+
+
+class SampleRow(Struct, kw_only=True):
+    """One sample. `versions` are those of its oldest and newest token; `rules` each rule's value."""
+
+    group: int | str
+    sample: int
+    step: int | None
+    state: str
+    why: str | None  # it was dropped
+    prompt: str
+    reply: str
+    label: str
+    reward: float | None
+    valid: bool | None
+    rules: dict[str, float | None]  # None: the rule failed
+    finish: str
+    tokens: int
+    versions: tuple[str, str]
+    logprob: float  # mean over the reply's model tokens
+
+
+def show(options: argparse.Namespace) -> None:
+    """Print a table for each group, or JSON lines; that there is none goes to standard error.
+
+    Raises UserError for a folder that is no run's, a run without samples, or a filter it cannot read.
+    """
+    if options.limit < 0:
+        raise UserError(f"--limit: {options.limit} is negative; must be a number of groups, or 0 for all")
+    if options.eval:
+        _print(_evaluated(options), options.jsonl)
+        return
+    if not (options.run / run_files.CONFIG).is_file():
+        raise UserError(f"{options.run}: not a run's folder: {run_files.CONFIG} is not in it")
+    config = loading.load(options.run / run_files.CONFIG, ())
+    tokenizer = Tokenizer(config.model.path, config.model.chat_template)
+    with LedgerReader(options.run / run_files.LEDGER) as reader:
+        _print(_rows(reader, _selected(reader, options), tokenizer), options.jsonl)
+
+
+def _print(rows: Iterator[SampleRow], jsonl: bool) -> None:
+    console = Console()
+    found = False
+    for _, group in groupby(rows, lambda row: (row.step, row.group)):
+        found = True
+        if jsonl:
+            sys.stdout.writelines(json.dumps(structs.asdict(row)) + "\n" for row in group)
+        else:
+            console.print(_table(list(group)))
+    if not found:
+        print("no samples here, or none that the options select", file=sys.stderr)
+
+
+def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow]:
+    steps, reward = _ranges(options)
+    groups = reader.groups(group_id=options.group, steps=steps, states=_states(options.state), reward=reward)
+    return islice((group for group in groups if "payload" in group.handles), options.limit or None)
+
+
+def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[float, float] | None]:
+    return _range("--step", options.step, int, 1 << 62), _range("--reward", options.reward, float, math.inf)
+
+
+def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
+    """The replies of evaluations, those of one problem together."""
+    steps, reward = _ranges(options)
+    folders = evaluation.folders(options.run)
+    if not folders:
+        raise UserError(f"{options.run}: no evaluation of this run is here")
+    problems = (
+        (step, list(replies))
+        for step, folder in folders
+        if steps is None or steps[0] <= step <= steps[1]
+        for path in sorted(folder.glob(f"*{generations.SUFFIX}"))
+        for _, replies in groupby(generations.read(path), lambda each: each.problem)
+    )
+    chosen = ((step, replies) for step, replies in problems if reward is None or _earned(replies, reward))
+    for step, replies in islice(chosen, options.limit or None):
+        yield from (_evaluated_row(step, reply) for reply in replies)
+
+
+def _earned(replies: list[Generation], bounds: tuple[float, float]) -> bool:
+    """Whether the mean reward of those that have one is within bounds."""
+    rewards = [each.reward for each in replies if each.reward is not None]
+    return bool(rewards) and bounds[0] <= sum(rewards) / len(rewards) <= bounds[1]
+
+
+def _evaluated_row(step: int, each: Generation) -> SampleRow:
+    return SampleRow(
+        group=each.problem,
+        sample=each.sample,
+        step=step,
+        state="evaluated",
+        why=None,
+        prompt=each.prompt,
+        reply=each.reply,
+        label=each.label,
+        reward=each.reward,
+        valid=each.reward is not None,
+        rules=each.rules,
+        finish=each.finish,
+        tokens=each.tokens,
+        versions=each.versions,
+        logprob=each.logprob,
+    )
+
+
+def _states(names: list[str]) -> list[Phase]:
+    allowed = [phase.value for phase in Phase]
+    for name in names:
+        if name not in allowed:
+            raise UserError(f"--state: {name!r} is not one of {', '.join(allowed)}")
+    return [Phase(name) for name in names]
+
+
+def _range(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
+    """`a:b`, either end open, or one value."""
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        if not colon:
+            return kind(low), kind(low)
+        bounds = (kind(low) if low else -most), (kind(high) if high else most)
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is neither a number nor a range a:b") from None
+    if bounds[0] > bounds[1]:
+        raise UserError(f"{option}: {text!r} ends before it begins; a range is a:b, with a at most b")
+    return bounds
+
+
+def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[SampleRow]:
+    for group in found:
+        yield from _samples(reader, group, tokenizer)
+
+
+def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:
+    try:
+        payload = codec.decode(GroupPayload, reader.read(group.handles["payload"]))
+    except PayloadLost as error:
+        print(shown(f"group {group.group_id}: {error}"), file=sys.stderr)
+        return
+    scores = group.scores
+    prompt = tokenizer.decode(payload.prompt, skip_special=False)
+    for index, sample in enumerate(payload.samples):
+        yield SampleRow(
+            group=group.group_id,
+            sample=index,
+            step=group.step,
+            state=str(group.phase.value),
+            why=group.why,
+            prompt=prompt,
+            reply=tokenizer.decode(sample.tokens, skip_special=False),
+            label=group.label,
+            reward=None if scores is None else float(scores.rewards[index]),
+            valid=None if scores is None else bool(scores.valid[index]),
+            rules={} if scores is None else generations.values_at(scores, index),
+            finish=sample.finish_reason,
+            tokens=len(sample.tokens),
+            versions=generations.versions_of(sample),
+            logprob=generations.mean_logprob(sample),
+        )
+
+
+def _table(group: list[SampleRow]) -> LiteralTable:
+    """The samples of one group: what they have in common above, what differs below."""
+    first = group[0]
+    step = "" if first.step is None else f", step {first.step}"
+    state = first.state if first.why is None else f"{first.state}: {first.why}"
+    title = f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}"
+    table = LiteralTable(title=title, title_justify="left", title_style="")
+    rules = sorted({name for row in group for name in row.rules})
+    table.add_column("reply", overflow="fold", min_width=16)
+    for column in ("reward", *rules, "versions", "finish"):
+        table.add_column(column, overflow="fold")
+    for row in group:
+        oldest, newest = row.versions
+        cells = (
+            row.reply,
+            "–" if row.reward is None else f"{row.reward:.2f}" if row.valid else "masked",
+            *(_shown(row.rules.get(name)) for name in rules),
+            oldest if oldest == newest else f"{oldest}–{newest}",
+            row.finish,
+        )
+        table.add_row(*cells)
+    return table
+
+
+def _shown(value: float | None) -> str:
+    return "failed" if value is None else f"{value:g}"

@@ -1,0 +1,24 @@
+"""`sluice scale rollout=N RUN`: more or fewer rollouts for a run that goes on."""
+
+from __future__ import annotations
+
+from launcher.commands.status import address_of
+from runtime.cluster.nodes import Scale, Scaled
+from runtime.errors import Unanswered, UserError
+from services.rpc import contract, session
+
+
+async def scale(run: str, wanted: str) -> str:
+    """What was done, for the user. Raises UserError, ServiceFault."""
+    role, equals, number = wanted.partition("=")
+    if role != "rollout" or not equals or not number.isdecimal():
+        raise UserError(f"scale: '{wanted}' is not rollout=N, with N the number of rollouts there are to be")
+    method = contract.METHODS["Coordinator", "Scale"]
+    address = address_of(run, "scale")
+    try:
+        async with session.open_channel(address) as channel:
+            done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
+    except Unanswered as error:
+        raise UserError(f"scale: no coordinator at {address}: {error}") from None
+    said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already"

@@ -1,0 +1,235 @@
+"""`sluice score FILE`: what a verifier says of each reply in a file of JSON lines, in the order read.
+
+A line has `id`, `prediction` and `truth`; what is written for it has `id`, `score` (the verifier's value), `equal` (whether
+that is 1 or more), `error` and `seconds`. Cases are judged as in training: a screen first, then a pool of workers with the
+limits that a configuration has by default. A line that cannot be judged gets an error, and is named at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from msgspec import Struct
+
+from runtime.config import Rewards
+from runtime.errors import UserError
+from runtime.rewards.catalogue import find_rule
+from runtime.rewards.pool import KillablePool
+from runtime.rewards.rules import RULES, RewardRule, RuleContext, RuleOutcome, attempt
+from runtime.rewards.worker import Task, Verdict
+from runtime.rewards.worker_process import Limits, withdraw
+from runtime.telemetry.shown import shown
+
+FORMATS = ("think_answer", "think_prefix")  # what the truth of a case of kind `format` may name
+RIGHT = 1.0  # the value from which on a reply is right
+WINDOW = 4096  # cases that are held because an earlier one is not judged yet
+WINDOW_BYTES = 64 << 20  # and of their lines
+TURN = 64  # cases after which the pool is given a turn
+NAMED = 10  # lines that could not be judged, of which each is named
+
+_CONTEXT = RuleContext()
+
+
+class ScoreCase(Struct):
+    """One line. `fault`: why it cannot be judged."""
+
+    number: int  # of the line, from 1
+    size: int  # bytes
+    id: Any = None
+    kind: str = ""
+    expected: bool | None = None
+    task: Task | None = None
+    fault: str = ""
+
+
+class Tally(Struct):
+    """What the summary says."""
+
+    cases: Counter[str]  # by kind; those below too
+    labelled: Counter[str]
+    agreed: Counter[str]
+    errors: Counter[str]  # by reason
+    faults: list[str]
+    bad_lines: int = 0
+
+    def add(self, case: ScoreCase, outcome: RuleOutcome) -> None:
+        self.cases[case.kind] += 1
+        if case.expected is not None:
+            self.labelled[case.kind] += 1
+            self.agreed[case.kind] += _equal(outcome) is case.expected
+        if case.fault:
+            self.bad_lines += 1
+            if len(self.faults) < NAMED:
+                self.faults.append(f"line {case.number}: {case.fault}")
+        elif outcome.error:
+            self.errors[outcome.error] += 1
+
+
+def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:
+    """Score the file and print a summary to standard error. `workers`: one a core when None.
+
+    Raises UserError for an unknown verifier, files that cannot be opened, and, when all the others are scored, for lines that
+    cannot be judged. ServiceFault when no worker can be started.
+    """
+    rules = _rules(verifier)
+    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers < 1:
+        raise UserError(f"--workers: {workers} is too few; at least 1")
+    if timeout is not None and timeout <= 0:
+        raise UserError(f"--timeout: {timeout} is no time; more than 0 seconds")
+    if output is not None and output.exists() and path.exists() and output.samefile(path):
+        raise UserError(f"--output: {output} is the file that is scored")
+    defaults = Rewards()
+    seconds = defaults.timeout if timeout is None else timeout
+    limits = Limits(seconds, min(defaults.cpu_seconds, seconds), defaults.memory_bytes)
+    start = time.perf_counter()
+    with contextlib.ExitStack() as files:
+        source = files.enter_context(_opened(path, "rb"))
+        sink = sys.stdout if output is None else files.enter_context(_opened(output, "w"))
+        tally = asyncio.run(_score(_cases(source, verifier), rules, workers, limits, defaults.cache_entries, sink))
+    for line in _summary(tally, time.perf_counter() - start):
+        print(shown(line), file=sys.stderr)
+    if tally.bad_lines:
+        more = [f"and {tally.bad_lines - NAMED} more lines"] if tally.bad_lines > NAMED else []
+        raise UserError("\n".join(f"{path}: {fault}" for fault in (*tally.faults, *more)))
+
+
+def _rules(verifier: str | None) -> dict[str, RewardRule]:
+    """The verifiers that may be needed, by the names that tasks use."""
+    names = list(RULES) if verifier is None else [*FORMATS, verifier] if verifier == "format" else [verifier]
+    rules = {name: find_rule(name, "--verifier") for name in names}
+    single = {name: rule for name, rule in rules.items() if not rule.grouped}
+    if verifier is not None and verifier not in single:
+        raise UserError(f"--verifier: {verifier!r} is a rule over groups; must be one over single replies")
+    return single
+
+
+def _opened(path: Path, mode: str) -> IO[Any]:
+    try:
+        return path.open(mode, encoding=None if "b" in mode else "utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def _cases(source: IO[bytes], verifier: str | None) -> Iterator[ScoreCase]:
+    for number, line in enumerate(source, 1):
+        if not line.isspace():
+            yield _case(number, line, verifier)
+
+
+def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
+    """What a line says. Bytes that are no UTF-8 are replaced, as a tokenizer would."""
+    case = ScoreCase(number, len(line))
+    try:
+        fields = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        case.fault = f"not JSON: {error}"
+        return case
+    if not isinstance(fields, dict):
+        case.fault = f"not a JSON object but {type(fields).__name__}"
+        return case
+    case.id = fields.get("id")
+    case.kind = str(fields.get("kind", ""))
+    expected = fields.get("expected")
+    case.expected = expected if isinstance(expected, bool) else None
+    texts = {}
+    for name in ("prediction", "truth"):
+        value = fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            what = f"{name!r} is {type(value).__name__}, not text" if name in fields else f"no {name!r}"
+            case.fault = f"{what}; needed are 'prediction' and 'truth'"
+            return case
+        texts[name] = str(value)
+    rule = _rule_name(case.kind if verifier is None else verifier, texts["truth"])
+    if verifier is None and rule not in RULES:
+        case.fault = f"its kind {case.kind!r} names no verifier; give --verifier, or one of {', '.join(RULES)}"
+    else:
+        case.task = Task(rule, texts["prediction"], texts["truth"], _CONTEXT)
+    return case
+
+
+def _rule_name(verifier: str, truth: str) -> str:
+    return truth if verifier == "format" and truth in FORMATS else verifier
+
+
+async def _score(
+    cases: Iterator[ScoreCase], rules: dict[str, RewardRule], workers: int, limits: Limits, cache_entries: int, sink: IO[str]
+) -> Tally:
+    """Judge the cases and write a line for each, in order. What is held meanwhile is bounded by WINDOW and WINDOW_BYTES."""
+    tally = Tally(Counter(), Counter(), Counter(), Counter(), [])
+    pool = KillablePool(list(rules), workers, limits, cache_entries)
+    window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]] = deque()
+    held = 0
+    try:
+        for case in cases:
+            window.append((case, await _judged(case, rules, pool)))
+            held += case.size
+            if case.number % TURN == 0:
+                await asyncio.sleep(0)
+            while window and (window[0][1].done() or len(window) >= WINDOW or held >= WINDOW_BYTES):
+                held -= window[0][0].size
+                await _write(window, sink, tally)
+        while window:
+            await _write(window, sink, tally)
+    finally:
+        withdraw(verdict for _, verdict in window)
+        await pool.close()
+    return tally
+
+
+async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillablePool) -> asyncio.Future[Verdict]:
+    """The verdict: at once from the verifier's screen, or in time from the pool."""
+    known: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+    task, case.task = case.task, None  # the pool holds its text as long as it is needed
+    if task is None:
+        known.set_result(Verdict(RuleOutcome(error=case.fault)))
+        return known
+    screen = rules[task.rule].screen
+    if screen is not None:
+        start = time.perf_counter()
+        outcome = attempt(screen, task.text, task.label, task.context)
+        if not outcome.unresolved:
+            known.set_result(Verdict(outcome, time.perf_counter() - start))
+            return known
+    return await pool.submit(task)
+
+
+async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: Tally) -> None:
+    """Write the first case of the window, once it is judged, and drop it."""
+    case, judged = window[0]
+    verdict = await judged
+    window.popleft()
+    outcome = verdict.outcome
+    tally.add(case, outcome)
+    line = {
+        "id": case.id,
+        "score": None if outcome.value is None else float(outcome.value),
+        "equal": _equal(outcome),
+        "error": outcome.error or None,
+        "seconds": round(verdict.seconds, 6),
+    }
+    sink.write(json.dumps(line) + "\n")
+
+
+def _equal(outcome: RuleOutcome) -> bool | None:
+    return None if outcome.value is None else outcome.value >= RIGHT
+
+
+def _summary(tally: Tally, seconds: float) -> Iterator[str]:
+    total = sum(tally.cases.values())
+    reasons = "; ".join(f"{reason} {count}" for reason, count in sorted(tally.errors.items())) or "none"
+    unread = f"; lines that cannot be judged: {tally.bad_lines}" if tally.bad_lines else ""
+    yield f"{total} cases in {seconds:.2f} s, {total / seconds:.0f} cases/s; errors: {reasons}{unread}"
+    labelled, agreed = sum(tally.labelled.values()), sum(tally.agreed.values())
+    if labelled:
+        kinds = ", ".join(f"{kind or 'no kind'} {tally.agreed[kind]}/{count}" for kind, count in sorted(tally.labelled.items()))
+        yield f"agreement with `expected`: {agreed / labelled:.2%} ({kinds})"

@@ -1,0 +1,106 @@
+"""`sluice status`: every process of a run, where it is and what it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from runtime import run_files
+from runtime.errors import SluiceError, UserError
+from runtime.status import Registration, Status, Topology
+from runtime.telemetry.shown import LiteralTable, literal
+from services.rpc import contract, session
+
+REFRESH = 1.0  # seconds
+LAST_PORT = 65535
+UNREACHABLE = "unreachable"
+
+
+async def show(run: str, watch: bool) -> None:
+    """Print the tables once, or keep it up to date. Raises UserError when no coordinator answers."""
+    address = address_of(run, "status")
+    console = Console()
+    tables = await _tables(address)
+    if not watch:
+        console.print(tables)
+        return
+    with Live(tables, console=console, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(REFRESH)
+            live.update(await _tables(address), refresh=True)
+
+
+def address_of(run: str, command: str) -> str:
+    """Of the coordinator of a run, given its folder or host:port. Raises UserError."""
+    folder = Path(run)
+    if not folder.is_dir():
+        host, _, port = run.rpartition(":")
+        if host and port.isdecimal() and 0 < int(port) <= LAST_PORT:
+            return run
+        raise UserError(f"{command}: {run!r} is neither a run's folder nor host:port")
+    try:
+        return (folder / run_files.ADDRESS).read_text().strip()
+    except FileNotFoundError:
+        raise UserError(f"{command}: no run is under way in {folder}") from None
+
+
+async def _tables(address: str) -> Group:
+    try:
+        async with session.open_channel(address) as channel:
+            coordinator: Status = await session.call(channel, "coordinator", contract.METHODS["Process", "Status"])
+            topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
+    except SluiceError as error:
+        raise UserError(f"status: no coordinator at {address}: {error}") from None
+    answers = await asyncio.gather(*map(_status, topology.processes))
+    restarts = [0, *(process.incarnation for process in topology.processes)]
+    return render([coordinator, *answers], restarts)
+
+
+def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
+    """Two tables that fit 80 columns, the coordinator's line first: where the processes are, and what they do."""
+    processes = _columns(statuses[0].detail, ("process", "state", "version", "restarts", "pid", "address"))
+    work = _columns("", ("process", "mailbox", "wait", "handled", "rates"))
+    silent: list[Text] = []
+    for status, restarted in zip(statuses, restarts, strict=True):
+        place = str(restarted), str(status.pid), status.address
+        processes.add_row(status.name, status.state, str(status.version), *place)
+        if status.state == UNREACHABLE:
+            silent.append(literal(f"{status.name}: {status.detail}"))
+            continue
+        mailbox = status.mailbox
+        letters = f"{mailbox.depth}/{mailbox.capacity}", f"{mailbox.wait_seconds * 1000:.1f} ms", str(mailbox.handled)
+        work.add_row(status.name, *letters, _rates(status.rates))
+    return Group(processes, work, *silent)
+
+
+def _columns(title: str, names: Sequence[str]) -> LiteralTable:
+    table = LiteralTable(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _rates(rates: Mapping[str, float]) -> str:
+    busy = rates.get("busy_seconds")
+    told = [f"busy {busy:.0%}"] if busy is not None else []
+    return ", ".join(told + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
+
+
+async def _status(process: Registration) -> Status:
+    try:
+        async with session.open_channel(process.address) as channel:
+            return await session.call(channel, process.name, contract.METHODS["Process", "Status"])
+    except SluiceError as error:
+        return Status(
+            role=process.role,
+            name=process.name,
+            state=UNREACHABLE,
+            detail=str(error),
+            pid=process.pid,
+            address=process.address,
+        )

@@ -1,0 +1,78 @@
+"""`sluice train`: the whole topology on this machine, from the configuration to the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from launcher import jobs, run_folder
+from launcher.job import Interrupted, Job
+from launcher.node.here import Here
+from launcher.view import View
+from runtime.config import Config
+from runtime.telemetry.memory import PeakMemory
+from runtime.telemetry.summary import LAUNCHER, Summary
+
+MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
+
+
+async def train(config: Config, view: View, here: Here | None = None) -> Summary:
+    """Run to the end, with this machine as the coordinator's node. Raises UserError for the user's mistakes, ServiceFault for a
+    fault; no process is left either way."""
+    return await _TrainJob(config, view, here or Here.of(config)).run()
+
+
+class _TrainJob(Job[Summary]):
+    trains = True
+    stopped_early = "stopped before training began: there is nothing to save"
+    stopped_late = "stopped at once; the newest checkpoint stays"
+
+    def __init__(self, config: Config, view: View, here: Here):
+        super().__init__(config, view, here)
+        self._memory = PeakMemory(LAUNCHER, self._names)
+
+    async def run(self) -> Summary:
+        watching = asyncio.create_task(self._watch_memory())
+        try:
+            return await super().run()
+        finally:
+            watching.cancel()
+
+    async def prepared(self) -> Config:
+        """After the warm-up if there is one to do; what an earlier run left is gone, unless this one resumes it."""
+        config = self.config
+        self.check(config)
+        if config.warmup is not None:
+            config = await self.warmed_up(config)
+        return replace(config, run=replace(config.run, resume=run_folder.begin(self.folder, config, self.view.say)))
+
+    async def outcome(self) -> Summary:
+        summary = Summary.read(self.folder)
+        if summary.steps:
+            with suppress(Interrupted):  # everything is saved: only the picture is missing
+                await self.guarded(jobs.plot(self.supervisor, self.folder))
+        memory = self._memory
+        summary = replace(
+            summary,
+            total_seconds=time.monotonic() - self.started,
+            peak_pss_bytes=memory.pss_bytes,
+            memory=memory.by_process,
+        )
+        summary.write(self.folder)
+        return summary
+
+    def _names(self) -> dict[int, str]:
+        """By pid, once there are any."""
+        return {child.pid: child.spec.name for child in self.supervisor.children} if hasattr(self, "supervisor") else {}
+
+    async def _watch_memory(self) -> None:
+        """No run ends for want of these figures."""
+        try:
+            while True:
+                await asyncio.to_thread(self._memory.sample)
+                await asyncio.sleep(MEMORY_INTERVAL)
+        except Exception as error:  # noqa: BLE001 - it is said
+            self.view.say(f"the memory of the processes is not measured any more: {type(error).__name__}: {error}")

@@ -1,0 +1,56 @@
+"""`sluice validate`: every fault of a configuration that can be found without starting anything, and where its processes go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from launcher.known import faults_of_own_files, known_names
+from launcher.node import environment
+from launcher.node.here import Here, placement_faults, placement_table
+from launcher.node.machine import on_this_machine
+from runtime.cluster import topology
+from runtime.config import Config, loading
+from runtime.config.checks.megatron import memory_of_ranks
+from runtime.config.checks.memory import kv_caches
+from runtime.config.checks.models import spread_models
+from runtime.config.checks.network import has_several_nodes
+from runtime.config.checks.semantic import semantic_faults
+from runtime.errors import ConfigError
+from runtime.models import tiny_family
+
+
+def validate(path: Path, overrides: Sequence[str]) -> None:
+    """Print that the file is valid, what is made for it, the placement and the memory of ranks.
+
+    Raises ConfigError, UserError.
+    """
+    config = loading.resolve(loading.load(path, overrides))
+    here = Here.of(config)
+    memory = here.memory(config)
+    faults = [*semantic_faults(config, known_names(), memory), *environment.faults(config, here.machine)]
+    if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
+        raise ConfigError(faults)
+    if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
+        on_this_machine(config)
+    print(f"{path}: valid")
+    for key, model in topology.named_paths(config).items():
+        if model.startswith(tiny_family.PREFIX):
+            print(f"{key}: {model}, small and random, is made when a run starts")
+    Console().print(placement_table(config, here.offer))
+    _tell_memory(config, memory)
+
+
+def _tell_memory(config: Config, available: int | None) -> None:
+    """What processes are known to hold. `available`: what they have, on CPUs; None where that is not known."""
+    caches = kv_caches(config, on_cpus=available is not None)
+    lines = [f"{path}: about {size / 1e9:.1f} GB of KV cache a replica" for path, size in caches.items()]
+    for role, held in memory_of_ranks(config, spread_models(config), on_cpus=available is not None).items():
+        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in msgspec.structs.asdict(held).items() if size)
+        lines.append(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
+    if lines and available is None:
+        lines.append("How much memory the devices have is not known here: each process compares when it starts")
+    print(*lines, sep="\n", end="\n" if lines else "")

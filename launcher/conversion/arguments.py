@@ -1,0 +1,220 @@
+"""Megatron-LM's arguments of a model, as its checkpoints hold them, beside the keys of a Hugging Face config.json. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.conversion.argument_types import require_types
+from runtime.errors import UserError
+from runtime.models.families.family import Family
+from runtime.models.families.shape import ModelShape
+
+# With a layout or parts of a model that have no mapping, unless they are one of these. MindSpeed-LLM's are among them.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (False,),
+    "mtp_num_layers": (0,),
+    "schedules_method": ("",),  # dualpipev
+    "add_bias_linear": (False,),
+    "add_dense_bias": (False,),
+    "apply_layernorm_1p": (False,),
+    "squared_relu": (False,),
+    "swiglu": (True,),
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+}
+_CONFIG_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "norm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "use_rope_scaling": "rope_scaling",
+    "rope_scaling_type": "rope_scaling",
+    "untie_embeddings_and_output_weights": "tie_word_embeddings",
+    "add_qkv_bias": "model_type",
+    "qk_layernorm": "model_type",
+    "num_experts": "num_experts",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_topk": "num_experts_per_tok",
+}
+# What all ranks of a checkpoint must say alike.
+DECISIVE = (
+    *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    *("expert_tensor_parallel_size", "moe_tp_extend_ep", "noop_layers", "group_query_attention", "padded_vocab_size"),
+    "num_key_value_heads",
+    *_CONFIG_KEYS,
+    *_UNSUPPORTED,
+)
+
+
+def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron-LM's arguments say of the model that `config`, a Hugging Face config.json, describes."""
+    shape, experts = family.shape, family.shape.experts
+    positions = config.get("max_position_embeddings", 4096)
+    attention = {entry.name for entry in family.layer(0)}
+    found: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.intermediate_size,
+        "num_attention_heads": shape.heads,
+        "group_query_attention": shape.kv_heads != shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "max_position_embeddings": positions,
+        "seq_length": positions,
+        "position_embedding_type": "rope",
+        **_rotary(config),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "apply_layernorm_1p": False,
+        "swiglu": True,
+        "squared_relu": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": "self_attention.linear_qkv.bias" in attention,
+        "qk_layernorm": "self_attention.q_layernorm.weight" in attention,
+        "untie_embeddings_and_output_weights": not family.shape.tied,
+        "vocab_size": shape.vocab_size,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    if experts is not None:
+        found |= {
+            "num_experts": experts.count,
+            "moe_ffn_hidden_size": experts.intermediate_size,
+            "moe_router_topk": experts.per_token,
+            "moe_router_pre_softmax": not experts.normalized,
+            "moe_layer_freq": [int(layer in experts.layers) for layer in range(shape.layers)],
+        }
+    return found
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` is transformers 5's key."""
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type") or rope.get("type")
+    return {
+        "rotary_base": rope.get("rope_theta", 10000.0),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": kind == "llama3",  # Megatron-LM's; MindSpeed names the kind
+        "rope_scaling_type": None if kind == "default" else kind,
+        "rope_scaling_factor": rope.get("factor", 1.0),
+    }
+
+
+def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[str, Any], where: str) -> None:
+    """Raises UserError unless the arguments `found` suit the model of `config`, by the first that does not, and both values.
+
+    An argument that is missing or None says nothing. `where` is what messages call the checkpoint's file.
+    """
+    require_supported(found, where)
+    needed = arguments_of(family, config)
+    needed["num_layers"] += len(noop_layers(found))
+    found = {**found, "num_query_groups": _groups(found)}
+    for key, name in _CONFIG_KEYS.items():
+        if _unused(key, family):
+            continue
+        value, other = found.get(key), needed.get(key, 0)
+        if value is not None and value != other and (value, key) != (False, "use_rope_scaling"):
+            told = config.get(name)
+            raise UserError(f"{where}: args.{key} is {value!r}; by config.json, {name} {told!r}, it is {other!r}")
+
+
+def require_supported(found: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for an argument with which a checkpoint has no mapping."""
+    for key, allowed in _UNSUPPORTED.items():
+        if (value := found.get(key)) is not None and value not in allowed:
+            raise UserError(f"{where}: args.{key} is {value!r}, which is not supported; must be {allowed[0]!r}")
+    if (expert := found.get("expert_model_parallel_size") or 1) > 1 and not found.get("num_experts"):
+        raise UserError(f"{where}: args.expert_model_parallel_size is {expert}; must be 1 without num_experts")
+
+
+def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A Hugging Face config.json from the arguments.
+
+    Raises UserError where they cannot tell, by the first that is missing or of another type.
+    """
+    require_types(found, where)
+    require_supported(found, where)
+
+    def need(key: str) -> Any:
+        if found.get(key) is None:
+            raise UserError(f"{where}: has no args.{key}; --hf-config DIR, the original Hugging Face folder, tells it")
+        return found[key]
+
+    # How MindSpeed's own argument of routing goes together with Megatron-LM's is its affair.
+    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob"):
+        if found.get(key):
+            raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
+    heads = need("num_attention_heads")
+    experts = found.get("num_experts")
+    name = ("qwen3_moe" if experts else "qwen3") if found.get("qk_layernorm") else "qwen2" if need("add_qkv_bias") else "llama"
+    config = {
+        "model_type": name,
+        "architectures": [{"qwen3_moe": "Qwen3Moe"}.get(name, name.capitalize()) + "ForCausalLM"],
+        "hidden_act": "silu",
+        "num_hidden_layers": need("num_layers"),
+        "hidden_size": need("hidden_size"),
+        "intermediate_size": need("ffn_hidden_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": need("num_query_groups") if _groups(found) is None else _groups(found),
+        "head_dim": need("kv_channels"),
+        "max_position_embeddings": need("max_position_embeddings"),
+        "rms_norm_eps": need("norm_epsilon"),
+        "rope_theta": float(need("rotary_base")),
+        "vocab_size": need("vocab_size"),
+        "tie_word_embeddings": not need("untie_embeddings_and_output_weights"),
+    }
+    if experts:
+        if name != "qwen3_moe":
+            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; no family has that")
+        config |= _experts_of(need, where)
+    return config
+
+
+def noop_layers(found: Mapping[str, Any]) -> list[Any]:
+    """MindSpeed-LLM's layers that only pass tokens on, so that stages have equally many: counted, but without tensors."""
+    value = found.get("noop_layers")
+    if isinstance(value, str):
+        return [number for number in value.split(",") if number]
+    return list(value) if isinstance(value, (list, set)) else []
+
+
+def _experts_of(need: Any, where: str) -> dict[str, Any]:
+    layers, frequency = need("num_layers"), need("moe_layer_freq")
+    sparse = frequency if isinstance(frequency, list) else [int(layer % frequency == 0) for layer in range(layers)]
+    if len(sparse) != layers:
+        raise UserError(f"{where}: args.moe_layer_freq has {len(sparse)} entries; must have one for each of {layers} layers")
+    return {
+        "num_experts": need("num_experts"),
+        "moe_intermediate_size": need("moe_ffn_hidden_size"),
+        "num_experts_per_tok": need("moe_router_topk"),
+        "norm_topk_prob": not need("moe_router_pre_softmax"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has in enumerate(sparse) if not has],
+    }
+
+
+def _groups(found: Mapping[str, Any]) -> Any:
+    """Key-value heads; None where the arguments do not tell.
+
+    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always says that there is none; it
+    has Hugging Face's own key as well, which is right.
+    """
+    if found.get("num_key_value_heads") is not None:
+        return found["num_key_value_heads"]
+    return found.get("num_query_groups" if found.get("group_query_attention", True) else "num_attention_heads")
+
+
+def _unused(key: str, family: Family) -> bool:
+    """Whether this model's tensors do not depend on the argument."""
+    shape: ModelShape = family.shape
+    if key.startswith("moe_"):
+        return shape.experts is None
+    if key == "ffn_hidden_size":
+        return shape.experts is not None and len(shape.experts.layers) == shape.layers
+    return family.value_head and key == "untie_embeddings_and_output_weights"

@@ -1,0 +1,332 @@
+"""Model folders between Hugging Face's layout and megatron-core's: a tensor at a time, checked before they get their name.
+
+No more is held in memory than one parameter of one rank, or, of a layer's row-parallel matrix, the whole. A rank's file in
+Megatron-LM's own layout is held whole while it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launcher.conversion import classic_folder
+from launcher.conversion.arguments import config_of, require_arguments
+from launcher.conversion.check import ParameterReader, require_same_bits
+from launcher.conversion.classic_checkpoint import ClassicCheckpoint, has_value_head
+from launcher.conversion.classic_writer import rank_parameters, target_for, write_ranks
+from launcher.conversion.parts import (
+    ConversionProgress,
+    ConversionReport,
+    HfModel,
+    Show,
+    dtype_name,
+    open_hf,
+    read_config,
+    require_new,
+    require_room,
+)
+from runtime.errors import UserError
+from runtime.ledger import checkpoint
+from runtime.models import hf_policy, value_model
+from runtime.models.families import Family, Layout, Parameter, family_for
+from runtime.models.families.naming import Naming
+from runtime.models.hf_weights import weight_paths
+from runtime.trainer.megatron.core_checkpoint import OWN, CoreCheckpoint, is_checkpoint
+from runtime.trainer.megatron.core_folder import (
+    LAYOUT,
+    Column,
+    CoreFile,
+    CoreFolder,
+    Description,
+    columns,
+    read_description,
+    write_description,
+)
+from runtime.weights.plan import TensorSpec
+from runtime.weights.tensor_files import TensorFolder, TensorWriter
+
+_PLAIN = Naming()
+Pieces = list[tuple[Parameter, ParameterReader]]
+Comparison = Callable[["_Core", Path], float]  # of a model in megatron-core's layout and a Hugging Face folder
+
+
+@dataclass(frozen=True)
+class _Core:
+    """A model in one of megatron-core's layouts, of which no tensor is read yet."""
+
+    family: Family
+    columns: list[Column]
+    part: Callable[[CoreFile], ParameterReader]
+    describe: Callable[[Path, torch.dtype], None]  # writes what a Hugging Face folder has beside its weights, of a dtype
+    copies: Pieces = field(default_factory=list)  # what more ranks hold of the same
+    left_out: list[str] = field(default_factory=list)
+
+    def pieces(self) -> Pieces:
+        """Every parameter of every file, and where it is read."""
+        found = [
+            (parameter, self.part(part)) for column in self.columns for part in column.parts for parameter in part.parameters
+        ]
+        return found + self.copies
+
+
+def to_core(
+    source: Path,
+    folder: Path,
+    layout: Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    value_head: bool = False,
+    check_logits: bool = False,
+    show: Show,
+) -> ConversionReport:
+    """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
+
+    The parameters get `dtype`; None: that of their tensors. `check_logits` needs memory for both models whole. Raises
+    UserError, before anything is allocated, for a model or layout that is not supported, tensors that are missing or too
+    many, a folder that exists, and too little room.
+    """
+    require_new(folder)
+    model = open_hf(source, dtype, value_head)
+    layout.require(model.family.shape)
+    parts = [part for column in columns(model.family, layout) for part in column.parts]
+    specs = {part.name: [model.tensors.spec(parameter) for parameter in part.parameters] for part in parts}
+
+    def write(partial: Path, progress: ConversionProgress) -> None:
+        hf_policy.write_description(source, partial, dtype)
+        write_description(partial, Description(layout=layout, value_head=value_head))
+        for part in parts:
+            with TensorWriter(partial / part.name, specs[part.name]) as writer:
+                for parameter in part.parameters:
+                    writer.write(parameter.name, parameter.from_hf(model.tensors.read))
+                    progress.add("converting", writer.specs[parameter.name].nbytes)
+
+    def reopen(partial: Path) -> _Core:
+        return _open_folder(partial)
+
+    nbytes = sum(spec.nbytes for part in specs.values() for spec in part)
+    return _from_hf(source, folder, model, nbytes, len(parts), write, reopen, check_logits, show)
+
+
+def to_megatron(
+    source: Path,
+    folder: Path,
+    layout: Layout,
+    naming: Naming = _PLAIN,
+    *,
+    dtype: torch.dtype | None = None,
+    value_head: bool = False,
+    check_logits: bool = False,
+    show: Show,
+    **options: Any,
+) -> ConversionReport:
+    """As `to_core`, into a release in Megatron-LM's own layout, whose tensors are named by `naming`. `options` are those of
+    `target_for`."""
+    require_new(folder)
+    model = open_hf(source, dtype, value_head)
+    target = target_for(layout, model.family.shape, naming, **options)
+    ranks = list(target.grid.ranks())
+    held = [parameters for rank in ranks for parameters in rank_parameters(model, target, rank)]
+    nbytes = sum(model.tensors.spec(parameter).nbytes for parameters in held for parameter in parameters)
+
+    def write(partial: Path, progress: ConversionProgress) -> None:
+        write_ranks(partial, model, target, progress)
+
+    def reopen(partial: Path) -> _Core:
+        return _open_classic(partial, source)
+
+    return _from_hf(source, folder, model, nbytes, len(ranks), write, reopen, check_logits, show)
+
+
+def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> ConversionReport:
+    """Convert `source`, which is in any of megatron-core's layouts, or a checkpoint of the trainer on megatron-core, into the
+    new Hugging Face folder `folder`, and check it.
+
+    Raises UserError, before anything is allocated, when a file of `source` is missing, torn or of another model, for a folder
+    that exists, and too little room; and afterwards when ranks that should hold the same do not.
+    """
+    require_new(folder)
+    if check_logits and is_checkpoint(source):
+        raise UserError(f"--check-logits: is for folders with {LAYOUT}; {source} is a checkpoint")
+    return _to_hf(_open_checkpoint(source) if is_checkpoint(source) else _open_folder(source), folder, check_logits, show)
+
+
+def megatron_to_hf(
+    source: Path, folder: Path, hf_config: Path | None, *, check_logits: bool = False, show: Show
+) -> ConversionReport:
+    """As `to_hf`, of a checkpoint in Megatron-LM's own layout. `hf_config` has the model's config.json and tokenizer; None:
+    config.json is made of the checkpoint's arguments, and there is no tokenizer.
+
+    Raises UserError as well when config.json and the arguments do not agree, or the latter do not tell enough.
+    """
+    require_new(folder)
+    return _to_hf(_open_classic(source, hf_config), folder, check_logits, show)
+
+
+def _from_hf(
+    source: Path,
+    folder: Path,
+    model: HfModel,
+    nbytes: int,
+    files: int,
+    write: Callable[[Path, ConversionProgress], None],
+    reopen: Callable[[Path], _Core],
+    check_logits: bool,
+    show: Show,
+) -> ConversionReport:
+    """Write `files` files of `nbytes` bytes, and check them."""
+    compare = _comparison(model.family) if check_logits else None
+    require_room(folder, nbytes)
+    progress = ConversionProgress(show, nbytes)
+    with checkpoint.atomic_folder(folder) as partial:
+        started = time.monotonic()
+        write(partial, progress)
+        seconds = time.monotonic() - started
+        core = reopen(partial)
+        require_same_bits(core.pieces(), model.tensors.read, progress.add)
+        difference = _compare(compare, core, source, show)
+    return ConversionReport(
+        nbytes=nbytes,
+        files=files,
+        tensors=len(model.family.tensors()),
+        seconds=seconds,
+        left_out=model.left_out,
+        difference=difference,
+    )
+
+
+def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> ConversionReport:
+    compare = _comparison(core.family) if check_logits else None
+    pieces = core.pieces()
+    specs = _hf_specs(core.family, pieces)
+    progress = ConversionProgress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
+    require_room(folder, sum(spec.nbytes for spec in specs))
+    with checkpoint.atomic_folder(folder) as partial:
+        started = time.monotonic()
+        core.describe(partial, getattr(torch, specs[0].dtype))
+        if core.family.value_head:
+            value_model.describe(partial, f"{core.family.architecture}ForSequenceClassification")
+        with hf_policy.ShardWriter(partial, "model", specs) as writer:
+            _join(core, writer, progress)
+        seconds = time.monotonic() - started
+        files = weight_paths(partial)
+        require_same_bits(pieces, TensorFolder(files).get, progress.add)
+        difference = _compare(compare, core, partial, show)
+    return ConversionReport(
+        nbytes=sum(spec.nbytes for spec in specs),
+        files=len(files),
+        tensors=len(specs),
+        seconds=seconds,
+        left_out=core.left_out,
+        difference=difference,
+    )
+
+
+def _open_folder(source: Path) -> _Core:
+    description = read_description(source)
+    family = family_for(read_config(source), str(source / "config.json"), value_head=description.value_head)
+    description.layout.require(family.shape)
+    folder = CoreFolder(source, family, description.layout)
+
+    def describe(partial: Path, _: torch.dtype) -> None:
+        hf_policy.write_description(source, partial, None, but=(LAYOUT,))
+
+    return _Core(family, list(columns(family, description.layout)), folder.part, describe)
+
+
+def _open_checkpoint(source: Path) -> _Core:
+    core = CoreCheckpoint(source)
+    family = family_for(read_config(core.path), str(core.path / "config.json"), value_head=core.has_value_head)
+    core.require(family)
+
+    def describe(partial: Path, dtype: torch.dtype) -> None:
+        # A trainer computes, and saves, in a dtype of its own.
+        hf_policy.write_description(core.path, partial, dtype, but=(OWN,))
+
+    return _Core(family, list(columns(family, Layout())), core.part, describe)
+
+
+def _open_classic(source: Path, hf_config: Path | None) -> _Core:
+    ranks = classic_folder.read_rank_files(source)
+    where, arguments = str(ranks.first.path), ranks.first.arguments
+    config = config_of(arguments, where) if hf_config is None else read_config(hf_config)
+    named = where if hf_config is None else str(hf_config / "config.json")
+    family = family_for(config, named, value_head=has_value_head(ranks))
+    require_arguments(arguments, family, config, where)
+    core = ClassicCheckpoint(ranks, family)
+
+    def describe(partial: Path, dtype: torch.dtype) -> None:
+        if hf_config is None:
+            text = json.dumps({**config, "torch_dtype": dtype_name(dtype)}, indent=2, sort_keys=True)
+            (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+            return
+        declared = config.get("dtype") or config.get("torch_dtype")
+        hf_policy.write_description(hf_config, partial, None if declared == dtype_name(dtype) else dtype)
+
+    return _Core(family, core.columns, core.part, describe, list(core.copies()), core.left_out)
+
+
+def _comparison(family: Family) -> Comparison:
+    """Raises UserError when logits cannot be compared."""
+    from runtime.trainer.megatron import logits
+
+    logits.require(family)
+    return lambda core, hf: logits.largest_difference(core.family, _wholes(core), hf)
+
+
+def _compare(compare: Comparison | None, core: _Core, hf: Path, show: Show) -> float | None:
+    if compare is None:
+        return None
+    show("comparing", 0, 0)
+    return compare(core, hf)
+
+
+def _wholes(core: _Core) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors that the pieces of all ranks make."""
+    found: dict[str, torch.Tensor] = {}
+    for row, readers in _rows(core):
+        found.update(row[0].to_hf([reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]))
+    return found
+
+
+def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterReader]]]:
+    """One parameter after the other, as each of the tensor ranks has it, and where it is read."""
+    for column in core.columns:
+        readers = [core.part(part) for part in column.parts]
+        for row in column.rows():
+            yield row, readers
+
+
+def _hf_specs(family: Family, pieces: Pieces) -> list[TensorSpec]:
+    """The tensors that the pieces make. Raises UserError when those of one tensor are of several dtypes."""
+    dtypes: dict[str, str] = {}
+    for parameter, reader in pieces:
+        dtype = reader.specs[parameter.name].dtype
+        for source in parameter.sources:
+            if dtypes.setdefault(source.name, dtype) != dtype:
+                raise UserError(f"{reader.path}: {parameter.name} is {dtype}, on another rank {dtypes[source.name]}")
+    return [TensorSpec(name, dtypes[name], shape) for name, shape in family.tensors().items()]
+
+
+def _join(core: _Core, writer: hf_policy.ShardWriter, progress: ConversionProgress) -> None:
+    """Write the Hugging Face tensors."""
+    for row, readers in _rows(core):
+        if row[0].split == 0 and not row[0].copy:
+            for parameter, reader in zip(row, readers, strict=True):
+                _join_rows(parameter, reader, writer)
+        elif not row[0].copy:
+            pieces = [reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]
+            for name, whole in row[0].to_hf(pieces):
+                writer.write(name, whole)
+        progress.add("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))
+
+
+def _join_rows(parameter: Parameter, reader: ParameterReader, writer: hf_policy.ShardWriter) -> None:
+    """Where the blocks of a piece are rows of the whole, it need not meet the other ranks' pieces."""
+    for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
+        writer.write(source.name, block, index[0].start)

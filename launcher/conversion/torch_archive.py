@@ -1,0 +1,262 @@
+"""Files of `torch.save`, of which nothing is run: plain values, and tensors that are read when they are asked for.
+
+Such a file is a zip: `data.pkl`, a pickle of the values, and the tensors' memory beside it, none of it compressed. torch's
+loading of weights alone knows protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both;
+whatever name a pickle mentions stands for something of this module, and never for what Python knows by it. Nothing is imported,
+and no name that is not in the tables below is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from launcher.conversion import plain_pickle
+from launcher.conversion.plain_pickle import Attributes, Function, Inert, Malformed, Refused, told
+from runtime.errors import UserError
+from runtime.weights import tensor_files
+from runtime.weights.plan import ITEM_BYTES
+
+_LIMIT = 1 << 63
+_MOST_DIMENSIONS = 64  # of a tensor, by torch
+_HEADER = struct.Struct("<26xHH")  # of an entry of a zip, before its name: the lengths of the name, and of what follows it
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+# What Megatron's checkpoints mention, and nobody asks for: the state of generators, buffers of FP8, enumerations among the
+# arguments. Each becomes an `Inert`.
+_INERT = {
+    *(f"builtins.{name}" for name in ("getattr", "dict", "list", "int", "bytearray", "complex", "slice", "range")),
+    *("_codecs.encode", "_io.BytesIO", "io.BytesIO", "signal.Signals", "datetime.datetime", "datetime.timedelta"),
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
+    *("torch.device", "torch._C.Generator", "torch.storage._load_from_bytes", "torch.storage.UntypedStorage"),
+    "torch._utils._rebuild_tensor_v3",
+}
+_INERT_PACKAGES = {"megatron", "mindspeed", "mindspeed_llm", "mindspeed_rl", "numpy", "transformer_engine"}
+
+
+class ArchiveTensor:
+    """A tensor in the file, or a part of one, of which nothing is read yet. `offset` and `stride` are in elements."""
+
+    def __init__(
+        self, path: Path, start: int, size: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ):
+        """Its memory has `size` elements, from byte `start` of the file on. Raises ValueError when it lies beyond that."""
+        self.path = path
+        self.dtype = dtype
+        self.shape = shape
+        self._memory = (start, size)
+        self._offset = offset
+        self._stride = stride
+        if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0 or offset + self._extent > size:
+            raise ValueError(f"a tensor {list(shape)} lies beyond its memory")
+        if math.prod(max(length, 1) for length in shape) >= _LIMIT or max(stride, default=0) >= _LIMIT:
+            raise ValueError(f"a tensor {list(shape)} has more elements than there are numbers")
+
+    @property
+    def _extent(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((length - 1) * step for length, step in zip(self.shape, self._stride, strict=True))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def part(self, first: int, shape: tuple[int, ...], *, transposed: bool = False) -> ArchiveTensor:
+        """The elements from `first` on as a tensor of `shape`; `transposed`: of which the file has the transposed matrix.
+
+        Raises UserError where the file does not have the elements one after the other.
+        """
+        if self._extent != self.elements or list(self._stride) != sorted(self._stride, reverse=True):
+            raise UserError(f"{self.path}: a tensor {list(self.shape)} is not contiguous")
+        stride = torch.empty(shape[::-1] if transposed else shape, device="meta").stride()
+        stride = stride[::-1] if transposed else stride
+        return ArchiveTensor(self.path, *self._memory, self.dtype, self._offset + first, shape, stride)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A new, contiguous tensor, all of which is read first.
+
+        Raises UserError when the file ends within it, and when its elements share memory, and may so be without end.
+        """
+        if self.elements > self._memory[1]:
+            raise UserError(
+                f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {self._memory[1]}"
+            )
+        memory = torch.empty(self._extent, dtype=getattr(torch, self.dtype))
+        into = tensor_files.memory(memory)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self._memory[0] + self._offset * memory.element_size())
+            while into:
+                count = file.readinto(into)
+                if not count:
+                    raise UserError(f"{self.path}: ended within a tensor")
+                into = into[count:]
+        return memory.as_strided(self.shape, self._stride)[index].contiguous()
+
+
+def read_archive(path: Path) -> Any:
+    """The values of a file, tensors as `ArchiveTensor`.
+
+    Raises UserError when the file is missing, torn or of another format, and when its pickle wants anything but tensors and
+    plain values, which it names.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            return _Archive(path, file, archive).load()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except Refused as error:
+        raise UserError(f"{path}: its pickle wants {error}, which no checkpoint needs; nothing of it was run") from error
+    except (zipfile.BadZipFile, EOFError, struct.error, Malformed) as error:
+        raise UserError(f"{path}: is not a whole file of torch.save: {_line(error)}") from error
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        # RuntimeError: also what zipfile does not know, and a recursion.
+        raise UserError(f"{path}: is not a whole file of torch.save: {type(error).__name__}: {_line(error)}") from error
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    """A tensor's in the file: from byte `start` on `elements` of a dtype."""
+
+    path: Path
+    start: int
+    elements: int
+    dtype: str
+
+
+class _Archive:
+    """One file that is open."""
+
+    def __init__(self, path: Path, file: Any, archive: zipfile.ZipFile):
+        self._path = path
+        self._file = file
+        self._archive = archive
+        self._size = os.fstat(file.fileno()).st_size
+        self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        for info in archive.infolist():
+            # torch.save does neither; and of what is compressed a small file may hold any amount.
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise Malformed(f"{told(info.filename)} is compressed or encrypted")
+        if "data.pkl" not in self._entries:
+            raise Malformed("it has no data.pkl")
+        if "byteorder" in self._entries and self._entry("byteorder", 16) != b"little":
+            raise Malformed("its bytes are in the order of another machine")
+
+    def load(self) -> Any:
+        return plain_pickle.load(self._entry("data.pkl", plain_pickle.MOST_BYTES), _named, self._memory)
+
+    def _entry(self, name: str, most: int) -> bytes:
+        info = self._entries[name]
+        if info.file_size > most:
+            raise Malformed(f"{name} has {info.file_size} bytes; must be at most {most}")
+        return self._archive.read(info)
+
+    def _memory(self, identity: Any) -> _Memory | Inert:
+        """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""
+        if not isinstance(identity, tuple) or len(identity) != 5:
+            raise Malformed(f"it wants {told(identity)} from outside")
+        kind, dtype, key, _device, elements = identity
+        if kind == "storage" and isinstance(dtype, Function):
+            return Inert(dtype.name)
+        known = isinstance(dtype, str) and dtype in ITEM_BYTES and isinstance(key, str)
+        if kind != "storage" or not known or not isinstance(elements, int) or elements < 0:
+            raise Malformed(f"it wants {told(kind)} from outside")
+        info = self._entries.get(f"data/{key}")
+        if info is None:
+            raise Malformed(f"it has no {told(f'data/{key}')}")
+        if info.file_size < elements * ITEM_BYTES[dtype]:
+            raise Malformed(f"data/{key} has {info.file_size} bytes")
+        self._file.seek(info.header_offset)
+        start = info.header_offset + _HEADER.size + sum(_HEADER.unpack(self._file.read(_HEADER.size)))
+        if start + info.file_size > self._size:
+            raise Malformed(f"data/{key} lies beyond its end")
+        return _Memory(self._path, start, elements, dtype)
+
+
+def _line(error: Exception) -> str:
+    """Of what is not of this module, and may quote the file."""
+    text = str(error)
+    return text if text.isprintable() and len(text) <= 300 else told(text)
+
+
+def _named(full: str) -> Any:
+    """What a name of a pickle stands for. Raises Refused."""
+    module, _, name = full.rpartition(".")
+    if full in _KNOWN:
+        return Function(full, _KNOWN[full])
+    if module == "torch" and name in _STORAGES:
+        return _STORAGES[name]
+    # Not getattr, with which torch imports parts of itself.
+    if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+        return name
+    if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
+        return Function(full, lambda *_: Inert(full))
+    raise Refused(full if full.isprintable() and len(full) <= 200 else told(full))
+
+
+def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Inert:
+    if isinstance(memory, Inert):
+        return memory
+    if not isinstance(memory, _Memory) or not isinstance(offset, int):
+        raise Malformed("it has a tensor without memory")
+    return ArchiveTensor(memory.path, memory.start, memory.elements, memory.dtype, offset, _sizes(shape), _sizes(stride))
+
+
+def _sizes(sizes: Any = ()) -> tuple[int, ...]:
+    if not isinstance(sizes, tuple) or len(sizes) > _MOST_DIMENSIONS or not all(type(size) is int for size in sizes):
+        raise Malformed("it has a tensor of no shape")
+    return sizes
+
+
+def _same(tensor: Any, *_: Any) -> ArchiveTensor | Inert:
+    if not isinstance(tensor, (ArchiveTensor, Inert)):
+        raise Malformed(f"it has {told(tensor)} as a parameter")
+    return tensor
+
+
+def _of_type(work: Any, _type: Any, arguments: Any, _state: Any) -> Any:
+    return _same(plain_pickle.called(work, arguments))
+
+
+def _listed(items: Any = (), *_: Any) -> list[Any]:
+    """Not a copy: a pickle can ask for many of a list."""
+    if items and not isinstance(items, list):
+        raise Malformed(f"it makes a set of {told(items)}")
+    return items or []
+
+
+# None of them returns what a pickle could open, or keeps what it was given.
+_KNOWN: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _same,
+    "torch._utils._rebuild_parameter_with_state": _same,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.Size": _sizes,
+    "argparse.Namespace": lambda *_: Attributes(),
+    "types.SimpleNamespace": lambda *_: Attributes(),
+    "collections.OrderedDict": lambda *_: {},
+    # MindSpeed-LLM's converter saves a model as one of these.
+    "collections.defaultdict": lambda *_: {},
+    "collections.Counter": lambda *_: {},
+    "collections.deque": _listed,
+    "builtins.set": _listed,
+    "builtins.frozenset": _listed,
+}

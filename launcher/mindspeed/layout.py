@@ -1,0 +1,347 @@
+"""MindSpeed-RL's resources, parallelism and engines as Sluice's section `services`, and the budgets of tokens. Pure."""
+
+from __future__ import annotations
+
+from launcher.mindspeed.settings import Setting, TranslatedSettings
+
+_WAYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+_LAYERS = {  # megatron-core's linear layers by those of Hugging Face's layout
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+ASCEND = "ascend"
+HCCL_BUFFER = 256  # MiB, in that environment
+
+
+def services(keys: TranslatedSettings) -> None:
+    """`services`, `lora`, `reference` and the budgets of tokens."""
+    environment = keys.of("rl_config", "runtime_env_path")
+    keys.put("services.environment", ASCEND, *([environment] if environment.given else []))
+    lora = _lora(keys)
+    if keys.format == "current":
+        _current(keys, lora)
+    else:
+        _older(keys, lora)
+    _budgets(keys)
+    _recomputation(keys, "actor", "trainer")
+    if "critic" in keys.values:
+        _recomputation(keys, "critic", "critic")
+
+
+def _current(keys: TranslatedSettings, lora: bool) -> None:
+    together, actor = keys.of("rl_config", "use_integrated_worker"), keys.of("rl_config", "actor_resource.num_npus")
+    older = keys.of("rl_config", "colocate_all_models")
+    chosen = older if older.given and not together.given else together
+    integrated = chosen.value is not False  # left out as well: roles without devices of their own have to share the actor's
+    _spread(keys, "actor", "trainer", [actor], actor.value, lora)
+    _rollouts(keys, actor)
+    # Training and sampling are on the same devices in either case: the actor is one hybrid worker there.
+    keys.put("services.rollout.colocate", "trainer", together)
+    keys.put("services.rollout.colocate", "trainer", *([older] if older.given else []))
+    reference = keys.of("rl_config", "reference_resource.num_npus")
+    critic = keys.of("rl_config", "critic_resource.num_npus")
+    if "critic" in keys.values:
+        _spread(keys, "critic", "critic", [critic if critic.given else actor], critic.value or actor.value, lora)
+        if integrated:
+            keys.put("services.critic.colocate", "trainer", together)
+    else:
+        keys.say("of gae, which has a critic", critic)
+    shared = keys.of("rl_config", "colocate_actor_ref")
+    _reference(keys, integrated or bool(shared.value), reference, actor, lora)
+    if shared.value and "services.reference.engine" in keys.values:
+        keys.put("services.reference.colocate", "trainer", shared)
+    keys.say("reference and actor have devices of their own", shared)
+    size = keys.of("rl_config", "hccl_buffersize")
+    if size.given and size.value not in (None, HCCL_BUFFER):
+        for role in ("trainer", "rollout", *(["critic"] if "critic" in keys.values else [])):
+            keys.put(f"services.{role}.env.HCCL_BUFFSIZE", str(size.value), size)
+    else:
+        keys.say("MiB: what services.environment ascend sets", size)
+
+
+def _older(keys: TranslatedSettings, lora: bool) -> None:
+    train, infer = keys.role("actor", "num_gpus_for_train"), keys.role("actor", "num_gpus_for_infer")
+    pool = keys.of("resource_pool", "actor_rollout")
+    total = _sum(keys, pool)
+    if total is not None and None not in (train.value, infer.value) and total != train.value + infer.value:
+        keys.faults.append(
+            f"{pool.path}: {total} devices, but num_gpus_for_train {train.value} + num_gpus_for_infer {infer.value} are "
+            f"{train.value + infer.value}"
+        )
+    _spread(keys, "actor", "trainer", [train, pool], train.value, lora)
+    ways = keys.role("actor", "tensor_model_parallel_size").value or 1
+    keys.put("services.rollout.engine", "vllm", infer)
+    keys.put("services.rollout.tensor_parallel", ways, infer)
+    if infer.value is not None:
+        if infer.value % ways:
+            keys.faults.append(f"{infer.path}: {infer.value}: is not a multiple of tensor_model_parallel_size {ways}")
+        keys.put("services.rollout.replicas", infer.value // ways, infer, pool)
+    critic = keys.of("resource_pool", "critic")
+    if "critic" in keys.values:
+        _spread(keys, "critic", "critic", [critic], _sum(keys, critic), lora)
+    else:
+        keys.say("of gae, which has a critic", critic)
+    _reference(keys, False, keys.of("resource_pool", "ref"), train, lora)
+
+
+def _sum(keys: TranslatedSettings, pool: Setting) -> int | None:
+    """Devices of all nodes."""
+    if pool.value is None:
+        return None
+    if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in pool.value):
+        keys.faults.append(f"{pool.path}: {pool.value}: is not a list of numbers of devices")
+        return None
+    return sum(pool.value)
+
+
+def _spread(keys: TranslatedSettings, role: str, service: str, counted: list[Setting], devices: int | None, lora: bool) -> None:
+    """An SPMD group: its processes, and how the model is spread over them."""
+    path = f"services.{service}"
+    if lora and service == "trainer":
+        keys.put(f"{path}.processes", devices, *counted)
+        for name in (*_WAYS.values(), "sequence_parallel", "num_layer_list", "noop_layers"):
+            keys.say("LoRA is trained by engine torch: FSDP2 over all processes", keys.role(role, name))
+        return
+    keys.put(f"{path}.engine", "megatron")
+    sizes: dict[str, int] = {}
+    for ours, theirs in _WAYS.items():
+        setting = keys.role(role, theirs)
+        if service == "reference" and ours == "context":
+            sizes[ours] = 1  # it runs forward only, and has none
+            continue
+        sizes[ours] = 1 if setting.value is None else setting.value
+        if sizes[ours] < 1:
+            keys.faults.append(f"{setting.path}: {setting.value}: must be at least 1")
+            return
+        keys.put(f"{path}.parallel.{ours}", sizes[ours], setting)
+    sequence = keys.role(role, "sequence_parallel")
+    if sizes["tensor"] > 1 and sequence.value is not None:
+        keys.put(f"{path}.parallel.sequence", sequence.value, sequence)
+    else:
+        keys.say("without tensor parallelism it has no effect", sequence)
+    _stages(keys, role, path, sizes["pipeline"])
+    _blocks(keys, path, counted, devices, sizes)
+
+
+def _blocks(keys: TranslatedSettings, path: str, counted: list[Setting], devices: int | None, sizes: dict[str, int]) -> None:
+    """As many blocks of ranks as there is room for, among which a step's prompts have to be shared out."""
+    if devices is None:
+        keys.say("empty: one block of ranks", *counted)
+        return
+    block = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+    if devices < 1 or devices % block:
+        product = " x ".join(f"{name} {sizes[name]}" for name in ("tensor", "pipeline", "context"))
+        keys.faults.append(f"{counted[0].path}: {devices}: is not a multiple of {product}")
+        return
+    keys.put(f"{path}.processes", devices, *counted)
+    batch = keys.values.get("training.groups_per_step")
+    mini = keys.values.get("training.mini_batch_size") or batch
+    if mini and mini % (devices // block) and path != "services.reference":
+        keys.faults.append(
+            f"{counted[0].path}: {devices}: makes {devices // block} data-parallel blocks, among which the {mini} prompts of "
+            "an update cannot be shared out"
+        )
+
+
+def _stages(keys: TranslatedSettings, role: str, path: str, stages: int) -> None:
+    """`layers_per_stage` from num_layer_list, or from noop_layers, which even out stages that are not equal."""
+    listed, noops, layers = keys.role(role, "num_layer_list"), keys.role(role, "noop_layers"), keys.role(role, "num_layers")
+    keys.say("config.json of model.path says how many", layers)
+    counts = _numbers(keys, listed) if listed.value is not None else []
+    empty = _numbers(keys, noops) if noops.value is not None else []
+    if counts is None or empty is None:
+        return
+    if counts and len(counts) != stages:
+        keys.faults.append(f"{listed.path}: {listed.value}: has {len(counts)} stages, pipeline_model_parallel_size {stages}")
+        return
+    if empty and not counts:
+        if not layers.value or layers.value % stages or max(empty) >= layers.value:
+            keys.faults.append(
+                f"{noops.path}: {noops.value}: num_layers {layers.value} says of no stage which of its layers are empty"
+            )
+            return
+        counts = [layers.value // stages] * stages
+    first = 0
+    held = []
+    for count in counts:
+        held.append(count - sum(first <= layer < first + count for layer in empty))
+        first += count
+    if len(set(held[1:-1])) > 1:
+        setting = listed if listed.value is not None else noops
+        keys.refuse(
+            setting,
+            "megatron-core wants all stages but the first and the last to have the same number of layers; left out, all have",
+        )
+    elif held:
+        equal = len(set(held)) == 1
+        deciding = [each for each in (listed, noops) if each.value is not None] + ([layers] if empty else [])
+        keys.put(f"{path}.parallel.layers_per_stage", [] if equal else held, *deciding)
+
+
+def _numbers(keys: TranslatedSettings, setting: Setting) -> list[int] | None:
+    """A list of whole numbers, which may be text with commas; None where it is not, which is a fault."""
+    parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    try:
+        return [int(str(part)) for part in parts if str(part).strip()]
+    except ValueError:
+        keys.faults.append(f"{setting.path}: {setting.value}: is not a list of whole numbers")
+        return None
+
+
+def _reference(keys: TranslatedSettings, shared: bool, own: Setting, actor: Setting, lora: bool) -> None:
+    """The frozen model: on the trainer's devices, in a turn of its own, or on its own."""
+    path, backbone = "services.reference", keys.of("rl_config", "share_backbone")
+    load, original = keys.role("reference", "load"), keys.of("rl_config", "integrated_mode_config.ref_model_load_path")
+    if not keys.values.get("algorithm.kl_coefficient"):
+        keys.say("there is no KL term, and so no reference", own, original, load, backbone)
+        return
+    if lora and backbone.value:
+        keys.put("reference.mode", "adapter_off", backbone)
+        keys.say("the reference is the policy without its adapters", own, original, load)
+        return
+    keys.say("off", backbone)
+    role = "actor" if shared else "reference"
+    count = actor.value if shared else own.value if not isinstance(own.value, list) else _sum(keys, own)
+    counted = [actor if shared else own]
+    _spread(keys, role, "reference", counted, count, False)
+    if shared:
+        keys.put(f"{path}.colocate", "trainer", keys.of("rl_config", "use_integrated_worker"))
+        keys.say("the reference is on actor_resource's devices", own)
+    start = keys.role("actor", "load").value
+    for setting in (load, original):
+        if setting.given and setting.value is not None and setting.value != start:
+            keys.put("model.reference", setting.value, setting)
+    keys.say("the policy's own start, as there: it is the actor's checkpoint too", load, original)
+
+
+def _rollouts(keys: TranslatedSettings, actor: Setting) -> None:
+    path, section = "services.rollout", "generate_config"
+    keys.put(f"{path}.engine", "vllm")
+    ways = keys.of(section, "infer_tensor_parallel_size")
+    size = ways.value or 1
+    keys.put(f"{path}.tensor_parallel", size, ways)
+    if actor.value is not None:
+        if size < 1 or actor.value % size:
+            keys.faults.append(f"{ways.path}: {size}: does not divide actor_resource.num_npus {actor.value}")
+        else:
+            keys.put(f"{path}.replicas", actor.value // size, actor, ways)
+    slots = keys.of(section, "max_num_seqs")
+    if slots.given:
+        keys.put(f"{path}.slots", slots.value, slots)
+    dtype = keys.of(section, "dtype")
+    if dtype.value not in (None, "bfloat16", "float32", "auto"):
+        keys.refuse(dtype, "must be bfloat16 or float32")
+    keys.put(f"{path}.dtype", "float32" if dtype.value == "float32" else "auto", dtype)
+    _engine_arguments(keys, path, size)
+    for kind in ("optimizer", "grad", "param"):
+        setting = keys.of(section, f"offload_train_{kind}")
+        keys.put(f"services.trainer.offload_train_{kind}", setting.value, setting)
+        if "critic" in keys.values and kind != "param":  # whose weights are needed between updates
+            keys.put(f"services.critic.offload_train_{kind}", setting.value, setting)
+
+
+def _engine_arguments(keys: TranslatedSettings, path: str, ways: int) -> None:
+    section, arguments = "generate_config", f"{path}.engine_args"
+    for name in ("gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager"):
+        setting = keys.of(section, name)
+        if setting.given or name == "gpu_memory_utilization":  # vLLM's own, 0.9, leaves no room beside a trainer
+            keys.put(f"{arguments}.{name}", setting.value, setting)
+    trust, experts = keys.of(section, "trust_remote_code"), keys.of(section, "infer_expert_parallel_size")
+    if trust.value:
+        keys.put(f"{arguments}.trust_remote_code", True, trust)
+    keys.say("off", trust)
+    parallel = keys.of(section, "enable_expert_parallel")
+    if experts.value is not None and experts.value > ways:
+        keys.refuse(
+            experts, f"a rollout spreads experts over its infer_tensor_parallel_size {ways} devices; must be at most that"
+        )
+    elif parallel.value or (experts.value or 1) > 1:
+        deciding = [each for each in (parallel, experts) if each.given and each.value and each.value != 1]
+        keys.put(f"{arguments}.enable_expert_parallel", True, *deciding)
+    keys.say("off", parallel, experts)
+
+
+def _lora(keys: TranslatedSettings) -> bool:
+    modules, rank, alpha = (keys.role("actor", f"lora_{name}") for name in ("target_modules", "r", "alpha"))
+    if not modules.value:
+        keys.say("of lora_target_modules, which are none", rank, alpha, modules)
+        return False
+    unknown = [name for name in modules.value if name not in _LAYERS]
+    if unknown:
+        keys.refuse(modules, f"{unknown[0]} is not one of {', '.join(_LAYERS)}")
+        return True
+    keys.put("lora", {})
+    keys.put("lora.target_modules", [layer for name in modules.value for layer in _LAYERS[name]], modules)
+    keys.put("lora.rank", rank.value, rank)
+    keys.put("lora.alpha", None if alpha.value is None else float(alpha.value), alpha)
+    return True
+
+
+def _recomputation(keys: TranslatedSettings, role: str, service: str) -> None:
+    granularity, swapped = keys.role(role, "recompute_granularity"), keys.role(role, "swap_optimizer")
+    if granularity.value == "full":
+        keys.put(f"services.{service}.activation_checkpointing", True, granularity)
+    elif granularity.value is not None:
+        keys.say("all of a layer is computed again (full), or nothing", granularity)
+    if swapped.value:
+        keys.put(f"services.{service}.offload_train_optimizer", True, swapped)
+    keys.say("off", swapped)
+
+
+def tokens(keys: TranslatedSettings, samples: Setting) -> int | None:
+    """Tokens of so many samples of the greatest length."""
+    prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
+    if samples.value is None or prompt is None or reply is None:
+        return None
+    return int(samples.value * (prompt + reply))
+
+
+def token_limit(keys: TranslatedSettings) -> Setting | None:
+    """max_tokens_to_oom, where the file has it."""
+    found = [keys.role("actor", "max_tokens_to_oom")]
+    if keys.format == "current":
+        found += [keys.of(section, "max_tokens_to_oom") for section in ("rl_config", "generate_config")]
+    return next((each for each in found if each.given and each.value is not None), None)
+
+
+def _budgets(keys: TranslatedSettings) -> None:
+    """With use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
+    micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
+    scored = "services.reference.max_tokens_per_microbatch"
+    dynamic, update, reference = (
+        keys.of("rl_config", name)
+        for name in ("use_dynamic_bsz", "update_max_packing_token_size", "ref_max_packing_token_size")
+    )
+    has_reference = "services.reference.engine" in keys.values
+    if limit is not None and dynamic.value:
+        keys.put(own, limit.value, limit, dynamic)
+        keys.say(f"samples; {limit.path} is the budget", micro)
+    elif dynamic.value:
+        keys.put(own, update.value, update, dynamic)
+        keys.say("samples; with use_dynamic_bsz the packed size is the budget", micro)
+    else:
+        keys.put(own, tokens(keys, micro), micro)
+        keys.say("samples; of which length, FILE does not say", micro)
+        keys.say("of use_dynamic_bsz: without it micro_batch_size is the budget", *([limit] if limit is not None else []))
+    keys.say(f"{limit.path} is the budget" if limit is not None and dynamic.value else "of use_dynamic_bsz", update)
+    keys.say("there is no reference" if not has_reference else "of use_dynamic_bsz", reference)
+    keys.say("off: micro_batch_size samples, in tokens", dynamic)
+    if keys.format == "current":
+        forward = keys.of("rl_config", "ref_forward_micro_batch_size")
+        if not has_reference:
+            keys.say("there is no reference", forward)
+        elif dynamic.value:
+            keys.put(scored, reference.value, reference)
+            keys.say("samples; with use_dynamic_bsz the packed size is the budget", forward)
+        else:
+            keys.put(scored, tokens(keys, forward), forward)
+    if has_reference and keys.role("reference", "micro_batch_size").path.startswith(("ref_config", "actor_rollout_ref.ref")):
+        own_micro = keys.role("reference", "micro_batch_size")
+        keys.put(scored, tokens(keys, own_micro), own_micro)

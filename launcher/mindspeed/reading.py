@@ -1,0 +1,203 @@
+"""From MindSpeed-RL's files to one flat list of keys and values: the file itself, and those of the models that it names.
+
+The format is the current one, or the older one of R1-Zero; the sections that are there tell which. Names may have dashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from launcher.mindspeed import keys
+from runtime.config.yaml_text import read_mapping
+from runtime.errors import ConfigError
+
+Format = Literal["current", "r1_zero"]
+
+_CURRENT = ("megatron_training", "actor_config", "rl_config", "generate_config")
+_OLDER = ("training", "actor_rollout_ref", "algorithm", "resource_pool")
+_FORMS: dict[Format, tuple[str, ...]] = {
+    "current": (
+        *_CURRENT,
+        "ref_config",
+        "reward_config",
+        "critic_config",
+        "vit_config",
+        "profiler_config",
+        "msprobe_config",
+    ),
+    "r1_zero": (*_OLDER, "critic", "reward"),
+}
+_PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
+
+
+class FileEntry(Struct, frozen=True):
+    """A key with its value. `section` is that of the file, `model` for those of a model's file."""
+
+    section: str
+    name: str  # with underscores; of a mapping within a section with dots
+    value: Any
+    model: str = ""
+
+    @property
+    def path(self) -> str:
+        return ".".join(part for part in (self.section, self.model, self.name) if part)
+
+
+class Read(Struct, frozen=True):
+    """What a file says. `entries` are in the file's order, those of models last."""
+
+    name: str  # the file's, without its suffix
+    format: Format
+    entries: tuple[FileEntry, ...]
+
+
+def read(file: Path, models: Path | None = None) -> Read:
+    """Read `file`, and the models that it names from the folder `models`: the folder `model` beside it when None.
+
+    Raises ConfigError, one line per fault, each with the key's path in its file.
+    """
+    raw, faults = _underscored(read_mapping(file, "MindSpeed-RL's sections are needed"), "")
+    format = _format(file, raw)
+    chosen, found = _models(raw, models or file.parent / "model")
+    faults += found
+    entries: list[FileEntry] = []
+    for section, content in _sections(raw, format, faults):
+        entries += _entries(section, content, faults)
+    if not entries and not faults:
+        faults.append("its sections have no keys")
+    for name, content in chosen.items():
+        entries += [FileEntry("model", key, value, model=name) for key, value in content.items()]
+    faults += [] if found else _model_names(entries, chosen)
+    faults += [
+        f"{each.path}: {each.value}: is not resolved here; write the value" for each in entries if _interpolates(each.value)
+    ]
+    if faults:
+        raise ConfigError([f"{file}: {fault}" for fault in faults])
+    return Read(name=file.stem, format=format, entries=tuple(entries))
+
+
+def _format(file: Path, raw: Mapping[str, Any]) -> Format:
+    if {"input", "output_prefix"} <= raw.keys():
+        raise ConfigError([f"{file}: is a file of preprocess_data, not of training; sluice data prepare has one of its own"])
+    if isinstance(raw.get("run"), dict):
+        raise ConfigError([f"{file}: is a configuration of Sluice's own, with a section run; sluice validate reads it"])
+    current = [section for section in _CURRENT if section in raw]
+    older = [section for section in _OLDER if section in raw]
+    if current and older:
+        raise ConfigError([f"{file}: has sections of both formats, {current[0]} and {older[0]}; must be one of them"])
+    if not current and not older:
+        raise ConfigError(
+            [f"{file}: has neither MindSpeed-RL's sections ({', '.join(_CURRENT)}) nor the older ones ({', '.join(_OLDER)})"]
+        )
+    return "current" if current else "r1_zero"
+
+
+def _underscored(raw: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[str]]:
+    """`raw` with underscores in the names of all its keys, but not within values that are mappings by nature."""
+    made: dict[str, Any] = {}
+    faults: list[str] = []
+    for given, value in raw.items():
+        name = str(given).replace("-", "_")
+        if name in made:
+            faults.append(f"{path}{name}: occurs twice, with dashes and with underscores")
+        if isinstance(value, dict) and name not in ("map_keys", "model"):
+            value, within = _underscored(value, f"{path}{name}.")
+            faults += within
+        made[name] = value
+    return made, faults
+
+
+def _sections(raw: Mapping[str, Any], format: Format, faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The sections of a file, and those within one, by the names that the table has for them."""
+    known = _FORMS[format]
+    for name, content in raw.items():
+        if name in ("defaults", "hydra", "model"):
+            continue
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            faults.append(
+                f"{name}: unknown section; " + (f"nearest is {near[0]}" if near else f"allowed are {', '.join(known)}")
+            )
+        elif content is None:
+            continue
+        elif not isinstance(content, dict):
+            faults.append(f"{name}: {keys.shown(content)} is not a section of keys")
+        elif name in _PARTS:
+            for part, inner in content.items():
+                if part not in _PARTS[name]:
+                    faults.append(f"{name}.{part}: unknown section; allowed are {', '.join(_PARTS[name])}")
+                elif not isinstance(inner, dict):
+                    faults.append(f"{name}.{part}: {keys.shown(inner)} is not a section of keys")
+                else:
+                    yield f"{name}.{part}", inner
+        else:
+            yield name, content
+
+
+def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Iterator[FileEntry]:
+    """The keys of a section; a mapping whose keys the table knows is entered."""
+    known = keys.names(section)
+    for name, value in content.items():
+        inner = any(key.startswith(f"{name}.") for key in known)
+        if inner and isinstance(value, dict):
+            yield from (FileEntry(section, f"{name}.{key}", each) for key, each in value.items())
+        elif inner and value is not None:
+            faults.append(f"{section}.{name}: {keys.shown(value)} is not a mapping")
+        elif not inner:
+            yield FileEntry(section, name, value)
+
+
+def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """By name, the models that `defaults` names; and the faults."""
+    found: dict[str, dict[str, Any]] = {}
+    faults: list[str] = []
+    listed = raw.get("defaults") or []
+    if not isinstance(listed, list):
+        return {}, [f"defaults: {keys.shown(listed)} is not a list"]
+    for item in listed:
+        if item == "_self_":
+            continue
+        if isinstance(item, str) and item.startswith("model/"):
+            item = {"model": item.removeprefix("model/")}
+        if not isinstance(item, dict) or set(item) != {"model"}:
+            faults.append(f"defaults: {keys.shown(item)}: only `- model: NAME` and _self_ are read")
+            continue
+        names = item["model"] if isinstance(item["model"], list) else [item["model"]]
+        for name in map(str, names):
+            path = folder / f"{name}.yaml"
+            if not path.is_file():
+                faults.append(f"defaults: model {name}: there is no {path}; --models names the folder that has it")
+                continue
+            content, within = _model(path, name)
+            found[name] = content
+            faults += within
+    return found, faults
+
+
+def _model(path: Path, name: str) -> tuple[dict[str, Any], list[str]]:
+    try:
+        content = read_mapping(path, f"a section {name} is needed").get(name)
+    except ConfigError as error:
+        return {}, error.faults
+    if not isinstance(content, dict):
+        return {}, [f"{path}: has no section {name}"]
+    return _underscored(content, f"{name}.")
+
+
+def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterator[str]:
+    """A role's `model` must be one of those that were read."""
+    for entry in entries:
+        named = isinstance(entry.value, str) and entry.value in models
+        if entry.name == "model" and not entry.model and not named:
+            which = f"those are {', '.join(models)}" if models else "it names none"
+            yield f"{entry.path}: {keys.shown(entry.value)} is no model of `defaults`; {which}"
+
+
+def _interpolates(value: Any) -> bool:
+    """Whether Hydra would put another value in its place."""
+    return isinstance(value, str) and "${" in value

@@ -1,0 +1,71 @@
+"""The report of a translation: what became of each key, as lines for a file and as a header of the configuration. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from launcher.mindspeed.keys import Outcome
+from launcher.mindspeed.settings import TranslatedKey
+from launcher.mindspeed.translate import Translation
+from runtime.config.yaml_text import dump
+
+OUTCOMES: tuple[Outcome, ...] = ("mapped", "ignored", "refused", "left out")
+COLUMNS = ("MindSpeed-RL", "value", "outcome", "here, or why not")
+
+
+def totals(rows: Sequence[TranslatedKey]) -> str:
+    """`40 keys: 31 mapped, 9 ignored, 0 refused, 0 left out`."""
+    counts = Counter(row.outcome for row in rows)
+    return f"{len(rows)} keys: " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+
+
+def cells(row: TranslatedKey) -> tuple[str, str, str, str]:
+    """A row under COLUMNS."""
+    return row.path, row.value, row.outcome, "; ".join(filter(None, [", ".join(row.ours), row.reason]))
+
+
+def markdown(file: str, translation: Translation) -> str:
+    """The whole report: keys, defaults that were carried over, and what to know besides."""
+    return "\n".join(_lines(file, translation)) + "\n"
+
+
+def configuration(file: str, translation: Translation) -> str:
+    """The YAML file of ours, with a header that says what is not in it."""
+    left = [row.path for row in translation.rows if row.outcome == "left out"]
+    counts = Counter(row.outcome for row in translation.rows)
+    head = [
+        f"# From {file}, by sluice import-mindspeed: {totals(translation.rows)}.",
+        f"# {counts['ignored']} keys have no counterpart and need none; what is Sluice's default is not written.",
+    ]
+    if left:
+        head.append(f"# Left out by --without: {', '.join(left)}.")
+    head += [f"# {line}." for line in translation.advice]
+    sections = [dump({name: content}, leaves_inline=True) for name, content in translation.raw.items()]
+    return "\n".join([*head, *sections])
+
+
+def _lines(file: str, translation: Translation) -> Iterator[str]:
+    yield f"# {file}"
+    yield ""
+    yield totals(translation.rows)
+    yield ""
+    yield from _table(COLUMNS, [cells(row) for row in translation.rows])
+    if translation.carried:
+        yield ""
+        yield "Keys that the file leaves out, whose default there is not Sluice's:"
+        yield ""
+        rows = [(each.path, each.value, ", ".join(each.ours)) for each in translation.carried]
+        yield from _table(("MindSpeed-RL", "default", "here"), rows)
+    yield ""
+    yield from (f"- {line}" for line in translation.advice)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield _line(columns)
+    yield _line(["---"] * len(columns))
+    yield from map(_line, rows)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"

@@ -1,0 +1,364 @@
+"""From MindSpeed-RL's keys to a configuration of Sluice's, with a record of what became of each. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from launcher.mindspeed import algorithm, layout
+from launcher.mindspeed.keys import shown
+from launcher.mindspeed.reading import Read
+from launcher.mindspeed.settings import Carried, Setting, TranslatedKey, TranslatedSettings, as_float
+from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
+from runtime.data.preparation import LABELS
+from runtime.errors import ConfigError
+
+_DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
+_HANDLERS = {
+    "AlpacaStyleInstructionHandler": "alpaca",
+    "R1AlpacaStyleInstructionHandler": "r1",
+    "Math17kAlpacaStyleInstructionHandler": "math17k",
+}
+_BY_PRESENCE = ("critic", "lora")  # sections that say something even when empty
+_SCHEDULES = ("constant", "linear", "cosine")
+_COLUMNS = {"prompt": "prompt_key", "query": "query_key", "response": "label_key", "system": "system_key"}
+_SWANLAB_MODES = {
+    "": "online",
+    "cloud": "online",
+    "online": "online",
+    "local": "offline",
+    "offline": "offline",
+    "disabled": "disabled",
+}
+
+
+class Translation(Struct, frozen=True):
+    """`raw` is the configuration: what differs from Sluice's defaults, by section."""
+
+    raw: dict[str, Any]
+    rows: tuple[TranslatedKey, ...]
+    carried: tuple[Carried, ...]
+    advice: tuple[str, ...]
+
+
+def translate(read: Read, without: Collection[str] = ()) -> Translation:
+    """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
+    settings = TranslatedSettings(read, without)
+    _run(settings)
+    _data(settings)
+    _lengths(settings)
+    algorithm.rewards(settings)
+    algorithm.algorithm(settings)
+    _training(settings)
+    layout.services(settings)
+    _trackers(settings)
+    _profiler(settings)
+    if not settings.faults:
+        settings.faults += _schema_faults(settings)
+    if settings.faults:
+        raise ConfigError(list(dict.fromkeys(settings.faults)))
+    return Translation(
+        _raw(settings.values),
+        tuple(settings.rows()),
+        tuple(each for each in map(_written, settings.carried()) if each.ours),
+        tuple(_advice(settings)),
+    )
+
+
+def _run(keys: TranslatedSettings) -> None:
+    keys.put("run.name", keys.name)
+    keys.put("run.seed", (seed := keys.role("actor", "seed")).value, seed)
+    save, finetune = keys.role("actor", "save"), keys.role("actor", "finetune")
+    keys.put("run.dir", save.value, save)
+    if finetune.given and finetune.value is not None:
+        keys.put("run.resume", "never" if finetune.value else "auto", finetune)
+    folder, load = keys.role("actor", "tokenizer_name_or_path"), keys.role("actor", "load")
+    keys.put("model.path", folder.value, folder)
+    keys.put("model.path", folder.value, load)
+    keys.say("a Megatron checkpoint: convert it (sluice convert megatron2hf) and name the result in model.path", load)
+    bf16 = keys.role("actor", "bf16")
+    keys.put("model.dtype", {True: "auto", False: "float32"}.get(bf16.value), bf16)
+
+
+def _data(keys: TranslatedSettings) -> None:
+    path, shuffle = keys.role("actor", "data_path"), keys.role("actor", "no_shuffle")
+    if path.value is not None:
+        keys.put("data.train", _prepared(keys, path), path)
+    if shuffle.value is not None:
+        keys.put("data.shuffle", not shuffle.value, shuffle)
+    for name in ("prompt_type", "prompt_type_path"):
+        setting = keys.role("actor", name)
+        keys.put(f"data.{name}", setting.value, setting)
+    additional = keys.role("actor", "dataset_additional_keys")
+    if additional.given:
+        keys.put("data.additional_keys", [name for name in additional.value or () if name != LABELS], additional)
+    handler, columns = keys.role("actor", "handler_name"), keys.role("actor", "map_keys")
+    if handler.value is not None and handler.value not in _HANDLERS:
+        keys.refuse(handler, f"must be one of {', '.join(_HANDLERS)}; write another one as FILE.py:NAME in data.handler")
+    keys.put("data.handler", _HANDLERS.get(handler.value), handler)
+    for name, column in (columns.value or {}).items():
+        if name not in _COLUMNS:
+            keys.faults.append(f"{columns.path}.{name}: unknown key; allowed are {', '.join(_COLUMNS)}")
+        else:
+            keys.put(f"data.{_COLUMNS[name]}", column, columns)
+
+
+def _prepared(keys: TranslatedSettings, setting: Setting) -> str | list[dict[str, Any]]:
+    """What `sluice data prepare` writes for theirs: of one prefix, or of several with a weight before each."""
+    parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    parts = [str(part).strip() for part in parts if str(part).strip()]
+    if len(parts) < 2:
+        return _file(parts[0] if parts else "")
+    if isinstance(setting.value, list) and not _weights(parts):
+        return [{"path": _file(part)} for part in parts]
+    if not _weights(parts):
+        keys.faults.append(f"{setting.path}: {setting.value}: is not WEIGHT,PREFIX,WEIGHT,PREFIX,...")
+        return ""
+    return [{"path": _file(path), "weight": float(weight)} for weight, path in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _weights(parts: list[str]) -> bool:
+    """Whether every other part is a number above 0, beginning with the first."""
+
+    def number(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            return 0.0
+
+    return len(parts) % 2 == 0 and all(number(part) > 0 for part in parts[::2])
+
+
+def _file(prefix: str) -> str:
+    return prefix if not prefix or PurePath(prefix).suffix in _DATA_FILES else f"{prefix}.parquet"
+
+
+def _lengths(keys: TranslatedSettings) -> None:
+    rl = keys.format == "current"
+    prompt = keys.of("rl_config", "max_prompt_length") if rl else keys.role("actor", "max_prompt_length")
+    both, reply = keys.role("actor", "seq_length"), keys.of("generate_config", "sampling_config.max_tokens")
+    keys.put("data.max_prompt_tokens", prompt.value, prompt)
+    if rl and reply.given:
+        keys.put("sampling.max_new_tokens", reply.value, reply)
+        keys.say("sampling_config.max_tokens says how long a reply may be, and is what the engine goes by there too", both)
+    elif both.value is not None and prompt.value is not None:
+        if both.value <= prompt.value:
+            how = "; or sampling_config.max_tokens has to say how long a reply may be" if rl else ""
+            keys.faults.append(
+                f"{both.path}: {both.value}: leaves no room for a reply behind max_prompt_length {prompt.value}{how}"
+            )
+        else:
+            keys.put("sampling.max_new_tokens", both.value - prompt.value, both, prompt)
+    elif rl:
+        keys.put("sampling.max_new_tokens", reply.value, reply)
+    else:
+        missing = " and ".join(each.path for each in (both, prompt) if each.value is None)
+        keys.advice.append(
+            f"{missing} is missing: what length prompts and replies had there FILE does not say; data.max_prompt_tokens, "
+            "sampling.max_new_tokens and training.max_tokens_per_microbatch are Sluice's own where they are not written"
+        )
+
+
+def _profiler(keys: TranslatedSettings) -> None:
+    profiler = keys.of("profiler_config", "integrated")
+    if isinstance(profiler.value, dict) and profiler.value.get("profile"):
+        keys.refuse(
+            profiler, "profile: true asks for a profiler, which Sluice does not have; metrics.jsonl has every stage's time"
+        )
+
+
+def _training(keys: TranslatedSettings) -> None:
+    steps, every = keys.role("actor", "train_iters"), keys.role("actor", "save_interval")
+    keys.put("training.steps", steps.value, steps)
+    keys.put("checkpoint.every", every.value, every)
+    blocking = keys.of("rl_config", "blocking")
+    keys.put("training.staleness", 0, *([blocking] if keys.format == "current" and blocking.value is not None else []))
+    _batches(keys)
+    optimizer(keys, "actor", "training.optimizer")
+    if "critic" in keys.values:
+        optimizer(keys, "critic", "critic.optimizer")
+
+
+def _batches(keys: TranslatedSettings) -> None:
+    rl = keys.format == "current"
+    batch = keys.role("actor", "global_batch_size")
+    filtered, kept = keys.of("rl_config", "filter_groups_enable"), keys.of("rl_config", "filter_groups_train_batch_size")
+    dapo = rl and algorithm.stage_of(keys) == "ray_dapo"
+    if dapo and filtered.value and kept.given:
+        keys.put("training.groups_per_step", kept.value, kept)
+        keys.say("prompts sampled at a time; with filter_groups_enable a step trains on filter_groups_train_batch_size", batch)
+        batch = kept
+    else:
+        keys.put("training.groups_per_step", batch.value, batch)
+        keys.say("with filter_groups_enable alone" if dapo else "of ray_dapo, which alone leaves groups out", kept)
+    mini = keys.of("rl_config", "mini_batch_size") if rl else keys.role("actor", "ppo_mini_batch_size")
+    epochs = keys.of("rl_config", "epochs") if rl else keys.role("actor", "ppo_epochs")
+    keys.put("training.epochs", epochs.value, epochs)
+    if mini.given and mini.value is not None and batch.value:
+        _mini_batch(keys, mini, batch.value)
+
+
+def _mini_batch(keys: TranslatedSettings, mini: Setting, batch: int) -> None:
+    samples = keys.values.get("sampling.group_size") or 1
+    prompts, note = mini.value, ""
+    if prompts > batch:
+        fewer = prompts // samples
+        counted = prompts % samples == 0 and fewer < batch and batch % fewer == 0  # may have been meant as samples
+        if counted and keys.format == "r1_zero":
+            prompts, note = fewer, f"more than a step has prompts, so samples: {fewer} prompts"
+        else:
+            prompts, note = batch, f"more than the {batch} prompts of a step: one update, as there"
+        if counted and keys.format == "current":
+            keys.advice.append(
+                f"{mini.path} {mini.value} is more than the {batch} prompts of a step: one update, as there. Where it was "
+                f"meant as samples, as older versions counted, it is {fewer} prompts: training.mini_batch_size={fewer}"
+            )
+    if prompts < 1 or batch % prompts:
+        keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {batch} prompts of a step")
+        return
+    whole = prompts == batch
+    note = note or ("prompts of one update: all of a step, which is 0 here" if whole else "")
+    keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
+
+
+def optimizer(keys: TranslatedSettings, role: str, path: str) -> None:
+    """The optimizer of a role, at our keys `path`."""
+    for ours, theirs in {
+        "learning_rate": "lr",
+        "min_learning_rate": "min_lr",
+        "weight_decay": "weight_decay",
+        "max_grad_norm": "clip_grad",
+    }.items():
+        setting = keys.role(role, theirs)
+        keys.put(f"{path}.{ours}", as_float(setting.value), setting)
+    style, warmup, steps = (
+        keys.role(role, "lr_decay_style"),
+        keys.role(role, "lr_warmup_fraction"),
+        keys.role("actor", "train_iters"),
+    )
+    if style.value is not None and style.value not in _SCHEDULES:
+        keys.refuse(style, f"must be one of {', '.join(_SCHEDULES)}")
+    keys.put(f"{path}.schedule", style.value, style)
+    if warmup.value is not None and steps.value is not None:
+        keys.put(f"{path}.warmup_steps", round(warmup.value * steps.value), warmup)
+    betas = [keys.role(role, f"adam_beta{index}") for index in (1, 2)]
+    if None not in (values := [beta.value for beta in betas]):
+        keys.put(f"{path}.betas", [float(value) for value in values], *betas)
+
+
+def _trackers(keys: TranslatedSettings) -> None:
+    if keys.format != "current":
+        return
+    board, wandb, swanlab = (keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab"))
+    trackers: list[dict[str, Any]] = [{"name": "jsonl"}]
+    if board.value or not board.given:
+        trackers.append({"name": "tensorboard"})
+    deciding = [each for each in (board, wandb, swanlab) if each.given and each.value is not None]
+    for flag, name in ((wandb, "wandb"), (swanlab, "swanlab")):
+        project = keys.of("rl_config", f"{name}_project")
+        if not flag.value:
+            keys.say(f"of use_{name}", project)
+            continue
+        mode = keys.of("rl_config", "swanlab_mode") if name == "swanlab" else None
+        if mode is not None and mode.value not in _SWANLAB_MODES:
+            keys.refuse(mode, f"must be one of {', '.join(filter(None, _SWANLAB_MODES))}")
+        told = {"name": name, "mode": _SWANLAB_MODES.get(mode.value or "", "online") if mode else "online"}
+        trackers.append(told | ({"project": project.value} if project.value else {}))
+        deciding += [each for each in (project, mode) if each is not None and each.given]
+    keys.put("trackers", trackers, *deciding)
+    keys.say("of use_swanlab", keys.of("rl_config", "swanlab_mode"))
+
+
+def _advice(keys: TranslatedSettings) -> list[str]:
+    """What the user should know beside the single keys."""
+    apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
+    told = [
+        "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
+        f"training overlap, {apart}"
+    ]
+    limit = keys.values.get("training.max_tokens_per_microbatch", 0)
+    own, setting = layout.tokens(keys, keys.role("actor", "micro_batch_size")), layout.token_limit(keys)
+    if setting is not None and own and limit > own:
+        told.append(
+            f"{setting.path} bounded one inference pass there; here training.max_tokens_per_microbatch bounds one of training. "
+            f"Theirs had {own} tokens: training.max_tokens_per_microbatch={own} takes as much memory"
+        )
+    if "model.path" not in keys.values:
+        told.append("model.path is missing: name the Hugging Face folder of the model")
+    if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):
+        told.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
+    return told + keys.advice
+
+
+def _schema_faults(keys: TranslatedSettings) -> list[str]:
+    """Values beyond what ours may be, by the names of theirs."""
+    told = []
+    for fault in loading.type_faults(_nested(keys.values)):
+        path = fault.partition(":")[0]
+        source = next((theirs for ours, theirs in keys.sources.items() if path == ours or path.startswith(f"{ours}.")), "")
+        told.append(f"{source}: {fault}" if source else fault)
+    return told
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        node = made
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = dict(value) if isinstance(value, dict) else value
+    return made
+
+
+def _defaults() -> dict[str, Any]:
+    """Ours, of every section that may be there."""
+    whole = Config(run=Run(name=""), rewards=Rewards(model=RewardModel(path="")), critic=Critic(), lora=Lora())
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))  # tuples become lists, as in a file
+    return found
+
+
+def _raw(values: dict[str, Any]) -> dict[str, Any]:
+    """What differs from our defaults, in the order of the schema. A section that decides by being there stays."""
+    raw, defaults = _nested(values), _defaults()
+    if raw.get("trackers") == [{"name": each["name"]} for each in defaults["trackers"]]:
+        del raw["trackers"]  # ours, but for the keys of each, which need not be written
+    kept = _different(raw, defaults)
+    named = [name for name in defaults if name in kept or (name in raw and name in _BY_PRESENCE)]
+    return {name: kept.get(name, {}) for name in named}
+
+
+def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """`section` without what equals `default`, in its order."""
+    made: dict[str, Any] = {}
+    for key in [*(key for key in default if key in section), *(key for key in section if key not in default)]:
+        value, other = section[key], default.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            if inner := _different(value, other):
+                made[key] = inner
+        elif value != other:
+            made[key] = value
+    return made
+
+
+def _written(carried: Carried) -> Carried:
+    """`carried` with what it wrote that is not our default anyway."""
+    return Carried(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
+
+
+@functools.cache
+def _default_lines() -> frozenset[str]:
+    """Our defaults, each as PATH=VALUE."""
+    return frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults()))
+
+
+def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")

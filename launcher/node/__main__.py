@@ -1,0 +1,142 @@
+"""A machine's agent, one for each node of a run::
+
+    torchrun --standalone --nproc-per-node 1 --max-restarts 0 -m launcher.node CONFIG [--name NAME] [key=value ...]
+
+The node that has the address `services.coordinator.host` runs the coordinator, as `sluice train` does; the others do what it
+says. Exit codes are those of `sluice`; torchrun makes 1 of whatever is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+from rich.console import Console
+
+from launcher.cli import run_training, told
+from launcher.node import environment
+from launcher.node.agent import AGAIN, Agent
+from launcher.node.here import Here
+from launcher.node.machine import on_this_machine
+from launcher.node.supervisor import Supervisor
+from launcher.view import View
+from runtime import run_files
+from runtime.cluster.nodes import name_fault
+from runtime.config import Config, loading
+from runtime.errors import ConfigError, ServiceFault, UserError
+from runtime.process import network
+from runtime.process.command_line import CommandParser
+from services.rpc import session
+
+ECHO = 0.5  # seconds: who signals every process of a machine reaches torchrun too, which sends it on
+FAILED_GRACE = 3.0  # seconds that processes have to end in when the run failed, or this node leaves it
+
+# What torchrun gives its worker, which this node's own groups must not take for theirs.
+_OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
+
+
+class FollowerNode:
+    """A node without the coordinator."""
+
+    def __init__(self, config: Config, here: Here, verbose: bool):
+        """Raises UserError."""
+        own = on_this_machine(config, here.address)
+        coordinator = config.services.coordinator
+        self._address = network.host_port(coordinator.host, coordinator.port)
+        self._deadlines = config.deadlines
+        view = View(Console(), verbose=verbose)
+        show = view.output if verbose else None
+        self._supervisor = Supervisor(Path(config.run.dir) / run_files.LOGS, view.say, config.logs, show)
+        self._agent = Agent(here.registration(config, own), own, self._address, self._supervisor, here.machine, sys.executable)
+        self._leaves = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the run ends, or this node is told to leave it; no process is left. Raises UserError, ServiceFault."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._leaves.set)
+        works = {
+            asyncio.create_task(work) for work in (self._agent.follow(), self._deaths(), self._course(), self._leaves.wait())
+        }
+        try:
+            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            for work in done:
+                work.result()
+        finally:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            await self._supervisor.end_all(FAILED_GRACE)
+
+    async def _deaths(self) -> None:
+        """Whoever dies and is not replaced is the coordinator's to judge."""
+        while True:
+            child = await self._supervisor.first_failure()
+            self._supervisor.let_go(child)
+            self._agent.report(child)
+
+    async def _course(self) -> None:
+        """Until the run has ended, and with it this node's processes. Raises ServiceFault when it failed."""
+        if await self._last_phase() == "failed":
+            raise ServiceFault("coordinator", "run", "the run failed; the coordinator's node and its log say why")
+        self._supervisor.replace_nobody()
+        await self._supervisor.wait_all(self._deadlines.stop)
+
+    async def _last_phase(self) -> str:
+        """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""
+        while True:
+            with suppress(ServiceFault):
+                async for progress in session.watch(self._address, self._deadlines.silence):
+                    if progress.phase in ("finished", "failed"):
+                        return progress.phase
+                    self._agent.heed(progress)
+            await asyncio.sleep(AGAIN)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="python -m launcher.node", description="Run one node of a cluster.")
+    parser.add_argument("config", type=Path, help="a YAML file, the same on every node")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="the same on every node")
+    parser.add_argument("--name", default="", help="what cluster.nodes calls this node (default: its host name)")
+    parser.add_argument("--address", default="", metavar="IP", help="this node's, instead of what network.interface gives")
+    parser.add_argument("--devices", type=int, metavar="N", help="how many of its accelerators are for the run (default: all)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show what each process of this node writes to its log")
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_intermixed_args()
+    for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
+        del os.environ[variable]
+    sys.exit(told(lambda: run_node(options)))
+
+
+def run_node(options: argparse.Namespace) -> int:
+    """The exit code. Raises SluiceError."""
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    here = Here.of(config, options.name, options.address, options.devices)
+    if fault := name_fault(config.cluster, here.name):
+        raise UserError(fault)
+    coordinator = config.services.coordinator
+    if not coordinator.host or network.is_own(coordinator.host):
+        here = replace(here, echo=ECHO)
+        return run_training(config, here, options.verbose)
+    if not coordinator.port:
+        raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
+    if faults := list(environment.faults(config, here.machine)):
+        raise ConfigError(faults)
+    asyncio.run(follow(config, here, options.verbose))
+    return 0
+
+
+async def follow(config: Config, here: Here, verbose: bool) -> None:
+    await FollowerNode(config, here, verbose).run()
+
+
+if __name__ == "__main__":
+    main()

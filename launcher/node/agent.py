@@ -1,0 +1,178 @@
+"""A node's end of the coordinator's word: what is to run here is started, and what is not any more is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from launcher.node import topology
+from launcher.node.fingerprint import fingerprint
+from launcher.node.machine import Machine
+from launcher.node.supervisor import Child, Supervisor
+from runtime import run_files
+from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
+from runtime.cluster.topology import named_paths
+from runtime.config import Config, loading
+from runtime.errors import ServiceFault, UserError
+from runtime.status import Progress
+from services.rpc import contract, session
+
+if TYPE_CHECKING:
+    import grpc
+
+JOIN = contract.METHODS["Coordinator", "Join"]
+AGAIN = 0.5  # seconds between two attempts to reach a coordinator
+END_GRACE = 3.0  # seconds that a process has which is not wanted any more
+
+
+class Agent:
+    """Of one node. `follow` is its life; the processes are the supervisor's."""
+
+    def __init__(
+        self,
+        node: NodeRegistration,
+        config: Config,
+        coordinator: str,
+        supervisor: Supervisor,
+        machine: Machine,
+        python: str,
+    ):
+        """`config`: what this node was started with, before the coordinator says it in full."""
+        self._node = node
+        self._config = config
+        self._coordinator = coordinator
+        self._supervisor = supervisor
+        self._machine, self._python = machine, python
+        self._path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
+        self._assignment = Assignment(config="")
+        self._began = False
+        self._reports: set[asyncio.Task[None]] = set()
+        supervisor.forsaken = self.report
+
+    async def follow(self) -> None:
+        """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
+        for `deadlines.start` seconds."""
+        timeout, loop = self._config.deadlines.start, asyncio.get_running_loop()
+        reached = loop.time()
+        while True:
+            try:
+                async with session.open_channel(self._coordinator, self._config.deadlines.silence) as channel:
+                    await asyncio.wait_for(channel.channel_ready(), max(0.0, reached + timeout - loop.time()))
+                    try:
+                        await self._obey(channel)
+                    finally:
+                        reached = loop.time()
+            except (ServiceFault, asyncio.TimeoutError) as error:
+                if loop.time() >= reached + timeout:
+                    message = f"not to be reached at {self._coordinator} from node {self._node.name}"
+                    raise ServiceFault("coordinator", "join", message, timeout) from error
+            await asyncio.sleep(AGAIN)
+
+    def heed(self, progress: Progress) -> None:
+        """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
+        that it does without are ended."""
+        if not self._began and progress.phase != "starting":
+            self._began = True
+            self._replace()
+        for loss in progress.lost:
+            self._supervisor.give_up(loss.name, loss.incarnation, loss.reason)
+
+    def _replace(self) -> None:
+        launches = self._assignment.launches
+        spanning = [launch.name for launch in launches if launch.rendezvous is not None]
+        self._supervisor.replace_from_now_on(topology.restarts(self._config, launches), spanning)
+
+    def report(self, child: Child) -> None:
+        """Tell the coordinator that a process died, and comes not again by itself."""
+        fault = child.fault()
+        death = Death(
+            node=self._node.name,
+            name=child.spec.name,
+            incarnation=child.incarnation,
+            reason=str(fault),
+            mistake=isinstance(fault, UserError),
+        )
+        task = asyncio.create_task(self._report(death))
+        self._reports.add(task)
+        task.add_done_callback(self._reported)
+
+    def _reported(self, task: asyncio.Task[None]) -> None:
+        self._reports.discard(task)
+        if not task.cancelled():
+            task.exception()  # a coordinator that cannot be told loses sight of the whole node
+
+    async def _report(self, death: Death) -> None:
+        async with session.open_channel(self._coordinator) as channel:
+            method = contract.METHODS["Coordinator", "ReportDeath"]
+            await session.call(channel, "coordinator", method, death, self._config.deadlines.start)
+
+    async def _obey(self, channel: grpc.aio.Channel) -> None:
+        """Until the stream ends."""
+        told_paths = False
+        async with aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments:
+            async for assignment in assignments:
+                self._read(assignment)
+                if assignment.coordinator != self._assignment.coordinator:
+                    await self._forget(assignment)
+                if told_paths:
+                    await self._apply(assignment)
+                else:
+                    told_paths = True
+                    await self._tell_paths(channel)
+
+    async def _forget(self, assignment: Assignment) -> None:
+        """Another coordinator's process: what ran for the one before has registered there alone."""
+        self._supervisor.replace_nobody()
+        await asyncio.gather(*(self._supervisor.end(launch.name, END_GRACE) for launch in self._assignment.launches))
+        self._assignment, self._began = replace(assignment, launches=[]), False
+
+    def _read(self, assignment: Assignment) -> None:
+        """Write the configuration as this node's processes are to read it: the address is the node's own."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")  # a process that is started again may read it at any time
+        partial.write_text(assignment.config, encoding="utf-8")
+        config = loading.load(partial, ())
+        self._config = replace(config, network=replace(config.network, interface=self._node.address))
+        partial.write_text(loading.to_yaml(self._config), encoding="utf-8")
+        partial.replace(self._path)
+
+    async def _tell_paths(self, channel: grpc.aio.Channel) -> None:
+        paths = named_paths(self._config)
+        found = await asyncio.to_thread(lambda: {key: fingerprint(Path(path)) for key, path in paths.items()})
+        method = contract.METHODS["Coordinator", "ReportPaths"]
+        await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found))
+
+    async def _apply(self, assignment: Assignment) -> None:
+        wanted = {launch.name: launch for launch in assignment.launches}
+        specs = topology.service_specs(
+            self._config,
+            assignment.launches,
+            self._path,
+            self._python,
+            self._coordinator,
+            len(os.sched_getaffinity(0)),
+            self._machine,
+        )
+        running = self._supervisor.incarnations
+        former = [launch.name for launch in self._assignment.launches]
+        ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
+        await asyncio.gather(*(self._supervisor.end(name, END_GRACE) for name in ends))
+        self._assignment = assignment
+        for name, launch in wanted.items():
+            if name not in running:
+                await self._start(specs[name], launch)
+        if self._began:
+            self._replace()
+
+    async def _start(self, spec: topology.ProcessSpec, launch: Launch) -> None:
+        try:
+            await self._supervisor.start(spec, incarnation=launch.incarnation)
+        except UserError as error:
+            name, incarnation = launch.name, launch.incarnation
+            await self._report(Death(node=self._node.name, name=name, incarnation=incarnation, reason=str(error), mistake=True))
+            raise

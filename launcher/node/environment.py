@@ -1,0 +1,108 @@
+"""The environment variables that each process is given. Pure: from the configuration and what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launcher.node import cpus
+from launcher.node.machine import VISIBLE, Machine
+from runtime.cluster.topology import processes
+from runtime.config import Computing, Config, Network, Process, Spread
+
+HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
+# torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
+# rendezvous of the publication group, although nobody needs a name.
+_SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+
+
+def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str]:
+    """The role's own variables over Sluice's. `devices`: which of the machine's it gets; empty = those that it inherits.
+
+    Several pools of threads on the same cores slow each other down severely.
+    """
+    count = str(role.threads or min(threads, len(affinity(role)) or threads))
+    own: dict[str, str] = {}
+    if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
+        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
+    if devices:
+        own[VISIBLE[machine.kind]] = ",".join(machine.devices[device] for device in devices)
+    made = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "PYTHONUNBUFFERED": "1",
+        **(_SHORT_LOOKUPS if isinstance(role, Computing) else {}),
+        **own,
+        **role.env,
+    }
+    if library := _jemalloc(role, machine):
+        others = made.get("LD_PRELOAD", machine.preload)
+        made["LD_PRELOAD"] = f"{library}:{others}" if others else library
+    return made
+
+
+def affinity(role: Process) -> tuple[int, ...]:
+    """The processors that the role's processes may run on; () = those that the launcher has."""
+    return cpus.parse(role.cpus) if role.cpus else ()
+
+
+def _jemalloc(role: Process, machine: Machine) -> str:
+    if role.jemalloc == "auto":
+        return machine.jemalloc if machine.kind == "npu" and isinstance(role, Computing) else ""
+    return machine.jemalloc if role.jemalloc is True else role.jemalloc or ""
+
+
+def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
+    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether, on
+    this node or another, what these start uses HCCL on one NPU with them.
+
+    Where no NPU has two processes HCCL's defaults do, and there are none. Otherwise every process gets ranges of its own, since
+    all members of a communicator have to have them, and those of one NPU must not have the same. What a process starts takes
+    ports of the process's ranges.
+    """
+    taken = [npu for npus in used.values() for npu in npus]
+    if not used or (not shared and len(taken) == len(set(taken))):
+        return {}
+    host = port_ranges(network.hccl_host_ports, len(used))
+    npu = port_ranges(network.hccl_npu_ports, len(used))
+    return {
+        name: {"HCCL_HOST_SOCKET_PORT_RANGE": host[index], "HCCL_NPU_SOCKET_PORT_RANGE": npu[index]}
+        for index, name in enumerate(used)
+    }
+
+
+def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
+    """`count` ranges FIRST-LAST beside each other from `ports` (first and last), equally long, of at most HCCL_PORTS.
+
+    Raises ValueError when there are fewer ports than ranges.
+    """
+    first, last = ports
+    size = min(HCCL_PORTS, (last - first + 1) // count)
+    if size < 1:
+        raise ValueError(f"{count} processes do not fit into the ports {first} to {last}")
+    return [f"{start}-{start + size - 1}" for start in range(first, first + count * size, size)]
+
+
+def faults(config: Config, machine: Machine) -> Iterator[str]:
+    """What the configuration asks of this machine that it has not, one line each."""
+    for path, role in processes(config).items():
+        yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
+        yield from _cpu_faults(f"{path}.cpus", role, machine)
+
+
+def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
+    if role.jemalloc is True and not machine.jemalloc:
+        yield f"{key}: true, but libjemalloc.so.2 was not found; install libjemalloc2 (openEuler: jemalloc), or name its path"
+    elif isinstance(role.jemalloc, str) and role.jemalloc != "auto" and not Path(role.jemalloc).is_file():
+        yield f"{key}: '{role.jemalloc}' is not a file; must be auto, true, false or a library's path"
+
+
+def _cpu_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
+    try:
+        missing = set(affinity(role)) - machine.cpus
+    except ValueError as error:
+        yield f"{key}: {error}; must be a list such as 0-15,32"
+        return
+    if missing:
+        yield f"{key}: {role.cpus}, but this machine gives no {cpus.shown(missing)}; must be of {cpus.shown(machine.cpus)}"

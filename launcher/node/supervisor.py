@@ -1,0 +1,284 @@
+"""Starts a run's processes, watches them, and leaves none behind.
+
+Each process leads a process group of its own, so that Ctrl-C reaches only the launcher and a whole role can be ended at
+once; each writes to a log of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launcher.node import cpus
+from launcher.node.logs import Log
+from launcher.node.topology import ProcessSpec
+from runtime.cluster.restarts import Allowance
+from runtime.config import Logs, Restarts
+from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.process import os_process
+from runtime.rollout.vllm import leftovers
+
+DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
+FAULT = "error: "  # how a process begins the line that says why it ends
+MISTAKE = 2  # exit code of what the user can mend
+_RANK_ENDED = re.compile(
+    rf"^\s*exitcode\s*: {MISTAKE}\b", re.MULTILINE
+)  # as torchrun, which ends with 1 itself, tells of a rank
+
+
+class Child:
+    """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
+
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
+        self.spec = spec
+        self.process = process
+        self.output = output
+        self.log = output.path
+        self.incarnation = incarnation
+        self.given_up = ""  # why it was ended from here, while the others go on
+        self.last = ""  # why no other comes in its place
+        self.late = bool(incarnation)  # it was started when the run was under way
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether it, or a rank that it started, ended with what its user has to mend: it would only happen again."""
+        code = self.process.returncode
+        return code == MISTAKE or (bool(code) and _RANK_ENDED.search(self.output.tail()) is not None)
+
+    def give_up(self, reason: str) -> None:
+        """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
+        if self.running and not os_process.ended(self.pid):
+            self.given_up = reason
+            self.process.kill()  # what it started ends with it
+
+    def signal_group(self, number: int) -> None:
+        """Signal the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _log_of(self, told: str) -> Path:
+        """The newest log of the process that the line names first, where it has one here: it may say more than this one's."""
+        name = told.partition(":")[0]
+        theirs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
+        return max(theirs, key=lambda path: path.stat().st_mtime, default=self.log)
+
+    def fault(self) -> SluiceError:
+        """Why it ended, in its own last word where it had one."""
+        code = self.process.returncode or 0
+        if self.given_up:
+            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
+        if code < 0:
+            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
+        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
+        own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
+        if own and self.mistaken:
+            return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
+        if own:
+            return SluiceError(f"{own[-1]} (log: {self._log_of(own[-1])}){self.last}")
+        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
+
+
+class Supervisor:
+    """The children of one run, in the order in which they were started."""
+
+    def __init__(
+        self,
+        logs: Path,
+        say: Callable[[str], None] = lambda line: None,
+        settings: Logs = Logs(),  # noqa: B008  immutable
+        show: Callable[[str, str], None] | None = None,
+    ):
+        """`say` shows a line to the user; `show(name, line)`, if given, every line that a process writes."""
+        self._logs = logs
+        self._say = say
+        self._settings = settings
+        self._show = show
+        self._outputs: list[Log] = []
+        self.forsaken: Callable[[Child], None] = lambda child: None
+        """Told of each that died and is not started again from here."""
+        self.children: list[Child] = []
+        self._started = asyncio.Event()
+        self.incarnations: dict[str, int] = {}
+        """The newest of each name that is not ended; it may have died, or be about to be started."""
+        self._restarts: Mapping[str, Restarts] = {}
+        self._judged: Collection[str] = ()
+        self._under_way = False
+        self._allowances: dict[str, Allowance] = {}
+        self._given_up: list[Child] = []
+        self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
+
+    def replace_from_now_on(self, restarts: Mapping[str, Restarts], judged: Collection[str] = ()) -> None:
+        """One of these processes that dies is started again as its settings allow, while the others go on. `judged`: those of
+        whom it is decided elsewhere, once `forsaken` has told of their death."""
+        self._restarts, self._judged = restarts, judged
+        self._under_way = True
+
+    def replace_nobody(self) -> None:
+        """From now on every death is a failure, and who was to be started again is not."""
+        self._restarts, self._judged = {}, ()
+        for task in self._starting:
+            task.cancel()
+        self._starting.clear()
+
+    def give_up(self, name: str, incarnation: int, reason: str) -> None:
+        """End a process that the run does without, unless it is dying by itself: then its own end says more."""
+        for child in self.children:
+            if (child.spec.name, child.incarnation) == (name, incarnation) and child not in self._given_up:
+                self._given_up.append(child)
+                asyncio.get_running_loop().call_later(DYING, child.give_up, reason)
+
+    async def start(
+        self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
+    ) -> Child:
+        """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
+        interpreter that is not there, or processors that are not."""
+        path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
+        output = Log(path, self._settings, self._say, partial(self._show, spec.name) if self._show else None)
+        with output.writer() as out:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE if capture else out,
+                    stderr=out,
+                    env={**os.environ, os_process.INCARNATION: str(incarnation), **spec.env},
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                    preexec_fn=partial(os_process.before_exec, spec.cpus),  # torchrun does not ask for it by itself
+                )
+            except (FileNotFoundError, PermissionError):
+                raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
+            except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
+                raise UserError(f"services.{spec.role}.cpus: this machine gives none of {cpus.shown(spec.cpus)}") from None
+        self._started.set()
+        child = Child(spec, process, output, incarnation)
+        child.late = child.late or self._under_way
+        self._outputs.append(output)
+        self.incarnations[spec.name] = incarnation
+        self.children.append(child)
+        return child
+
+    def culprit(self) -> Child | None:
+        """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
+        failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
+        return min(failed, key=lambda one: (one[0] > 0, not one[1].mistaken), default=(0, None))[1]
+
+    async def first_failure(self) -> Child:
+        """Waits until a child ends otherwise than with exit code 0, and nobody comes in its place."""
+        waits: dict[asyncio.Task[Any], Child] = {}
+        try:
+            while True:
+                for child in self.children:
+                    if child not in waits.values() and child.running:
+                        waits[asyncio.create_task(child.process.wait())] = child
+                if failed := next(
+                    (one for one in list(self.children) if one.process.returncode and not self._replace(one)), None
+                ):
+                    return failed
+                self._started.clear()
+                another = asyncio.create_task(self._started.wait())
+                await asyncio.wait({*waits, *self._starting, another}, return_when=asyncio.FIRST_COMPLETED)
+                another.cancel()
+                waits = {task: child for task, child in waits.items() if not task.done()}
+                for started in [task for task in self._starting if task.done()]:
+                    del self._starting[started]
+                    started.result()
+        finally:
+            for task in waits:
+                task.cancel()
+
+    def _replace(self, child: Child) -> bool:
+        """Whether the run goes on without this process, which died, and perhaps with another in its place."""
+        name = child.spec.name
+        if child.mistaken or name not in {*self._restarts, *self._judged}:
+            return False
+        self.let_go(child)
+        if name in self._judged:
+            self._say(str(child.fault()))
+            self.forsaken(child)
+            return True
+        delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
+        if delay is None:
+            if self._restarts[name].attempts:
+                child.last = f"; services.{child.spec.role}.restarts allows no further start"
+            self._say(str(child.fault()))
+            self.forsaken(child)
+        else:
+            self._say(f"{child.fault()}; started again in {delay:g} s")
+            self._starting[asyncio.create_task(self._start_again(child, delay))] = name
+        return True
+
+    async def _start_again(self, child: Child, delay: float) -> Child:
+        await asyncio.sleep(delay)
+        return await self.start(child.spec, incarnation=child.incarnation + 1)
+
+    def let_go(self, child: Child) -> None:
+        """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and
+        heeds no SIGTERM."""
+        child.signal_group(signal.SIGTERM)
+        self.children.remove(child)
+
+    async def end(self, name: str, grace: float) -> None:
+        """End the process of this name, if it runs, and whatever was to come in its place: SIGKILL after `grace` seconds."""
+        self.incarnations.pop(name, None)
+        self._restarts = {known: settings for known, settings in self._restarts.items() if known != name}
+        for task in [task for task, starting in self._starting.items() if starting == name]:
+            task.cancel()
+            del self._starting[task]
+        for child in [child for child in self.children if child.spec.name == name]:
+            self.children.remove(child)  # its end is nobody's failure
+            child.signal_group(signal.SIGTERM)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(child.process.wait(), grace)
+            child.signal_group(signal.SIGKILL)
+            await child.process.wait()
+
+    async def wait_all(self, timeout: float) -> None:
+        """Wait for every child to end. Raises DeadlineExceeded naming one that did not.
+
+        One that was started when the run was under way is killed then: those whom it should have heard from may never have
+        known it.
+        """
+        waits = [asyncio.create_task(child.process.wait()) for child in self.children]
+        if waits:
+            await asyncio.wait(waits, timeout=timeout)
+        for child in [child for child in self.children if child.running and child.late]:
+            child.process.kill()
+            await child.process.wait()
+            self.let_go(child)
+        for child in self.children:
+            if child.running:
+                raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)
+
+    async def end_all(self, grace: float) -> None:
+        """SIGTERM to whoever still runs, SIGKILL after `grace` seconds; returns when every one is gone, and
+        what vLLM's processes leave in shared memory."""
+        self.replace_nobody()
+        for child in self.children:
+            if child.running:
+                child.signal_group(signal.SIGTERM)
+        with suppress(DeadlineExceeded):
+            await self.wait_all(grace)
+        for child in self.children:
+            child.signal_group(signal.SIGKILL)  # also what the child left in its group
+        for child in self.children:
+            await child.process.wait()
+        await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))
+        leftovers.clear()

@@ -1,0 +1,100 @@
+"""How each process of a run is started. Pure: from the configuration and what a node is to run to command lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from launcher.node.environment import affinity, environment, hccl_ports
+from launcher.node.machine import Machine
+from runtime.cluster.nodes import Launch
+from runtime.cluster.topology import Instance, settings_of
+from runtime.config import Config, Restarts
+from runtime.config.checks.devices import hccl_beside_workers
+
+
+class ProcessSpec(Struct, frozen=True, kw_only=True):
+    """One operating-system process that the launcher starts (a torchrun that starts several, for an SPMD role)."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    cpus: tuple[int, ...] = ()  # that it may run on; () = all
+
+
+def coordinator_spec(
+    config: Config,
+    config_path: Path,
+    python: str,
+    ready_fd: int,
+    launched: float,
+    trains: bool = True,
+    machine: Machine = Machine(),  # noqa: B008  immutable
+) -> ProcessSpec:
+    """The coordinator, which says its address on the file descriptor `ready_fd`. `launched`: when the run was asked for."""
+    settings = config.services.coordinator
+    arguments = ("--config", str(config_path), "--ready-fd", str(ready_fd), *(() if trains else ("--evaluate",)))
+    return ProcessSpec(
+        name="coordinator",
+        role="coordinator",
+        command=(settings.python or python, "-m", "services.coordinator", *arguments),
+        env={"SLUICE_LAUNCHED": repr(launched), **environment(settings, 1, machine)},
+        cpus=affinity(settings),
+    )
+
+
+def service_specs(
+    config: Config,
+    launches: Sequence[Launch],
+    config_path: Path,
+    python: str,
+    coordinator: str,
+    cores: int,
+    machine: Machine = Machine(),  # noqa: B008
+) -> dict[str, ProcessSpec]:
+    """By name, how each launch of a node is started. `cores` are shared out among the processes that compute, unless `threads`
+    is set."""
+    arguments = ("--config", str(config_path), "--coordinator", coordinator)
+    computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role != "reward")
+    threads = max(1, cores // max(1, computing))
+    npus = {launch.name: launch.devices for launch in launches if machine.kind == "npu" and launch.devices}
+    ports = hccl_ports(config.network, npus, hccl_beside_workers(config))
+    specs = {}
+    for launch in launches:
+        role = settings_of(config, Instance(launch.role, launch.name))
+        env = environment(role, 1 if launch.role == "reward" else threads, machine, launch.devices)
+        specs[launch.name] = ProcessSpec(
+            name=launch.name,
+            role=launch.role,
+            command=(
+                *(role.python or python, "-m", *_torchrun(launch)),
+                *(f"services.{launch.role}", "--name", launch.name, *arguments),
+            ),
+            env={**ports.get(launch.name, {}), **env},
+            cpus=affinity(role),
+        )
+    return specs
+
+
+def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
+    """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
+    own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
+    return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
+
+
+def _torchrun(launch: Launch) -> tuple[str, ...]:
+    """What starts the ranks of a group that are on this node; nothing for a process alone."""
+    meeting = launch.rendezvous
+    if len(launch.ranks) < 2 and meeting is None:
+        return ()
+    where: tuple[str, ...] = ("--standalone",)
+    if meeting is not None:
+        where = ("--nnodes", str(meeting.nodes), "--node-rank", str(meeting.node_rank))
+        where += ("--master-addr", meeting.host, "--master-port", str(meeting.port))
+    ranks = ("--nproc-per-node", str(len(launch.ranks)), "--max-restarts", "0")
+    # What ranks print is in the group's log; a folder that torchrun makes for logs would stay in the temporary one.
+    return ("torch.distributed.run", *where, *ranks, "--log-dir", os.devnull, "-m")

@@ -1,0 +1,349 @@
+"""The buffer: an index in memory over the groups that are neither retired nor dropped. No I/O.
+
+Every transition goes through the state table and is handed to the journal. The buffer knows which step is being filled and
+which version is committed, so the arithmetic of `staleness` always sees one consistent picture. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec import Struct, field, structs
+
+from runtime.coordinator import staleness, states
+from runtime.coordinator.states import Event, GroupState, Mark, Phase
+from runtime.errors import InvariantViolated
+from runtime.ledger.payloads import Handle
+from runtime.ledger.reader import PARTS, GroupRow
+from runtime.ledger.records import Change, Ticket
+from runtime.types import GeneratedGroup, Scores
+
+Part = bytes | Handle  # in memory, or on disk since before a restart
+
+
+class Group(Struct, eq=False, kw_only=True):
+    """A live group. `deadline` (the last step that may take it) is known from the dispatch on."""
+
+    ticket: Ticket
+    state: GroupState
+    since: float  # of the last transition, seconds since the epoch
+    replica: str = ""
+    attempt: int = 0
+    deadline: int | None = None
+    generated: GeneratedGroup | None = None  # its payload moved to `payload`
+    payload: Part | None = None
+    asked: set[str] = field(default_factory=set)  # who is scoring it now
+    scores: Scores | None = None
+    reference: Part | None = None
+    values: Part | None = None
+    taken: int | None = None  # the step whose batch it is in
+    place: int | None = None  # in that batch
+
+    @property
+    def group_id(self) -> int:
+        return self.ticket.group_id
+
+    @property
+    def tokens(self) -> int:
+        """Of all its samples, prompts included. 0 until it is generated."""
+        if self.generated is None:
+            return 0
+        lengths = self.generated.response_tokens
+        return self.generated.prompt_tokens * len(lengths) + sum(lengths)
+
+
+class Wait(Struct, frozen=True):
+    """What a step waits for: the group, the service that has it, and the phase it is in."""
+
+    group_id: int
+    service: str
+    phase: str
+    seconds: float
+    deadline: int | None
+
+
+class Buffer:
+    """`step`: the next to be filled, which is also the committed version when the run (re)starts."""
+
+    def __init__(
+        self,
+        *,
+        needs: Mark,
+        groups_per_step: int,
+        staleness: int,
+        journal: Callable[[Change], None],
+        step: int = 0,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.needs = needs
+        self.groups_per_step = groups_per_step
+        self.staleness = staleness
+        self.step = step
+        self.committed = step
+        self.ready_changed = asyncio.Event()
+        """Set when `take` may have become possible, or a group is generated, referenced or dropped. Clear it, call `take`, then
+        wait."""
+        self.room_changed = asyncio.Event()
+        """Set when `capacity` may have grown, or a group came back to be dispatched again."""
+        self._journal = journal
+        self._clock = clock
+        self._filled = 0
+        self._groups: dict[int, Group] = {}
+        self._finished = {Phase.RETIRED: 0, Phase.DROPPED: 0}
+
+    def __getitem__(self, group_id: int) -> Group:
+        return self._groups[group_id]
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._groups
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    # ------------------------------------------------------------------------------------------ what happens to a group
+
+    def admit(self, ticket: Ticket) -> Group:
+        if ticket.group_id in self._groups:
+            raise InvariantViolated(f"group {ticket.group_id} was admitted twice")
+        group = Group(ticket=ticket, state=GroupState(self.needs), since=self._clock())
+        self._groups[ticket.group_id] = group
+        self._record(group, "admitted", ticket=ticket)
+        return group
+
+    def dispatch(self, group_id: int, replica: str) -> Group:
+        """`replica` is asked to generate the group. Its oldest token will be of the committed version or a later one."""
+        group = self._apply(group_id, states.Dispatched())
+        group.replica = replica
+        group.attempt += 1
+        group.deadline = staleness.deadline(self.committed, self.staleness)
+        self._record(group, "generating", replica=replica, attempt=group.attempt)
+        return group
+
+    def generated(self, result: GeneratedGroup) -> Group:
+        group = self._apply(result.group_id, states.Generated())
+        due = staleness.deadline(result.oldest.step, self.staleness)
+        if group.deadline is None or due < group.deadline:
+            raise InvariantViolated(f"group {group.group_id} has a token of {result.oldest}, older than its dispatch allows")
+        group.deadline = due
+        group.payload = result.payload
+        group.generated = structs.replace(result, payload=b"")
+        self._record(group, "generated", generated=result)
+        self.ready_changed.set()
+        self.room_changed.set()
+        return group
+
+    def scored(self, scores: Scores) -> Group:
+        group = self._mark(scores.group_id, Mark.SCORED)
+        group.scores = scores
+        self._record(group, "scored", scores=scores)
+        return group
+
+    def referenced(self, group_id: int, logprobs: bytes) -> Group:
+        group = self._mark(group_id, Mark.REFERENCED)
+        group.reference = logprobs
+        self._record(group, "referenced", reference=logprobs)
+        self.ready_changed.set()
+        return group
+
+    def valued(self, group_id: int, values: bytes) -> Group:
+        group = self._mark(group_id, Mark.VALUED)
+        group.values = values
+        self._record(group, "valued", values=values)
+        return group
+
+    def lose(self, group_id: int) -> Group:
+        """Its replica or payload is gone: back to `admitted`, to be dispatched again. A group that was taken can be lost
+        only until a later step takes one (read the payloads as they are taken)."""
+        group = self._apply(group_id, states.Lost())
+        if group.taken is not None:
+            self._reopen(group)
+        group.replica, group.deadline, group.taken, group.place, group.generated = "", None, None, None, None
+        group.payload = group.scores = group.reference = group.values = None
+        self._record(group, "lost")
+        self.ready_changed.set()
+        self.room_changed.set()
+        return group
+
+    def drop(self, group_id: int, why: str) -> Ticket:
+        """Give the group up; its ticket says which prompt to give back. One that was taken can be dropped only while its
+        step is still being filled: a step that will never be applied."""
+        group = self._groups[group_id]
+        if group.taken is not None:
+            if group.taken != self.step:
+                raise InvariantViolated(f"group {group_id} is in the batch of step {group.taken}")
+            self._filled -= 1
+        group = self._apply(group_id, states.Dropped(why))
+        self._record(group, "dropped")
+        self._leave(group)
+        self.ready_changed.set()
+        return group.ticket
+
+    # ------------------------------------------------------------------------------------------ what the steps do
+
+    def take(self, step: int, whole: bool = False) -> list[Group]:
+        """The groups that go into the batch of `step` now, in training order; with `whole`, all that are missing, or none.
+
+        Steps are filled one after the other: when this returns the last group of `step`, `self.step` moves on. Raises
+        InvariantViolated for another step than the one being filled, and when a deadline can no longer be met.
+        """
+        if step != self.step:
+            raise InvariantViolated(f"step {step} cannot take groups while step {self.step} is being filled")
+        opened = self._opened()
+        ready = sum(group.ready for group in opened)
+        if not ready or (whole and ready < self.places):
+            return []
+        taken = [self[i] for i in staleness.select(opened, step, self.places, self.groups_per_step, whole)]
+        occupied = {group.place for group in self if group.taken == step}
+        free = (place for place in range(self.groups_per_step) if place not in occupied)
+        for group, place in zip(taken, free, strict=False):
+            group.taken, group.place = step, place
+            self._record(group, "", taken=step, place=place)
+        self._filled += len(taken)
+        if self._filled == self.groups_per_step:
+            self.step, self._filled = step + 1, 0
+            self.room_changed.set()
+        return taken
+
+    def consume(self, step: int) -> list[Group]:
+        """`step` has been applied. Raises InvariantViolated when a token it trained on is older than the bound allows."""
+        batch = [group for group in self if group.taken == step and group.state.phase == Phase.READY]
+        if len(batch) != self.groups_per_step:
+            raise InvariantViolated(f"step {step} was applied with {len(batch)} groups of {self.groups_per_step}")
+        for group in batch:
+            if group.deadline is None or step > group.deadline:
+                raise InvariantViolated(f"step {step} trained on group {group.group_id}, which was due by {group.deadline}")
+            self._apply(group.group_id, states.Consumed(step))
+            self._record(group, "consumed")
+        self.commit(self.committed)
+        return batch
+
+    def commit(self, version_step: int) -> list[int]:
+        """The version `version_step` counts from now on; the groups that it trained on retire. Returns their ids."""
+        self.committed = version_step
+        retired = [group for group in self if group.state.step is not None and group.state.step < version_step]
+        for group in retired:
+            self._apply(group.group_id, states.Retired())
+            self._record(group, "retired")
+            self._leave(group)
+        return [group.group_id for group in retired]
+
+    def load(self, rows: Sequence[GroupRow]) -> list[int]:
+        """Take over what the ledger restored. Returns the groups that have to be generated again although they are intact,
+        because `groups_per_step` or `staleness` became smaller and their deadlines could no longer be met."""
+        for row in rows:
+            self._groups[row.group_id] = self._restored(row)
+        late = staleness.overdue(self._opened(), self.step, self.groups_per_step)
+        for group_id in late:
+            self.lose(group_id)
+        return late
+
+    # ------------------------------------------------------------------------------------------ what can be asked
+
+    def capacity(self, max_in_flight: int, steps: int) -> int:
+        """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""
+        generating = sum(group.state.phase == Phase.GENERATING for group in self)
+        holding = sum(group.state.phase != Phase.ADMITTED for group in self)
+        missing = (steps - self.step) * self.groups_per_step - self._filled - len(self._opened())
+        return staleness.admission_capacity(holding, generating, max_in_flight, self.staleness, self.groups_per_step, missing)
+
+    @property
+    def places(self) -> int:
+        """How many places of the step being filled no group has taken yet."""
+        return self.groups_per_step - self._filled
+
+    def waiting(self) -> list[Group]:
+        """Admitted groups that no replica has, oldest first."""
+        return sorted((g for g in self if g.state.phase == Phase.ADMITTED), key=lambda group: group.group_id)
+
+    def counts(self) -> dict[str, int]:
+        """Groups by phase: those here, and those that retired or were dropped since the (re)start."""
+        counts = dict.fromkeys((phase.value for phase in Phase), 0)
+        for group in self:
+            counts[group.state.phase.value] += 1
+        return counts | {phase.value: number for phase, number in self._finished.items()}
+
+    def oldest_wait(self) -> Wait | None:
+        """The unready group with the earliest deadline: what the step being filled waits for. None: nothing is under way."""
+        phases = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED)
+        waiting = [group for group in self if group.state.phase in phases]
+        if not waiting:
+            return None
+        group = min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id))
+        return Wait(group.group_id, _service(group), group.state.phase.value, self._clock() - group.since, group.deadline)
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _opened(self) -> list[staleness.OpenGroup]:
+        return [
+            staleness.OpenGroup(group.deadline, group.group_id, group.state.phase == Phase.READY)
+            for group in self
+            if group.deadline is not None and group.taken is None
+        ]
+
+    def _reopen(self, group: Group) -> None:
+        """Free the place of `group` in the batch that is being filled, or was just filled."""
+        if group.taken == self.step - 1 and not self._filled:
+            self.step, self._filled = self.step - 1, self.groups_per_step
+        if group.taken != self.step:
+            raise InvariantViolated(f"group {group.group_id} of step {group.taken} was lost while step {self.step} is filled")
+        self._filled -= 1
+
+    def _mark(self, group_id: int, mark: Mark) -> Group:
+        group = self._apply(group_id, states.Marked(mark))
+        if group.state.phase == Phase.READY:
+            self.ready_changed.set()
+        return group
+
+    def _apply(self, group_id: int, event: Event) -> Group:
+        group = self._groups.get(group_id)
+        if group is None:
+            raise InvariantViolated(f"group {group_id} is not live and cannot take {event!r}")
+        group.state = states.apply(group.state, event)
+        group.since = self._clock()
+        return group
+
+    def _record(self, group: Group, stamp: str, **what: object) -> None:
+        self._journal(Change(group_id=group.group_id, state=group.state, stamp=stamp, at=group.since, **what))  # type: ignore[arg-type]
+
+    def _leave(self, group: Group) -> None:
+        del self._groups[group.group_id]
+        self._finished[group.state.phase] += 1
+        self.room_changed.set()
+
+    def _restored(self, row: GroupRow) -> Group:
+        fields = {name: getattr(row, name) for name in Ticket.__struct_fields__}
+        group = Group(
+            ticket=Ticket(**fields),
+            state=GroupState(self.needs, row.phase, row.marks, row.step, row.why),
+            since=self._clock(),
+            attempt=row.attempt,
+        )
+        if row.oldest is None or row.newest is None:
+            return group
+        group.generated = GeneratedGroup(
+            group_id=row.group_id,
+            prompt_tokens=row.prompt_tokens or 0,
+            response_tokens=row.response_tokens or [],
+            truncated=row.truncated or 0,
+            oldest=row.oldest,
+            newest=row.newest,
+            payload=b"",
+        )
+        group.deadline = staleness.deadline(row.oldest.step, self.staleness)
+        group.replica, group.scores = row.replica or "", row.scores
+        group.payload, group.reference, group.values = (row.handles.get(part) for part in PARTS)
+        return group
+
+
+def _service(group: Group) -> str:
+    if group.state.phase != Phase.GENERATED:
+        return group.replica or "rollout"
+    missing = group.state.needs & ~group.state.marks
+    if missing & Mark.SCORED:
+        return " and ".join(sorted(group.asked)) or "reward"
+    return "reference" if missing & Mark.REFERENCED else "critic"

@@ -1,0 +1,210 @@
+"""Evaluation through the same rollouts and rewards as training, beside it: replies that no step trains on.
+
+An evaluation before or after training is pinned to one version, as no publication happens then. One during training runs while
+versions change; it reports the range that its tokens span.
+
+It never stalls training. Nothing of training waits for it, and it has at most a `SHARE` of the rollouts' slots: a problem with
+more samples than that is asked in parts, since a rollout takes requests in order, and those behind a large one would wait until
+all its samples have slots. A place is kept until the replies are scored, so that the reward services too have no more of it.
+Replies are decoded and written by a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+from runtime import codec
+from runtime.cluster.topology import slots
+from runtime.coordinator.roles import EvaluationRoles
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.run_context import EvaluationMaterial
+from runtime.coordinator.scoring import RewardScoring
+from runtime.data.prompts import group_seed
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
+from runtime.evaluation.held_out import HeldOut
+from runtime.evaluation.results import EvaluationResult, Judged
+from runtime.process.aio import TaskGroup
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
+
+SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
+
+Progress = Callable[[int, int], None]
+Part = tuple[GeneratedGroup, Scores]
+
+
+class Places:
+    """Room for `free` samples, given out in the order in which it is asked for."""
+
+    def __init__(self, free: int):
+        self._free = free
+        self._line = asyncio.Lock()
+        self._given_back = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, samples: int) -> AsyncIterator[None]:
+        async with self._line:
+            while self._free < samples:
+                self._given_back.clear()
+                await self._given_back.wait()
+            self._free -= samples
+        try:
+            yield
+        finally:
+            self._free += samples
+            self._given_back.set()
+
+
+class _Course:
+    """One evaluation under way: where its replies go, and how far it is."""
+
+    def __init__(self, folder: Path, sets: Sequence[HeldOut], places: Places, largest: int, progress: Progress):
+        self.places, self.largest = places, largest
+        self.judged: list[list[Judged]] = [[] for _ in sets]
+        self.transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in sets]
+        self.thread = ThreadPoolExecutor(1, "evaluation")
+        self._progress = progress
+        self._total = sum(len(each.prompts.problems) for each in sets)
+
+    def tell(self) -> None:
+        self._progress(sum(map(len, self.judged)), self._total)
+
+    async def close(self) -> None:
+        """Write what is there. Raises StorageFull, ServiceFault."""
+        closing = [self.thread.submit(transcript.close) for transcript in self.transcripts]
+        self.thread.shutdown(wait=False)
+        await asyncio.gather(*map(asyncio.wrap_future, closing))
+
+
+class Evaluator:
+    """Evaluates on the same problems, with the same seeds, each time."""
+
+    def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles, pool: RolloutPool):
+        self._config = material.config
+        self._folder = material.folder
+        self._sets = material.held_out
+        self._pool = pool
+        self._scoring = RewardScoring(roles)
+        self._text = material.text
+        self._judge = material.config.rewards.rules[0]
+        self._sampling = [_sampling(material, held_out) for held_out in self._sets]
+        self._ids = count(-1, -1)  # negative: never a training group's
+
+    async def run(self, step: int, alone: bool, progress: Progress = lambda done, total: None) -> EvaluationResult:
+        """Evaluate after `step` optimizer steps. `alone`: nothing else needs the rollouts.
+
+        Replies and results go into the folder of the step, in place of what an earlier evaluation of it left; cut short, it
+        leaves the replies so far. Raises StorageFull, ServiceFault.
+        """
+        before = time.monotonic()
+        folder = evaluation.folder_for(self._folder, step)
+        with faults_told(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        course = self._course(folder, alone, progress)
+        try:
+            async with TaskGroup() as tasks:
+                for which, held_out in enumerate(self._sets):
+                    for index in range(len(held_out.prompts.problems)):
+                        tasks.create_task(self._problem(course, which, index))
+        finally:
+            await course.close()
+        return await asyncio.to_thread(self._result, course.judged, folder, step, time.monotonic() - before)
+
+    def _result(self, judged: list[list[Judged]], folder: Path, step: int, seconds: float) -> EvaluationResult:
+        rule = self._judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
+        sets = [evaluation.set_result(each.settings, rule, of_set) for each, of_set in zip(self._sets, judged, strict=True)]
+        result = EvaluationResult(
+            model=self._config.model.path,
+            step=step,
+            accuracy=sum(each.pass_at[1] for each in sets) / len(sets),
+            seconds=seconds,
+            oldest=min(each.oldest for of_set in judged for each in of_set),
+            newest=max(each.newest for of_set in judged for each in of_set),
+            sets=sets,
+        )
+        with faults_told(folder):
+            result.write(folder)
+        return result
+
+    def _course(self, folder: Path, alone: bool, progress: Progress) -> _Course:
+        each = slots(self._config).values()
+        if alone:  # twice the slots keeps them full
+            return _Course(folder, self._sets, Places(2 * sum(each)), min(each), progress)
+        places, largest = sum(each) // SHARE, min(each) // SHARE
+        return _Course(folder, self._sets, Places(max(1, places)), max(1, largest), progress)
+
+    async def _problem(self, course: _Course, which: int, index: int) -> None:
+        samples, largest = self._sets[which].settings.samples, course.largest
+        async with TaskGroup() as tasks:
+            parts = [
+                tasks.create_task(self._part(course, which, index, first, min(largest, samples - first)))
+                for first in range(0, samples, largest)
+            ]
+        done = [part.result() for part in parts]
+        loop = asyncio.get_running_loop()
+        judged = await loop.run_in_executor(course.thread, self._keep, course.transcripts[which], which, index, done)
+        course.judged[which].append(judged)
+        course.tell()
+
+    async def _part(self, course: _Course, which: int, index: int, first: int, samples: int) -> Part:
+        """Samples `first` and on of one problem, generated and scored."""
+        prompts = self._sets[which].prompts
+        problem = prompts.problems[index]
+        async with course.places.taken(samples):
+            request = GroupRequest(
+                group_id=next(self._ids),
+                prompt=prompts.tokens[index],
+                n=samples,
+                seed=group_seed(self._config.run.seed, index),
+                first=first,
+                sampling=self._sampling[which],
+                purpose="eval",
+            )
+            generated = await self._pool.generate_anywhere(request)
+            scoring = ScoreRequest(
+                group_id=request.group_id,
+                label=problem.label,
+                payload=generated.payload,
+                source=problem.source,
+                answers=True,
+                messages=problem.messages,
+                extra=problem.extra,
+            )
+            return generated, await self._scoring.score(scoring, index)
+
+    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> Judged:
+        """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
+        held_out = self._sets[which]
+        decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
+        found = replies_to(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
+        transcript.add(index, found)
+        return Judged(
+            correct=[each.correct for each in found],
+            answers=[answer for _, scores in parts for answer in scores.answers],
+            tokens=[each.tokens for each in found],
+            truncated=sum(each.finish == "length" for each in found),
+            errors=dict(sum((Counter(scores.errors) for _, scores in parts), Counter())),
+            oldest=min(generated.oldest for generated, _ in parts),
+            newest=max(generated.newest for generated, _ in parts),
+        )
+
+
+def _sampling(material: EvaluationMaterial, held_out: HeldOut) -> SamplingParams:
+    settings = material.config.evaluation
+    return SamplingParams(
+        max_new_tokens=held_out.settings.max_new_tokens,
+        temperature=held_out.settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop_token_ids=material.stop_token_ids,
+    )

@@ -1,0 +1,201 @@
+"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores, reference and values.
+
+One coroutine sees one group through its life, up to `ready`. What bounds the number of them, and so every queue behind them, is
+admission: a group is dispatched only while it may still be trained on in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from runtime import codec
+from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.dynamic_sampling import DynamicSampling
+from runtime.coordinator.roles import Roles
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.run_context import Material
+from runtime.coordinator.scoring import RewardScoring
+from runtime.coordinator.states import Mark, Phase
+from runtime.data.prompts import PromptStream
+from runtime.errors import Unreachable
+from runtime.ledger.records import Note, Ticket
+from runtime.ports import Answer, RolloutPort
+from runtime.process.aio import TaskGroup
+from runtime.telemetry.metrics import SpanClock
+from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
+
+STREAM = "stream"  # the ledger's note of where the prompt stream is
+
+# Samples admitted at once that go to one replica before the next is chosen: a decode step of a few sequences costs nearly
+# that of many, so spreading them thinner only multiplies the steps.
+TOGETHER = 64
+
+
+class GroupStage:
+    """Keeps the rollouts busy, and brings every group from its prompt to `ready`."""
+
+    def __init__(
+        self,
+        material: Material,
+        roles: Roles,
+        pool: RolloutPool,
+        buffer: Buffer,
+        stream: PromptStream,
+        spans: SpanClock,
+        dynamic_sampling: DynamicSampling | None,
+    ):
+        sampling = material.config.sampling
+        self._size = sampling.group_size
+        self._roles = roles
+        self._pool = pool
+        self._buffer = buffer
+        self._ledger = material.ledger
+        self._stream = stream
+        self._prompts = material.train
+        self._spans = spans
+        self._dynamic_sampling = dynamic_sampling
+        self._turn = count()
+        self._scoring = RewardScoring(roles, spans)
+        self._sampling = SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop_token_ids=material.stop_token_ids,
+        )
+        pool.subscribe(buffer.room_changed.set)
+        self._lives: set[asyncio.Task[None]] = set()
+
+    async def run(self, tasks: TaskGroup, last_step: Callable[[], int]) -> None:
+        """Admit until cancelled. `last_step()` is where the run ends, as far as is known: no group is made for later steps."""
+        buffer = self._buffer
+        for group in list(buffer):
+            if group.state.phase == Phase.GENERATED:
+                self._spawn(tasks, self._resume(group))
+        while True:
+            buffer.room_changed.clear()
+            waiting, together = buffer.waiting(), 0
+            for index in range(buffer.capacity(sum(map(self._most, self._pool.admitting)), last_step())):
+                if not together:
+                    await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
+                    if not self._pool.admitting:
+                        break
+                    rollout = self._pool.least_loaded()
+                    together = self._together(rollout)
+                together -= 1
+                group = waiting[index] if index < len(waiting) else self._admit()
+                buffer.dispatch(group.group_id, rollout.name)
+                self._spawn(tasks, self._live(group, rollout))
+            await buffer.room_changed.wait()
+
+    async def close(self) -> None:
+        """Withdraw every group that is on its way."""
+        self._pool.unsubscribe(self._buffer.room_changed.set)
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    def _admit(self) -> Group:
+        draw = self._stream.draw()
+        problem = self._prompts.problems[draw.index]
+        ticket = Ticket(
+            group_id=draw.ordinal,
+            problem=draw.index,
+            source=problem.source,
+            label=problem.label,
+            seed=draw.seed,
+        )
+        group = self._buffer.admit(ticket)
+        # In one transaction with the admission: a resume draws the next prompt, whatever happened in between.
+        self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
+        return group
+
+    def _most(self, rollout: RolloutPort) -> int:
+        """Groups that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that most groups
+        under way are down to a few that still run, and with what its slots take two thirds of the slots would be empty."""
+        return 2 * self._pool.slots[rollout.name] // self._size + 1
+
+    def _together(self, rollout: RolloutPort) -> int:
+        """Groups that go to `rollout` before the next is chosen."""
+        wanted = min(TOGETHER, self._pool.slots[rollout.name]) // self._size
+        return max(1, min(wanted, self._most(rollout) - self._pool.load(rollout) // self._size))
+
+    def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
+        task = tasks.create_task(life)
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+    async def _live(self, group: Group, rollout: RolloutPort) -> None:
+        ticket = group.ticket
+        request = GroupRequest(
+            group_id=ticket.group_id,
+            prompt=self._prompts.tokens[ticket.problem],
+            n=self._size,
+            seed=ticket.seed,
+            sampling=self._sampling,
+        )
+        try:
+            with self._spans.span("rollout"):
+                result = await self._pool.generate(rollout, request)
+        except Unreachable:
+            self._pool.repeat()
+            self._buffer.lose(group.group_id)  # back to those that wait: another rollout generates it, from the same seed
+            return
+        self._buffer.generated(result)
+        await self._annotate(group, result.payload)
+
+    async def _resume(self, group: Group) -> None:
+        """Go on with a group that a former life of the coordinator left generated but not ready."""
+        assert group.payload is not None
+        await self._annotate(group, await self._ledger.bytes_of(group.payload))
+
+    async def _annotate(self, group: Group, payload: bytes) -> None:
+        missing = group.state.needs & ~group.state.marks
+        turn = next(self._turn)
+        jobs = []
+        if missing & Mark.SCORED:
+            scoring = self._score(group, payload, turn)
+            if self._dynamic_sampling is None:
+                jobs.append(scoring)
+            else:
+                # The other marks cost a forward pass each, and most groups may be dropped: they do not overlap the reward here.
+                await scoring
+                if group.group_id not in self._buffer:
+                    return
+        if missing & Mark.REFERENCED:
+            jobs.append(self._reference(group, payload, turn))
+        if missing & Mark.VALUED:
+            jobs.append(self._value(group, payload))
+        await asyncio.gather(*jobs)
+
+    async def _score(self, group: Group, payload: bytes, turn: int) -> None:
+        ticket = group.ticket
+        problem = self._prompts.problems[ticket.problem]
+        request = ScoreRequest(
+            group_id=group.group_id,
+            label=ticket.label,
+            payload=payload,
+            source=ticket.source,
+            messages=problem.messages,
+            extra=problem.extra,
+        )
+        self._buffer.scored(await self._scoring.score(request, turn, group.asked))
+        # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.
+        if self._dynamic_sampling is not None:
+            self._dynamic_sampling.judge(group)
+
+    async def _reference(self, group: Group, payload: bytes, turn: int) -> None:
+        request = LogprobRequest(group_id=group.group_id, payload=payload, temperature=self._sampling.temperature)
+        with self._spans.span("reference_model"):
+            logprobs = await self._roles.references.ask(turn, lambda reference: reference.logprobs(request))
+        self._buffer.referenced(group.group_id, logprobs)
+
+    async def _value(self, group: Group, payload: bytes) -> None:
+        assert self._roles.critic is not None
+        request = ValueRequest(group_id=group.group_id, tokens=group.tokens, payload=payload)
+        try:
+            with self._spans.span("critic_model"):
+                values = await self._roles.critic.values(request)
+        except Unreachable:
+            return  # the run goes back to its checkpoint, with another critic, which is asked for what is missing
+        self._buffer.valued(group.group_id, values)

@@ -1,0 +1,223 @@
+"""The living rollouts: whom a group goes to, who is new, and what happens to the work of one that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from runtime.coordinator.membership import Epoch, Member, Membership
+from runtime.errors import ServiceFault, Unanswered, Unreachable
+from runtime.ports import RolloutPort
+from runtime.status import Loss, replaced
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
+
+log = logging.getLogger("sluice")
+
+
+class RolloutPool:
+    """Spreads groups over the rollouts that serve: each goes to whoever has the fewest samples under way for its slots.
+
+    A rollout that arrives is a newcomer until `membership` says that it serves. One whose connection is lost, or that is given
+    up, fails every call under way with Unreachable: its groups are another's to make.
+    """
+
+    def __init__(
+        self,
+        rollouts: Sequence[RolloutPort],
+        slots: Mapping[str, int],
+        patience: float = 120.0,
+        lost: Callable[[Loss], None] = lambda loss: None,
+    ):
+        """`slots`: how many sequences each generates at once, by name. `patience`: seconds that a run goes on without any
+        rollout. `lost` is told of each that is lost."""
+        self.slots = slots
+        self.membership = Membership()
+        self.losses: dict[str, Loss] = {}
+        """The newest loss of each name, while nobody has come in its place."""
+        self._ports: dict[Member, RolloutPort] = {}
+        self._load: dict[Member, int] = {}
+        self._patience = patience
+        self._tell = lost
+        self._changed = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = [self._changed.set]
+        self._lost = self._repeated = 0  # since `close_step`
+        self._closed = False
+        for rollout in rollouts:
+            self.arrive(rollout)
+
+    # ------------------------------------------------------------------------------------------ who is there
+
+    def subscribe(self, watcher: Callable[[], None]) -> None:
+        """`watcher` is called whenever somebody arrived, was lost, or began to serve."""
+        self._watchers.append(watcher)
+
+    def unsubscribe(self, watcher: Callable[[], None]) -> None:
+        """Idempotent."""
+        self._watchers = [other for other in self._watchers if other != watcher]
+
+    def arrive(self, rollout: RolloutPort) -> None:
+        """A newcomer, or a late word of one that was seen before, which changes nothing."""
+        member = member_of(rollout)
+        former = [port for known, port in self._ports.items() if known.name == member.name]
+        if not self.membership.arrive(member):
+            return
+        for port in former:
+            self._forget(port, replaced(member.incarnation))
+        self.losses.pop(member.name, None)
+        self._ports[member], self._load[member] = rollout, 0
+        rollout.when_lost(partial(self.lose, rollout))
+        self._notify()
+
+    def lose(self, rollout: RolloutPort, reason: str) -> None:
+        """Do without `rollout` from now on. Idempotent."""
+        member = member_of(rollout)
+        if not self.membership.lose(member):
+            return
+        self._lost += 1
+        loss = self.losses[member.name] = Loss(name=member.name, incarnation=member.incarnation, reason=reason)
+        log.warning("%s (incarnation %d) is lost: %s", member.name, member.incarnation, reason)
+        self._forget(rollout, reason)
+        self._tell(loss)
+        self._notify()
+
+    def commit(self, epoch: Epoch, version: PolicyVersion, swapped: Collection[str]) -> None:
+        """The members called `swapped` of `epoch` have `version`, which counts; the others were lost."""
+        self.membership.commit(epoch.number, version, [member for member in epoch.members if member.name in swapped])
+        self._notify()
+
+    def serve_as_loaded(self) -> None:
+        """Where nothing is published: everybody who lives serves with the weights that it loaded."""
+        epoch = self.membership.open()
+        self.commit(epoch, PolicyVersion(), {member.name for member in epoch.members})
+
+    def port(self, member: Member) -> RolloutPort:
+        return self._ports[member]
+
+    @property
+    def serving(self) -> list[RolloutPort]:
+        return [self._ports[member] for member in self.membership.serving]
+
+    @property
+    def admitting(self) -> list[RolloutPort]:
+        """Those that serve, while the pool is open."""
+        return [] if self._closed else self.serving
+
+    def close(self) -> None:
+        """Nothing is asked to be generated until `open`: the rollouts' devices are another's."""
+        self._closed = True
+
+    def open(self) -> None:
+        self._closed = False
+        self._notify()
+
+    async def somebody(self) -> None:
+        """Return once a rollout lives. Raises ServiceFault when none comes in time."""
+        await self._until(lambda: bool(self.membership.living))
+
+    async def guard(self) -> None:
+        """Until cancelled. Raises ServiceFault, naming who was lost, once no rollout has served for `patience` seconds, or,
+        while the pool is closed, and a newcomer cannot begin to, none has lived."""
+
+        def served() -> bool:
+            return bool(self.membership.serving or (self._closed and self.membership.living))
+
+        while True:
+            if served():
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                await self._until(served)
+
+    # ------------------------------------------------------------------------------------------ their work
+
+    def least_loaded(self) -> RolloutPort:
+        """Of those that serve, of whom there is at least one."""
+        return self._ports[min(self.membership.serving, key=lambda member: self._load[member] / self.slots[member.name])]
+
+    def load(self, rollout: RolloutPort) -> int:
+        """Its samples under way."""
+        return self._load[member_of(rollout)]
+
+    async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
+        """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""
+        member = member_of(rollout)
+        self._load[member] = self._load.get(member, 0) + request.n
+        try:
+            return await rollout.generate(request)
+        except Unanswered as error:
+            self.lose(rollout, str(error))
+            raise Unreachable(rollout.name, "Generate", error.reason) from error
+        except Unreachable as error:
+            self.lose(rollout, error.reason)
+            raise
+        finally:
+            self._load[member] -= request.n
+
+    async def generate_anywhere(self, request: GroupRequest) -> GeneratedGroup:
+        """By the least loaded, and again by another when it is lost meanwhile. `guard` says how long that may go on."""
+        while True:
+            await self._wait(lambda: bool(self.admitting))
+            try:
+                return await self.generate(self.least_loaded(), request)
+            except Unreachable:
+                self.repeat()
+
+    def repeat(self) -> None:
+        """Count a group that is generated again because its rollout was lost."""
+        self._repeated += 1
+
+    # ------------------------------------------------------------------------------------------ what is told of them
+
+    def close_step(self) -> dict[str, float]:
+        """The metrics: who serves now, and what was lost since the last call."""
+        figures = {
+            "rollout/serving": float(len(self.membership.serving)),
+            "rollout/lost": float(self._lost),
+            "rollout/repeated_groups": float(self._repeated),
+        }
+        self._lost = self._repeated = 0
+        return figures
+
+    def __str__(self) -> str:
+        """One line: the epoch, who serves in it, who is coming and who was lost, and why."""
+        parts = [f"epoch {self.membership.epoch.number}: {_names(self.membership.serving) or 'no rollout'}"]
+        if newcomers := _names(self.membership.newcomers):
+            parts.append(f"catching up: {newcomers}")
+        parts += [f"lost: {loss.name} ({loss.reason})" for loss in self.losses.values()]
+        return ", ".join(parts)
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():  # again, as it may have changed before the waiter's turn
+            try:
+                await asyncio.wait_for(self._wait(holds), self._patience)
+            except asyncio.TimeoutError:
+                losses = self.losses.values()
+                who, why = ", ".join(loss.name for loss in losses), "; ".join(loss.reason for loss in losses)
+                message = f"{why or 'lost'}; no rollout has served since"
+                raise ServiceFault(who or "rollout", "run", message, self._patience) from None
+
+    async def _wait(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _forget(self, rollout: RolloutPort, reason: str) -> None:
+        del self._ports[member_of(rollout)]
+        rollout.give_up(reason)
+
+    def _notify(self) -> None:
+        for watcher in self._watchers:
+            watcher()
+
+
+def member_of(rollout: RolloutPort) -> Member:
+    """What stands for a process in an epoch."""
+    return Member(rollout.name, rollout.incarnation)
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(member.name for member in members)

@@ -1,0 +1,70 @@
+"""What a run is made of, besides its roles; and what follows from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.chosen_algorithm import choose
+from runtime.cluster.topology import instances, settings_of, uses_reference
+from runtime.config import Computing, Config, Rollout
+from runtime.coordinator.roles import Updated
+from runtime.coordinator.states import Mark
+from runtime.data.prompts import Prompts
+from runtime.errors import UserError
+from runtime.evaluation.generations import TextDecoder
+from runtime.evaluation.held_out import HeldOut
+from runtime.ledger.journal import LedgerWriter
+from runtime.status import Loss, Progress
+from runtime.telemetry.startup import Startup
+from runtime.telemetry.trackers import Trackers
+
+
+@dataclass(kw_only=True)
+class EvaluationMaterial:
+    """What an evaluation is made of, besides its roles."""
+
+    config: Config
+    trackers: Trackers
+    held_out: list[HeldOut]
+    text: TextDecoder
+    stop_token_ids: tuple[int, ...]
+    report: Callable[[Progress], None]
+    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that is done without
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return Path(self.config.run.dir)
+
+
+@dataclass(kw_only=True)
+class Material(EvaluationMaterial):
+    """What a run that trains is made of, besides its roles."""
+
+    ledger: LedgerWriter
+    train: Prompts
+    launched: float  # when the run was asked for, on the clock of time.monotonic
+    regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run
+    startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
+
+
+def needs(config: Config) -> Mark:
+    """What a group must have before it is trained on. Raises UserError for an advantage whose critic is missing."""
+    wanted = Mark.SCORED
+    if uses_reference(config):
+        wanted |= Mark.REFERENCED
+    if config.critic is not None:
+        wanted |= Mark.VALUED
+    elif choose(config).advantage.needs_values:
+        raise UserError(f"critic: missing; algorithm.advantage {config.algorithm.advantage} needs one")
+    return wanted
+
+
+def accelerators(config: Config) -> int:
+    """All devices of the run: of a rollout those that its tensors are spread over, one of each other process that computes.
+    What lies on another role's devices has none of its own."""
+    roles = [settings_of(config, instance) for instance in instances(config)]
+    own = [role for role in roles if isinstance(role, Computing) and not role.colocate]
+    return sum(role.tensor_parallel if isinstance(role, Rollout) else 1 for role in own)

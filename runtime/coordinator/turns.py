@@ -1,0 +1,231 @@
+"""Turns of rollouts, reference and trainer on the same devices, as a state machine. Pure: no I/O, no clock.
+
+::
+
+    generate → park → (ref_onload → refer → ref_offload →) onload → train → rouse → publish → offload → wake → generate
+
+- generate: the rollouts have the devices, until the caller says that nothing is being generated any more.
+- park: they give back their memory; then the reference has the devices, where it takes part, and then the trainer.
+- rouse: with the steps done, and the trainer's weights still there, the rollouts take back the memory of their weights alone,
+  into which the new ones are published.
+- offload, wake: once the trainer is gone they take that of keys and values, and generate.
+
+A rollout is asleep when it arrives, whatever the phase, and is told to come as far as the others are. The run begins in
+`asleep`, which is left as `generate` is. One that is lost is waited for no longer, and a phase that waits for nobody is over:
+rollouts cannot hold up the trainer's turn.
+
+**The invariant.** At no time have two of these the devices: rollouts with keys and values, the reference, the trainer; nor have
+two been told to take them. Weights alone may lie beside the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from msgspec import Struct
+
+from runtime.commands import Level
+from runtime.coordinator.membership import Member
+from runtime.errors import InvariantViolated
+
+Phase = Literal[
+    "asleep", "generate", "park", "ref_onload", "refer", "ref_offload", "onload", "train", "rouse", "publish", "offload", "wake"
+]
+Lender = Literal["reference", "trainer"]
+
+
+class Arrived(Struct, frozen=True):
+    """A process of a rollout is there, asleep."""
+
+    member: Member
+
+
+class MemberLost(Struct, frozen=True):
+    """It is gone, or given up."""
+
+    member: Member
+
+
+class Reached(Struct, frozen=True):
+    """It has come to `level`, as it was told."""
+
+    member: Member
+    level: Level
+
+
+class GenerationDone(Struct, frozen=True):
+    """No rollout has anything to do any more. `refers`: the reference has."""
+
+    refers: bool = False
+
+
+class Onloaded(Struct, frozen=True):
+    who: Lender
+
+
+class Referred(Struct, frozen=True):
+    """The reference has nothing to do any more."""
+
+
+class Trained(Struct, frozen=True):
+    """The steps of the turn are done. `publishes`: they made a version."""
+
+    publishes: bool = True
+
+
+class VersionPublished(Struct, frozen=True):
+    """The version counts."""
+
+
+class Offloaded(Struct, frozen=True):
+    who: Lender
+
+
+Event = Arrived | MemberLost | Reached | GenerationDone | Onloaded | Referred | Trained | VersionPublished | Offloaded
+
+
+class TellLevel(Struct, frozen=True):
+    """Tell `member` to come to `level`."""
+
+    member: Member
+    level: Level
+
+
+class TellOnload(Struct, frozen=True):
+    """Tell `who` to bring its state to the devices."""
+
+    who: Lender
+
+
+class TellOffload(Struct, frozen=True):
+    """Tell `who` to take its state off the devices."""
+
+    who: Lender
+
+
+Action = TellLevel | TellOnload | TellOffload
+
+# In which phases an event is expected; a rollout may come, go or answer in any.
+_EXPECTED: dict[type, tuple[Phase, ...]] = {
+    GenerationDone: ("asleep", "generate"),
+    Referred: ("refer",),
+    Trained: ("train",),
+    VersionPublished: ("publish",),
+    Onloaded: ("ref_onload", "onload"),
+    Offloaded: ("ref_offload", "offload"),
+}
+_LEVEL: dict[Phase, Level] = {
+    "rouse": Level.WEIGHTS,
+    "publish": Level.WEIGHTS,
+    "wake": Level.AWAKE,
+    "generate": Level.AWAKE,
+}
+
+
+class Turns:
+    """`phase` is whose turn it is; `members` are the rollouts that are there."""
+
+    def __init__(self, members: Iterable[Member] = ()):
+        """`members` are asleep, and nobody has the devices."""
+        self.phase: Phase = "asleep"
+        self._levels = dict.fromkeys(members, Level.ASLEEP)
+        self._told: dict[Member, Level] = {}  # and have not answered
+        self._refers = False
+
+    @property
+    def members(self) -> frozenset[Member]:
+        return frozenset(self._levels)
+
+    def told(self, member: Member) -> bool:
+        """Whether it has not yet come to where it was told."""
+        return member in self._told
+
+    @property
+    def waiting_for(self) -> tuple[Member, ...]:
+        """The rollouts that the phase waits for."""
+        if self.phase not in ("park", "rouse", "wake"):
+            return ()
+        return tuple(sorted(member for member in self._levels if self._behind(member)))
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply `event`; returns what is to be done. Raises InvariantViolated for what cannot happen in this phase."""
+        actions: list[Action] = []
+        if isinstance(event, Arrived):
+            for former in [member for member in self._levels if member.name == event.member.name]:
+                self._forget(former)
+            self._levels[event.member] = Level.ASLEEP
+        elif isinstance(event, MemberLost):
+            self._forget(event.member)
+        elif isinstance(event, Reached):
+            if self._told.get(event.member) == event.level:
+                del self._told[event.member]
+                self._levels[event.member] = event.level
+        else:
+            actions += self._proceed(event)
+        actions += self._orders()
+        while self.phase in ("park", "rouse", "wake") and not self.waiting_for:
+            actions += self._leave() + self._orders()
+        return actions
+
+    def _forget(self, member: Member) -> None:
+        self._levels.pop(member, None)
+        self._told.pop(member, None)
+
+    def _behind(self, member: Member) -> bool:
+        return member in self._told or self._levels[member] != _LEVEL.get(self.phase, Level.ASLEEP)
+
+    def _orders(self) -> list[Action]:
+        """What the rollouts are to be told, each one thing at a time."""
+        if self.phase == "offload":  # nobody need take what would be given back at once, nor more than there is room for
+            return []
+        wanted = _LEVEL.get(self.phase, Level.ASLEEP)
+        tell = [member for member, level in sorted(self._levels.items()) if level != wanted and member not in self._told]
+        self._told |= dict.fromkeys(tell, wanted)
+        return [TellLevel(member, wanted) for member in tell]
+
+    def _proceed(self, event: Event) -> list[Action]:
+        if self.phase not in _EXPECTED[type(event)]:
+            raise InvariantViolated(f"{event} in the turns' phase {self.phase}")
+        if isinstance(event, GenerationDone):
+            self.phase, self._refers = "park", event.refers
+        elif isinstance(event, Referred):
+            self.phase = "ref_offload"
+            return [TellOffload("reference")]
+        elif isinstance(event, Trained):
+            if event.publishes:
+                self.phase = "rouse"
+                return []
+            return self._dismiss()
+        elif isinstance(event, VersionPublished):
+            return self._dismiss()
+        else:
+            assert isinstance(event, Onloaded | Offloaded)
+            return self._moved(event)
+        return []
+
+    def _moved(self, event: Onloaded | Offloaded) -> list[Action]:
+        if event.who != ("reference" if self.phase.startswith("ref_") else "trainer"):
+            raise InvariantViolated(f"{event} in the turns' phase {self.phase}")
+        if self.phase == "ref_offload":
+            return self._invite()
+        self.phase = {"ref_onload": "refer", "onload": "train", "offload": "wake"}[self.phase]  # type: ignore[assignment]
+        return []
+
+    def _leave(self) -> list[Action]:
+        """The rollouts are where this phase wants them."""
+        if self.phase == "park":
+            if self._refers:
+                self.phase = "ref_onload"
+                return [TellOnload("reference")]
+            return self._invite()
+        self.phase = "publish" if self.phase == "rouse" else "generate"
+        return []
+
+    def _invite(self) -> list[Action]:
+        self.phase = "onload"
+        return [TellOnload("trainer")]
+
+    def _dismiss(self) -> list[Action]:
+        self.phase = "offload"
+        return [TellOffload("trainer")]

@@ -1,0 +1,38 @@
+"""Model families: how their Hugging Face tensors map to megatron-core's parameters. Pure; loads neither torch nor megatron.
+
+A family is one file with one class, and its line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.errors import UserError
+from runtime.models.families.family import Family
+from runtime.models.families.layout import Layout
+from runtime.models.families.llama import Llama
+from runtime.models.families.parameter import Parameter
+from runtime.models.families.qwen2 import Qwen2
+from runtime.models.families.qwen3 import Qwen3
+from runtime.models.families.qwen3_moe import Qwen3Moe
+
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Llama, Qwen2, Qwen3, Qwen3Moe)}
+_LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
+
+__all__ = ["FAMILIES", "Family", "Layout", "Parameter", "family_for"]
+
+
+def family_for(config: Mapping[str, Any], where: str = "config.json", *, value_head: bool = False) -> Family:
+    """The mapping of the model that a Hugging Face config.json describes. `where` is what messages call that file.
+
+    `value_head`: of a critic, which has one number a token in the place of the language model's head. Raises UserError for a
+    family or a feature without a mapping, naming it.
+    """
+    name = config.get("model_type")
+    allowed = f"must be one of {', '.join(FAMILIES)}"
+    if name in _LATENT_ATTENTION:
+        raise UserError(f"{where}: model_type {name!r}: multi-head latent attention (MLA) is not supported; {allowed}")
+    if name not in FAMILIES:
+        raise UserError(f"{where}: model_type {name!r} has no mapping to megatron-core; {allowed}")
+    return FAMILIES[name](config, where, value_head)

@@ -1,0 +1,156 @@
+"""What model families have in common: a decoder of layers between an embedding and a head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from runtime.errors import UserError
+from runtime.models.families.blocks import ParameterMapping
+from runtime.models.families.layout import Layout
+from runtime.models.families.parameter import Parameter, SourceTensor
+from runtime.models.families.shape import ModelShape, read_shape
+
+HEAD = "output_layer.weight"  # at megatron-core, whatever head it is
+EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+SHOWN = 10  # names that a message tells of those that are wrong
+
+
+class Family:
+    """One model of a family: its mapping between Hugging Face's tensors and megatron-core's parameters.
+
+    A subclass says what a layer is made of. The table knows nothing of ranks; `parameters` cuts it for one. So
+    the converter, the trainer's loading and export and the weight publication share it:
+
+    - load: for each of the rank's `parameters`, `from_hf` with a reader of Hugging Face tensors by name.
+    - export, publish: for each of them that is no `copy`, gather its `pieces` over the tensor-parallel group, then `to_hf`.
+      Stages, and expert ranks for their experts, hold different tensors; each contributes its own.
+    """
+
+    model_type: ClassVar[str]  # config.json's
+    architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
+    unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with the only value that has a mapping
+
+    def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
+        """Read the sizes from a config.json. `value_head`: one number a token in the place of the language model's head.
+
+        Raises UserError for sizes that are missing or wrong and for what the table has no row for.
+        """
+        for key, value in {"hidden_act": "silu", **self.unsupported}.items():
+            if config.get(key, value) != value:
+                raise UserError(f"{where}: {key} {config[key]!r} is not supported with megatron-core; must be {value!r}")
+        self.shape = self.read(config, where)
+        self.value_head = value_head
+
+    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
+        """The sizes. Raises UserError."""
+        return read_shape(config, where)
+
+    def layer(self, number: int) -> Iterator[ParameterMapping]:
+        """The rows of the table for layer `number`, counted from 0."""
+        raise NotImplementedError
+
+    @property
+    def tied(self) -> bool:
+        """The output layer is the embedding: one parameter, or a copy where they lie on different pipeline stages."""
+        return self.shape.tied and not self.value_head
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each Hugging Face tensor, in the order of the layers."""
+        found: dict[str, tuple[int, ...]] = {}
+        for parameter in self.parameters(Layout()):
+            found.update((source.name, source.shape) for source in parameter.sources)
+        return found
+
+    def parameters(
+        self, layout: Layout, *, tensor_rank: int = 0, pipeline_rank: int = 0, expert_rank: int = 0
+    ) -> list[Parameter]:
+        """All parameters of a rank, in the order of the layers. `layout` must suit the model (`layout.require(shape)`)."""
+        return [
+            *self._ends(layout, tensor_rank, pipeline_rank, first=True),
+            *self._layers(layout, tensor_rank, pipeline_rank, expert_rank),
+            *self._ends(layout, tensor_rank, pipeline_rank, first=False),
+        ]
+
+    def require_tensors(self, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+        """Raises UserError unless the tensors `found`, names and shapes, are this model's: none missing, none too many.
+
+        With a value head, the language model's is left out of account, and the value head may be missing: it begins at 0.
+        A tied model may have its head written out.
+        """
+        left_out = {LM_HEAD} if self.value_head or self.tied else set()
+        given = {VALUE_HEAD} if self.value_head else set()
+        needed = {name: shape for name, shape in self.tensors().items() if name in found or name not in given}
+        require_same(where, needed, {name: shape for name, shape in found.items() if name in needed or name not in left_out})
+
+    def _layers(self, layout: Layout, tensor_rank: int, pipeline_rank: int, expert_rank: int) -> Iterator[Parameter]:
+        count = self.shape.experts.count if self.shape.experts else 0
+        held = layout.expert_range(count, expert_rank)
+        for local, number in enumerate(layout.stage_layers(self.shape, pipeline_rank)):
+            for entry in self.layer(number):
+                if entry.expert is not None and entry.expert not in held:
+                    continue
+                name = entry.name if entry.expert is None else entry.name.format(expert=entry.expert - held.start)
+                whole = entry.expert is not None and layout.whole_experts
+                yield Parameter(
+                    name=f"decoder.layers.{local}.{name}",
+                    sources=tuple(
+                        SourceTensor(f"model.layers.{number}.{source.name}", source.shape) for source in entry.sources
+                    ),
+                    split=entry.split,
+                    groups=1 if entry.groups == 1 else entry.groups // layout.tensor,
+                    tensor=1 if whole else layout.tensor,
+                    tensor_rank=0 if whole else tensor_rank,
+                    expert=entry.expert is not None,
+                )
+
+    def _ends(self, layout: Layout, tensor_rank: int, pipeline_rank: int, *, first: bool) -> Iterator[Parameter]:
+        """What comes before the layers, or after them."""
+        last_stage = layout.pipeline - 1
+        shape = (self.shape.vocab_size, self.shape.hidden_size)
+
+        def vocabulary(name: str, source: str, copy: bool = False) -> Parameter:
+            return held(name, SourceTensor(source, shape), split=0, padded=layout.padded_vocab(self.shape), copy=copy)
+
+        def held(name: str, source: SourceTensor, split: int | None = None, padded: int = 0, copy: bool = False) -> Parameter:
+            return Parameter(
+                name=name,
+                sources=(source,),
+                split=split,
+                tensor=layout.tensor,
+                tensor_rank=tensor_rank,
+                padded=padded,
+                copy=copy,
+            )
+
+        if first:
+            if pipeline_rank == 0:
+                yield vocabulary("embedding.word_embeddings.weight", EMBEDDING)
+        elif pipeline_rank == last_stage:
+            yield held("decoder.final_layernorm.weight", SourceTensor("model.norm.weight", (self.shape.hidden_size,)))
+            if self.value_head:
+                yield held(HEAD, SourceTensor(VALUE_HEAD, (1, self.shape.hidden_size)))
+            elif not self.tied:
+                yield vocabulary(HEAD, LM_HEAD)
+            elif last_stage > 0:
+                yield vocabulary(HEAD, EMBEDDING, copy=True)
+
+
+def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises UserError unless both have the same names and shapes: a line a kind of fault, with the first names of each."""
+    faults = {
+        "missing": [name for name in needed if name not in found],
+        "too many": [name for name in found if name not in needed],
+        "of another shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in needed.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+    lines = [
+        f"{where}: {len(names)} tensors are {kind}: {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        for kind, names in faults.items()
+        if names
+    ]
+    if lines:
+        raise UserError("\n".join(lines))

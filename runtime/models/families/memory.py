@@ -1,0 +1,85 @@
+"""What a rank of a layout holds, in bytes: exact for weights, gradients and optimizer, an estimate for activations."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from runtime.models.families.family import Family
+from runtime.models.families.layout import Layout
+
+GRADIENT = 4  # float32
+_LOGIT = 12  # a logit's: its float32 copy, what is kept of it for the backward pass, and its gradient
+_LAYER = (
+    34  # of a token's width: what a layer's backward pass wants, after arXiv:2205.05198, equation 2, without attention's scores
+)
+
+
+class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the rank that holds most."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group of ranks does with the model. `width`: bytes of a weight as it computes."""
+
+    ranks: int
+    tokens: int  # of a micro-batch
+    width: int = 2
+    trains: bool = True
+    sequence: bool = False
+    checkpointing: bool = False
+
+
+def rank_bytes(family: Family, layout: Layout, work: ModelWork) -> RankBytes:
+    """The largest over the stages of a pipeline. An element of a weight costs `width` bytes, and in training 4 of its gradient.
+    Master weight and moments, 12 (8 where the weight itself is float32), are shared out over the ranks that hold the same:
+    the blocks, and of experts those blocks that have the same ones.
+    """
+    return max((_of_stage(family, layout, work, stage) for stage in range(layout.pipeline)), key=lambda each: each.total)
+
+
+def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int) -> RankBytes:
+    parameters = family.parameters(layout, pipeline_rank=stage)
+    expert = sum(math.prod(parameter.shape) for parameter in parameters if parameter.expert)
+    shared = sum(math.prod(parameter.shape) for parameter in parameters) - expert
+    activations = _activations(family, layout, work, stage)
+    if not work.trains:
+        return RankBytes(weights=work.width * (shared + expert), activations=activations)
+    blocks = work.ranks // (layout.tensor * layout.pipeline)
+    updated = 8 if work.width == 4 else 12
+    return RankBytes(
+        weights=work.width * (shared + expert),
+        gradients=GRADIENT * (shared + expert),
+        optimizer=updated * shared // blocks + updated * expert * layout.expert // blocks,
+        activations=activations,
+    )
+
+
+def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) -> int:
+    """Of the micro-batches under way on the stage, one for each stage from it to the last one. With checkpointing they keep
+    what goes into each layer, and one layer is worked on. What is sent between experts is left out.
+    """
+    shape = family.shape
+    row = work.tokens * shape.hidden_size * work.width  # what goes into a layer
+    layer = row * _LAYER // 2 // layout.tensor
+    logits = 0
+    if stage == layout.pipeline - 1 and not family.value_head:
+        logits = (
+            work.tokens * layout.padded_vocab(shape) // layout.tensor * (work.width + _LOGIT if work.trains else work.width)
+        )
+    if not work.trains:
+        return layer + logits
+    layers, under_way = len(layout.stage_layers(shape, stage)), layout.pipeline - stage
+    if not work.checkpointing:
+        return layers * under_way * layer + logits
+    return layers * under_way * (row // layout.tensor if work.sequence else row) + layer + logits

@@ -1,0 +1,141 @@
+"""The shape of a model by the config.json of its Hugging Face folder. Loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.errors import UserError
+from runtime.models.families import family_for
+from runtime.models.families.shape import ExpertShape
+
+DECODED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""The families that the lean decoder computes."""
+
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """Llama 3.1's stretching of the low frequencies of rotary embeddings (the `llama3` rope type)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a decoder-only model. Sizes in elements."""
+
+    family: str  # config.json's model_type
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_positions: int
+    tied: bool  # lm_head is the embedding
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    qk_norm: bool
+    experts: ExpertShape | None = None
+
+
+def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
+    """Parse `folder`/config.json. Raises UserError when it is missing, malformed or of a model that is none of `families`."""
+    return parse(read_raw(folder), f"model {Path(folder) / 'config.json'}", families)
+
+
+def read_raw(folder: str | Path) -> dict[str, Any]:
+    """`folder`/config.json. Raises UserError when it is missing or malformed."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"model {folder}: no such folder")
+    path = folder / "config.json"
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"model {folder}: has no config.json") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"model {path}: not valid JSON: {error}") from error
+    return raw
+
+
+def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:
+    """Of the contents of a config.json, which messages call `where`. Raises UserError when it is malformed, of a model that is
+    none of `families`, or has what these are not computed with."""
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in families:
+        raise UserError(f"{where}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
+    try:
+        return _parse(family, raw, where)
+    except KeyError as error:
+        raise UserError(f"{where}: the key {error} is missing") from error
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
+    for key, supported in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False)):
+        if raw.get(key, supported) != supported:
+            raise UserError(f"{where}: {key} {raw[key]!r} is not supported; must be {supported!r}")
+    attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
+    heads = raw["num_attention_heads"]
+    theta, scaling = read_rope(raw, where)
+    fields = {
+        "family": family,
+        "vocab_size": raw["vocab_size"],
+        "hidden_size": raw["hidden_size"],
+        "intermediate_size": raw["intermediate_size"],
+        "layers": raw["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_positions": raw.get("max_position_embeddings", 2048),
+        "tied": bool(raw.get("tie_word_embeddings", False)),
+        "qkv_bias": family == "qwen2" or attention_bias,
+        "output_bias": attention_bias,
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "experts": family_for(raw, where).shape.experts if family == "qwen3_moe" else None,
+    }
+    config = msgspec.convert(fields, ModelConfig)
+    if config.heads % config.kv_heads or config.head_dim % 2:
+        raise UserError(
+            f"{where}: {config.heads} heads of {config.head_dim} with {config.kv_heads} key-value heads: "
+            "heads must be a multiple of key-value heads, and head_dim even"
+        )
+    return config
+
+
+def read_rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
+    options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = options.get("rope_theta", raw.get("rope_theta", 10000.0))
+    kind = options.get("rope_type", options.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "llama3":
+        return theta, RopeScaling(**{name: options[name] for name in RopeScaling.__struct_fields__})
+    raise UserError(f"{where}: rope_type {kind!r} is not supported; must be one of default, llama3")
+
+
+def unpackable(raw: Mapping[str, Any]) -> str:
+    """Why a model of transformers cannot run packed, as far as its config.json says it; "" for nothing. Layers that mix tokens
+    otherwise than by the attention function would mix the packed sequences, and that is a scaled softmax here."""
+    kind = raw.get("model_type")
+    if others := sorted(set(raw.get("layer_types") or ()) - _PACKABLE_LAYERS):
+        return f"a {kind} model cannot run packed ({', '.join(others)}); all layers must be full or sliding attention"
+    own = "sinks" if kind == "gpt_oss" else "softcapping" if raw.get("attn_logit_softcapping") is not None else ""
+    return f"a {kind} model cannot run packed (its attention has {own}); must be a scaled softmax" if own else ""

@@ -1,0 +1,90 @@
+"""What engines need, hold and cannot do, as far as it is known before one is made: for the engines, and for the checks that
+come before them. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.config import Config, Parallel, Spread, Trainer
+from runtime.models.families import Layout, family_for
+from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
+
+MEGATRON_NEEDS_CORE = "megatron needs a package: pip install 'sluice-rl[megatron]'"
+LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
+
+
+def uncut(tied: bool, pipeline: int, version: str) -> str:
+    """What keeps megatron-core of this version from cutting such a model into pipeline stages; "" for nothing."""
+    if not (tied and pipeline > 1 and version.startswith("0.12.")):
+        return ""
+    return (
+        f"parallel.pipeline: {pipeline}: megatron-core {version} cannot cut up a model whose head is its embedding; "
+        "must be 1, or take version 0.16.1"
+    )
+
+
+def layout_of(parallel: Parallel) -> Layout:
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        expert=parallel.expert,
+        layers_per_stage=tuple(parallel.layers_per_stage),
+    )
+
+
+def kv_cache_bytes(model: Mapping[str, Any], slots: int, max_len: int, dtype_bytes: int) -> int:
+    """Bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length.
+
+    `model` is a config.json of the Llama family; `num_key_value_heads` and `head_dim` have the family's defaults.
+    """
+    heads = model["num_attention_heads"]
+    kv_heads = model.get("num_key_value_heads") or heads
+    head_dim = model.get("head_dim") or model["hidden_size"] // heads
+    return 2 * model["num_hidden_layers"] * kv_heads * head_dim * dtype_bytes * slots * max_len
+
+
+def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bool = False) -> RankBytes:
+    """What the rank of `role`, on megatron-core, holds that holds most. `model` is a config.json. Raises UserError for one that
+    has no mapping."""
+    settings: Spread = getattr(config.services, role)
+    trains = isinstance(settings, Trainer)
+    dtype = config.model.dtype if isinstance(settings, Trainer) else settings.dtype
+    work = ModelWork(
+        ranks=settings.processes,
+        tokens=_microbatch_tokens(config, settings) // settings.parallel.context,
+        width=4 if dtype == "float32" or (dtype == "auto" and on_cpus) else 2,
+        trains=trains,
+        sequence=settings.parallel.sequence,
+        checkpointing=isinstance(settings, Trainer) and settings.activation_checkpointing,
+    )
+    return rank_bytes(family_for(model, value_head=role == "critic"), layout_of(settings.parallel), work)
+
+
+def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> str:
+    """Why a rank that holds `held` cannot be where there are `available` bytes; "" where it can."""
+    if held.total <= available:
+        return ""
+    settings: Spread = getattr(config.services, role)
+    gigabytes, fixed = f"{available / 1e9:.1f} GB", held.total - held.activations
+    if fixed >= available:
+        return (
+            f"services.{role}.processes: {settings.processes} of them need {fixed / 1e9:.1f} GB each without any activations, "
+            f"and have {gigabytes}; must be more, or the model be spread over more of them (services.{role}.parallel)"
+        )
+    most = (available - fixed) * _microbatch_tokens(config, settings) // held.activations
+    section, chosen = ("training", config.training) if isinstance(settings, Trainer) else (f"services.{role}", settings)
+    return (
+        f"{section}.max_tokens_per_microbatch: {chosen.max_tokens_per_microbatch} needs about {held.total / 1e9:.1f} GB "
+        f"in a process of services.{role}, which has {gigabytes}; must be at most {most}"
+    )
+
+
+def _microbatch_tokens(config: Config, settings: Spread) -> int:
+    """Of the largest micro-batch: as many as are allowed, or as a step has where these are fewer."""
+    if not isinstance(settings, Trainer):
+        return settings.max_tokens_per_microbatch
+    sequences = config.training.groups_per_step * config.sampling.group_size
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return min(config.training.max_tokens_per_microbatch, sequences * longest)

@@ -1,0 +1,206 @@
+"""A lean decoder for the Llama, Qwen2 and Qwen3 families, Qwen3's mixture of experts included: few operators a step.
+
+Tokens are flattened to [m, hidden]; only the attention knows of sequences. Softmax statistics, norms and logits are float32
+whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from runtime.errors import UserError
+from runtime.models.hf_config import ModelConfig, read_config
+from runtime.models.hf_weights import WeightFiles
+from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
+from runtime.rollout.torch.kv_cache import KVCache
+from runtime.rollout.torch.routed_experts import routed
+
+# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated) -> [m, heads * head_dim].
+Attention = Callable[[int, torch.Tensor], torch.Tensor]
+
+LENGTH_STEP = 8  # cached lengths are cut to a multiple of this: fused kernels want aligned masks
+
+
+def round_up(length: int, step: int) -> int:
+    return -(-length // step) * step
+
+
+class Span(NamedTuple):
+    """Neighbouring slots start..end-1, none of which has more than `longest` positions, its newest token's included."""
+
+    start: int
+    end: int
+    longest: int
+
+
+class Decoder:
+    """Inference only: call under `torch.inference_mode()`."""
+
+    def __init__(self, weights: DecoderWeights):
+        """`weights` is replaced by assignment, between two calls."""
+        self.weights = weights
+        self.config = weights.config
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self._cos, self._sin = _rope_tables(self.config, 0, self.device, self.dtype)
+        # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
+        self._attend_cached = _attend_batched if self.device.type == "cpu" else _attend_fused
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+        """Load a Hugging Face folder. Raises UserError for a folder that is missing, incomplete or of another family."""
+        config, files = read_config(path), WeightFiles(path)
+        fault = mismatch(config, files.shapes)
+        if fault:
+            raise UserError(f"model {path}: {fault}")
+        weights = DecoderWeights.empty(config, device, dtype)
+        for name, tensor in files:
+            weights.load({name: tensor})
+        return cls(weights)
+
+    def reserve_positions(self, length: int) -> None:
+        """Make sure that positions 0..length-1 can be rotated."""
+        if length > len(self._cos):
+            self._cos, self._sin = _rope_tables(self.config, length, self.device, self.dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[m, hidden] to float32 [m, vocab_size]."""
+        return F.linear(hidden, self.weights.head).float()
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        allowed: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Whole sequences at once: int64 `tokens` and `positions` [b, t] to the last layer's normed output [b, t, hidden].
+
+        `allowed` [b, t, t] bool: which keys a query sees; causal when None, so that padding on the right is harmless.
+        `kept` [layers, 2, b, kv_heads, t, head_dim] receives keys and values.
+        """
+        config, (b, t) = self.config, tokens.shape
+        widths = [config.heads, config.kv_heads, config.kv_heads]
+        mask = None if allowed is None else allowed.unsqueeze(1)
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
+            if kept is not None:
+                kept[layer, 0].copy_(key)
+                kept[layer, 1].copy_(value)
+            out = F.scaled_dot_product_attention(
+                query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
+            )
+            return out.transpose(1, 2).reshape(b * t, -1)
+
+        return self._run(tokens.flatten(), positions.flatten(), attend).view(b, t, -1)
+
+    def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
+        """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
+        return keys.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
+        """One step of the sequences in slots 0..n-1: each one's newest token to its next token's float32 logits [n, vocab].
+
+        `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
+        rows, so that short sequences need not be attended over the length of the longest.
+        """
+        config, n = self.config, len(tokens)
+        where = cache.locate(positions)
+        parts = []
+        for span in spans:
+            rows, length = slice(span.start, span.end), min(round_up(span.longest, LENGTH_STEP), cache.max_length)
+            parts.append((rows, cache.views(rows, length), self._cached_bias(positions[rows], length)))
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            cache.append(layer, where, qkv[:, config.heads :])
+            # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
+            query = qkv[:, : config.heads].view(n, config.kv_heads, -1, config.head_dim)
+            out = [
+                self._attend_cached(query[rows], views[2 * layer], views[2 * layer + 1], bias) for rows, views, bias in parts
+            ]
+            return (out[0] if len(out) == 1 else torch.cat(out)).view(n, -1)
+
+        return self.logits(self._run(tokens, positions, attend))
+
+    def _cached_bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """[n, kv_heads, 1, length]: 0 where a sequence has keys, its newest included, and -inf beyond."""
+        unseen = torch.arange(length, device=self.device) > positions.unsqueeze(1)
+        bias = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
+        bias = bias.view(-1, 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
+        return bias.contiguous() if self._attend_cached is _attend_batched else bias
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
+        config, eps, weights = self.config, self.config.norm_eps, self.weights
+        hidden_shape, rotated = (config.hidden_size,), config.heads + config.kv_heads
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        x = F.embedding(tokens, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            qkv = F.linear(F.rms_norm(x, hidden_shape, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = qkv.view(len(tokens), -1, config.head_dim)
+            qk = qkv[:, :rotated]
+            if layer.qk_norm is not None:
+                qk.copy_(F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm)
+            swapped = qk.roll(config.head_dim // 2, -1)
+            qk.mul_(cos).addcmul_(swapped, sin)
+            x = torch.addmm(x, attend(index, qkv), layer.output.t())
+            if layer.output_bias is not None:
+                x += layer.output_bias
+            normed = F.rms_norm(x, hidden_shape, layer.mlp_norm, eps)
+            if layer.router is not None and config.experts is not None:
+                x += routed(normed, layer.router, layer.gate_up, layer.down, config.experts)
+                continue
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
+            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+        return F.rms_norm(x, hidden_shape, weights.norm, eps)
+
+
+def _attend_fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive [n, kv_heads, 1, length]."""
+    mask = bias.expand(-1, -1, query.shape[2], -1)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(len(query), -1)
+
+
+def _attend_batched(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The same by batched matrix products."""
+    query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
+    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=query.shape[-1] ** -0.5)
+    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
+
+
+def _rope_tables(
+    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [length, 1, head_dim] of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
+
+    The first half of the sines is negated: rotating is then x * cos + roll(x, head_dim / 2) * sin.
+    """
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope_frequencies(config)).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    return (
+        torch.cat((cos, cos), -1).to(device, dtype),
+        torch.cat((-sin, sin), -1).to(device, dtype),
+    )
+
+
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """float32 [head_dim / 2]: by what an angle grows from one position to the next."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else _stretch(frequencies, config)
+
+
+def _stretch(frequencies: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Llama 3.1's rope scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    scaling = config.rope_scaling
+    assert scaling is not None
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)

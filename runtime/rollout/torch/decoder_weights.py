@@ -1,0 +1,244 @@
+"""The parameters of a decoder: one object, which an engine replaces whole between two steps.
+
+Projections that share their input are one matrix (query, key and value; gate and up), where Hugging Face has a tensor each. A
+table says which tensors make which parameter; everything else here follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+
+from runtime.errors import InvalidMessage
+from runtime.models.hf_config import ModelConfig
+
+_HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+
+
+class _Part(NamedTuple):
+    """A tensor by its Hugging Face name, within the parameter that it is a part of."""
+
+    name: str
+    shape: tuple[int, ...]
+    heads: int = 0  # above 0: it is repeated for so many heads; otherwise its rows follow those of the part before
+
+    @property
+    def rows(self) -> int:
+        return self.heads or self.shape[0]
+
+
+_Parts = tuple[_Part, ...]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. H hidden size, D head_dim, W = heads · D, Q = W + 2 · kv_heads · D, I intermediate size; of E experts, each
+    has a gate_up and a down, one after the other along the first dimension."""
+
+    input_norm: torch.Tensor  # [H]
+    qkv: torch.Tensor  # [Q, H]
+    output: torch.Tensor  # [H, W]
+    mlp_norm: torch.Tensor  # [H]
+    gate_up: torch.Tensor  # [2 · I, H], or [E · 2 · I, H]
+    down: torch.Tensor  # [H, I], or [E · H, I]
+    qkv_bias: torch.Tensor | None = None  # [Q]
+    output_bias: torch.Tensor | None = None  # [H]
+    qk_norm: torch.Tensor | None = None  # [heads + kv_heads, D]
+    router: torch.Tensor | None = None  # [E, H]
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters. By convention nobody writes to them, but for `load`, and never while a forward pass runs."""
+
+    config: ModelConfig
+    embedding: torch.Tensor  # [vocabulary, H]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [H]
+    head: torch.Tensor  # [vocabulary, H], the embedding where they are tied
+
+    @classmethod
+    def empty(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+        """Uninitialised memory, for `load` to fill."""
+
+        return cls._of(config, lambda parts: torch.empty(_fused_shape(parts), device=device, dtype=dtype))
+
+    @classmethod
+    @torch.no_grad()
+    def adopt(
+        cls, config: ModelConfig, tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+    ) -> DecoderWeights:
+        """A complete set of weights by Hugging Face names, taken over where it lies, as far as it can be.
+
+        A parameter is a view of the given memory if that has the right device and dtype and its parts adjoin; otherwise, and
+        for norms that are repeated for each head, it is a copy. The memory must stay unchanged as long as the result is used.
+        Raises InvalidMessage when names or shapes are not those of the model.
+        """
+        require_fit(config, tensors)
+
+        def parameter(parts: _Parts) -> torch.Tensor:
+            given = [tensors[part.name] for part in parts]
+            view = _adjoined(parts, given, device, dtype)
+            return _copied(parts, given, device, dtype) if view is None else view
+
+        return cls._of(config, parameter)
+
+    @classmethod
+    def _of(cls, config: ModelConfig, parameter: Callable[[_Parts], torch.Tensor]) -> DecoderWeights:
+        layers = tuple(
+            LayerWeights(**{field: parameter(parts) for field, parts in _layer_parts(config, index).items()})
+            for index in range(config.layers)
+        )
+        outer = {name: parameter((part,)) for name, part in _outer_parts(config).items()}
+        return cls(config, outer[_EMBEDDING], layers, outer[_NORM], outer.get(_HEAD, outer[_EMBEDDING]))
+
+    def require(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises InvalidMessage unless `tensors` are some of the weights."""
+        shapes = _shapes(self.config)
+        for name, tensor in tensors.items():
+            if name not in shapes:
+                raise InvalidMessage(f"weights do not fit the model: unknown {name}")
+            if tuple(tensor.shape) != shapes[name]:
+                raise InvalidMessage(f"weights do not fit the model: {_misshapen(name, tensor.shape, shapes[name])}")
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy some of the weights in place, cast to the model's dtype: of what `require` takes."""
+        for name, tensor in tensors.items():
+            if name in self._views:  # a tied head is the embedding, which comes under its own name
+                self._views[name].copy_(tensor)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All of them, some of which are views of one memory."""
+        return self._views.values()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What makes a complete set. A tied head may come besides."""
+        return frozenset(self._views)
+
+    @cached_property
+    def _views(self) -> dict[str, torch.Tensor]:
+        """Each tensor's place by its Hugging Face name; [heads, D] for a norm that is repeated."""
+        views = {_EMBEDDING: self.embedding, _NORM: self.norm}
+        if not self.config.tied:
+            views[_HEAD] = self.head
+        for index, layer in enumerate(self.layers):
+            for field, parts in _layer_parts(self.config, index).items():
+                rows = getattr(layer, field).split([part.rows for part in parts])
+                views.update(zip((part.name for part in parts), rows, strict=True))
+        return views
+
+
+def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """What is wrong with a complete set of weights of these names and shapes, in one line; None when it fits.
+
+    The name lm_head.weight may be present or absent when it is tied to the embedding.
+    """
+    expected = _shapes(config)
+    optional = {_HEAD} if config.tied else set()
+    missing = sorted(expected.keys() - shapes.keys() - optional)
+    unknown = sorted(shapes.keys() - expected.keys())
+    if missing or unknown:
+        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
+    for name, shape in shapes.items():
+        if tuple(shape) != expected[name]:
+            return _misshapen(name, shape, expected[name])
+    return None
+
+
+def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises InvalidMessage unless `tensors` are a complete set of weights."""
+    fault = mismatch(config, {name: tensor.shape for name, tensor in tensors.items()})
+    if fault:
+        raise InvalidMessage(f"weights do not fit the model: {fault}")
+
+
+def _misshapen(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
+    return f"{name} has shape {list(shape)}, must be {list(expected)}"
+
+
+@lru_cache(maxsize=4)
+def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """Of every tensor that may be given, by Hugging Face name."""
+    shapes = {part.name: part.shape for part in _outer_parts(config).values()}
+    shapes[_HEAD] = shapes[_EMBEDDING]
+    for index in range(config.layers):
+        shapes.update((part.name, part.shape) for parts in _layer_parts(config, index).values() for part in parts)
+    return shapes
+
+
+def _outer_parts(config: ModelConfig) -> dict[str, _Part]:
+    table = (config.vocab_size, config.hidden_size)
+    parts = [_Part(_EMBEDDING, table), _Part(_NORM, table[1:])] + ([] if config.tied else [_Part(_HEAD, table)])
+    return {part.name: part for part in parts}
+
+
+def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
+    """By the fields of `LayerWeights` that the model has: what they are made of, in order."""
+    hidden = config.hidden_size
+    heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
+    widths = {each: count * config.head_dim for each, count in heads.items()}
+    at = f"model.layers.{index}.self_attn."
+    parts: dict[str, _Parts] = {
+        "input_norm": (_Part(f"model.layers.{index}.input_layernorm.weight", (hidden,)),),
+        "qkv": tuple(_Part(f"{at}{each}_proj.weight", (width, hidden)) for each, width in widths.items()),
+        "output": (_Part(f"{at}o_proj.weight", (hidden, widths["q"])),),
+        "mlp_norm": (_Part(f"model.layers.{index}.post_attention_layernorm.weight", (hidden,)),),
+        **_mlp_parts(config, index),
+    }
+    if config.qkv_bias:
+        parts["qkv_bias"] = tuple(_Part(f"{at}{each}_proj.bias", (width,)) for each, width in widths.items())
+    if config.output_bias:
+        parts["output_bias"] = (_Part(f"{at}o_proj.bias", (hidden,)),)
+    if config.qk_norm:
+        parts["qk_norm"] = tuple(_Part(f"{at}{each}_norm.weight", (config.head_dim,), heads[each]) for each in ("q", "k"))
+    return parts
+
+
+def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
+    at, hidden, inner, experts = f"model.layers.{index}.mlp.", config.hidden_size, config.intermediate_size, config.experts
+    each, router = [at], {}
+    if experts is not None and index in experts.layers:
+        each, inner = [f"{at}experts.{expert}." for expert in range(experts.count)], experts.intermediate_size
+        router = {"router": (_Part(f"{at}gate.weight", (experts.count, hidden)),)}
+    return {
+        "gate_up": tuple(_Part(f"{mlp}{part}_proj.weight", (inner, hidden)) for mlp in each for part in ("gate", "up")),
+        "down": tuple(_Part(f"{mlp}down_proj.weight", (hidden, inner)) for mlp in each),
+        **router,
+    }
+
+
+def _fused_shape(parts: _Parts) -> tuple[int, ...]:
+    first = parts[0]
+    return (sum(part.rows for part in parts), *(first.shape if first.heads else first.shape[1:]))
+
+
+def _adjoined(parts: _Parts, given: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+    """The memory of all parts as one parameter, if it is that."""
+    first = given[0]
+    if any(part.heads for part in parts):
+        return None
+    end = first.data_ptr()
+    for tensor in given:
+        fits = tensor.device == device and tensor.dtype == dtype and tensor.is_contiguous()
+        whole = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and tensor.data_ptr() == end
+        if not (fits and whole):
+            return None
+        end += tensor.nbytes
+    shape = _fused_shape(parts)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return first.detach().as_strided(shape, strides, first.storage_offset())
+
+
+def _copied(parts: _Parts, given: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    fused = torch.empty(_fused_shape(parts), device=device, dtype=dtype)
+    for rows, tensor in zip(fused.split([part.rows for part in parts]), given, strict=True):
+        rows.copy_(tensor)
+    return fused

@@ -1,0 +1,381 @@
+"""The embedded rollout engine: continuous batching over slots, in one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from runtime.commands import Level
+from runtime.errors import InvariantViolated, UserError
+from runtime.models.offload import Shelf
+from runtime.process import platform
+from runtime.rollout.engine import EngineStats, RolloutEngine
+from runtime.rollout.groups import check_request, finished_group, make_sample
+from runtime.rollout.torch.decoder import Decoder
+from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
+from runtime.rollout.torch.kv_cache import KVCache
+from runtime.rollout.torch.sampling import RowSampling, as_row, sample, uniforms
+from runtime.rollout.torch.slots import Slots
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
+
+T = TypeVar("T")
+
+_INITIAL = PolicyVersion()
+_COALESCE_SECONDS = 0.002  # steps go on this long after a group is done, so that groups leave together
+_PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: a prefill of one costs nearly that of a few
+_PREFILL_TOKENS = 8192  # of one prefill, padding included
+
+
+@dataclass
+class _Prefilled:
+    """A prompt ready to be continued, under the weights of `version`."""
+
+    keys_values: torch.Tensor  # [layers, 2, kv_heads, P, head_dim]
+    uniforms: np.ndarray  # float32 [n, max_new_tokens]
+    tokens: np.ndarray  # int64 [n], the first token of each sample
+    logprobs: np.ndarray  # float32 [n]
+    version: int
+
+
+@dataclass
+class _TorchGroup:
+    request: GroupRequest
+    samples: list[Sample | None]
+    unfinished: int
+    admitted: int = 0  # samples that were given a slot, or needed none
+    prefilled: _Prefilled | None = None
+
+
+class TorchRolloutEngine(RolloutEngine):
+    """A group's prompt is prefilled once; its samples take slots one by one as they fall free, at any step."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int,
+        max_model_len: int,
+        version: PolicyVersion = _INITIAL,
+    ):
+        """Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit."""
+        self._decoder = Decoder.from_pretrained(model_path, device, dtype)
+        config = self._decoder.config
+        if max_model_len > config.max_positions:
+            raise UserError(
+                f"data.max_prompt_tokens + sampling.max_new_tokens: {max_model_len} is more than the "
+                f"{config.max_positions} positions of {model_path}"
+            )
+        self._decoder.reserve_positions(max_model_len)
+        self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
+        self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
+        self._device = device
+        self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
+        self._version = version
+        self._staged: DecoderWeights | None = None
+        self._loading: PolicyVersion | None = None  # whose weights overwrite those of `version`, not whole yet
+        self._loaded: set[str] = set()  # of them
+        self._groups: dict[int, _TorchGroup] = {}
+        self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
+        self._finished: list[GeneratedGroup] = []
+        self._sampling = RowSampling(np.zeros((0, 4), np.float32), device)
+        self._sampling_key = b""
+        self._stats = EngineStats(slots=slots)
+        self._halt = False
+        self._held = False
+        self._level = Level.AWAKE
+        self._shelf: Shelf | None = None  # with the weights, while they are off the device
+        self._thread = ThreadPoolExecutor(1, "rollout-engine")
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        known = set(self._groups)
+        for request in requests:
+            check_request(request, known, self._cache.max_length, self._decoder.config.vocab_size)
+            known.add(request.group_id)
+        for request in requests:
+            group = _TorchGroup(request, [None] * request.n, request.n)
+            self._groups[request.group_id] = group
+            (self._waiting.appendleft if request.purpose == "probe" else self._waiting.append)(group)
+
+    async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
+        await self._in_thread(lambda: self._generate(interrupted))
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in the engine's thread. A cancelled caller still waits for it, at most one step: nothing overlaps."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._halt = True
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            raise
+        finally:
+            self._halt = False
+
+    def _generate(self, interrupted: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        deadline: float | None = None
+        with torch.inference_mode():
+            while self._can_step and not self._halt and not interrupted():
+                self._step()
+                if self._finished:
+                    now = time.perf_counter()
+                    deadline = deadline or now + _COALESCE_SECONDS
+                    if now >= deadline:
+                        break
+        self._stats.busy_seconds += time.perf_counter() - started
+
+    @property
+    def _can_step(self) -> bool:
+        return bool(self._slots.count if self._held else self._groups) and not (self._level < Level.AWAKE or self.torn)
+
+    def _step(self) -> None:
+        """Fill the free slots, then decode one token for every active one."""
+        slots = self._slots
+        while self._waiting and slots.free > (self._waiting[0].request.purpose != "probe") and not self._held:
+            self._admit(self._waiting[0])
+        slots.close_holes()
+        n = slots.count
+        if not n:
+            return
+        spans = slots.spans()
+        inputs, u, params = slots.inputs()
+        key = params.tobytes()
+        if key != self._sampling_key:
+            self._sampling, self._sampling_key = RowSampling(params, self._device), key
+        tokens_positions = self._to_device(inputs)
+        logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans)
+        tokens, logprobs = _to_host(*sample(logits, self._to_device(u), self._sampling))
+        done, stopped = slots.record(tokens, logprobs, self._version.pack())
+        self._stats.decode_steps += 1
+        self._stats.decode_tokens += n
+        for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
+            group, index = slots.owner_of(slot)
+            self._finish(group, index, slots.take(slot, met_stop))
+
+    def _admit(self, group: _TorchGroup) -> None:
+        """Give the next sample of the first waiting group a slot, unless its first token is its last."""
+        if group.prefilled is None:
+            self._prefill()
+        prefilled, request, index = group.prefilled, group.request, group.admitted
+        assert prefilled is not None
+        group.admitted += 1
+        if group.admitted == request.n:
+            self._waiting.popleft()
+            group.prefilled = None
+        token, logprob = int(prefilled.tokens[index]), prefilled.logprobs[index]
+        stopped = token in request.sampling.stop_token_ids
+        if stopped or request.sampling.max_new_tokens == 1:
+            only = np.array([token], np.int32), np.array([logprob], np.float32), np.array([prefilled.version], np.int64)
+            self._finish(group, index, make_sample(*only, "stop" if stopped else "length"))
+            return
+        first = (token, logprob, prefilled.version)
+        slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
+        self._cache.fill(slot, prefilled.keys_values)
+
+    def _prefill(self) -> None:
+        """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
+        groups = self._next_prompts()
+        lengths = [len(group.request.prompt) for group in groups]
+        hidden, kept = self._forward([group.request.prompt for group in groups])
+        last = self._to_device(np.arange(len(groups)) * hidden.shape[1] + np.array(lengths) - 1)
+        logits = self._decoder.logits(hidden.flatten(0, 1).index_select(0, last))
+
+        counts = [group.request.n for group in groups]
+        owner = np.repeat(np.arange(len(groups)), counts)
+        params = np.array([as_row(group.request.sampling) for group in groups], np.float32)[owner]
+        streams = [_streams(group.request) for group in groups]
+        u = self._to_device(np.concatenate([stream[:, 0] for stream in streams]))
+        drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
+        tokens, logprobs = _to_host(*drawn)
+        ends = np.cumsum(counts)[:-1]
+        for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
+            keys_values = kept[:, :, row, :, : lengths[row]]
+            group.prefilled = _Prefilled(keys_values, streams[row], own, values, self._version.pack())
+
+    def _forward(self, texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole texts at once, padded to the longest: the last layer's output [texts, T, hidden], and the keys and values
+        [layers, 2, texts, kv_heads, T, head_dim]."""
+        config, longest = self._decoder.config, max(map(len, texts))
+        padded = np.zeros((len(texts), longest), np.int64)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        shape = (config.layers, 2, len(texts), config.kv_heads, longest, config.head_dim)
+        kept = torch.empty(shape, device=self._device, dtype=self._decoder.dtype)
+        positions = torch.arange(longest, device=self._device).expand(padded.shape)
+        hidden = self._decoder.forward(self._to_device(padded), positions, kept=kept)
+        self._stats.prefill_tokens += sum(map(len, texts))
+        return hidden, kept
+
+    def _next_prompts(self) -> list[_TorchGroup]:
+        """The first waiting groups without a prefilled prompt, within the token budget but at least one."""
+        chosen: list[_TorchGroup] = []
+        room, ahead, longest = self._slots.free - 1, _PREFILL_AHEAD, 0
+        for group in self._waiting:
+            if room <= 0:
+                ahead -= 1
+            room -= group.request.n - group.admitted
+            longest = max(longest, len(group.request.prompt))
+            if ahead < 0 or group.prefilled is not None or (chosen and longest * (len(chosen) + 1) > _PREFILL_TOKENS):
+                break
+            chosen.append(group)
+        return chosen
+
+    def _finish(self, group: _TorchGroup, index: int, done: Sample) -> None:
+        group.samples[index] = done
+        group.unfinished -= 1
+        if group.unfinished:
+            return
+        del self._groups[group.request.group_id]
+        self._finished.append(finished_group(group.request, [each for each in group.samples if each is not None]))
+
+    def abort(self, group_ids: Sequence[int]) -> list[int]:
+        known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
+        if known:
+            self._waiting = deque(group for group in self._waiting if group.request.group_id in self._groups)
+            for slot in self._slots.active():
+                if self._slots.owner_of(slot)[0].request.group_id not in self._groups:
+                    self._slots.release(slot)
+        return known
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._can_step or self._finished)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def hold(self, held: bool) -> None:
+        self._held = held
+
+    @property
+    def torn(self) -> bool:
+        return self._loading is not None
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._staged = None  # so that no third set of weights is in memory
+        self._staged = await asyncio.to_thread(self._prepare, tensors)
+
+    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
+        config, dtype = self._decoder.config, self._decoder.dtype
+        if self.adopts:
+            return DecoderWeights.adopt(config, tensors, self._device, dtype)
+        require_fit(config, tensors)
+        try:
+            weights = DecoderWeights.empty(config, self._device, dtype)
+            with platform.beside(self._device):
+                weights.load(tensors)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"publication.staging: shadow holds the weights twice on {self._device}, which has not the memory; "
+                f"take inplace ({error})"
+            ) from error
+        return weights
+
+    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
+        if self._level == Level.ASLEEP:
+            raise InvariantViolated("weights are loaded while the engine is asleep")
+        weights = self._decoder.weights
+        weights.require(tensors)
+        if version != self._loading:
+            self._loading, self._loaded = version, set()
+        await self._in_thread(lambda: weights.load(tensors))
+        self._loaded.update(tensors)
+
+    async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
+        """Prompts that samples are still to be begun from are prefilled again in any case."""
+        if self._level == Level.ASLEEP:
+            raise InvariantViolated("weights are swapped while the engine is asleep")
+        is_loaded = self._loading == version and self._loaded >= self._decoder.weights.names
+        if self._staged is None and not is_loaded:
+            raise InvariantViolated(f"version {version} is to be swapped in, and is neither staged nor loaded whole")
+
+        # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
+        if self._staged is not None:
+            self._decoder.weights, self._staged = self._staged, None
+        self._version, self._loading = version, None
+        for group in self._waiting:
+            group.prefilled = None
+        if recompute:
+            await self._in_thread(self._recompute)
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Make anew what the cache holds of the running sequences: their texts but for the newest token, which the next step
+        feeds. Texts of like length go together, as those of a batch are padded to its longest."""
+        slots = self._slots
+        texts = {slot: np.concatenate((slots.owner_of(slot)[0].request.prompt, slots.cached(slot))) for slot in slots.active()}
+        order = sorted(texts, key=lambda slot: len(texts[slot]), reverse=True)
+        while order:
+            fit = max(1, _PREFILL_TOKENS // len(texts[order[0]]))
+            batch, order = order[:fit], order[fit:]
+            _, kept = self._forward([texts[slot] for slot in batch])
+            for row, slot in enumerate(batch):
+                self._cache.fill(slot, kept[:, :, row, :, : len(texts[slot])])
+
+    async def sleep(self) -> None:
+        """On accelerators the weights are kept on the host."""
+        if self._slots.count:
+            raise InvariantViolated(f"the engine is put to sleep while {self._slots.count} samples are running")
+        for group in self._waiting:
+            group.prefilled = None
+        self._level = Level.ASLEEP
+        await self._in_thread(self._release)
+
+    def _release(self) -> None:
+        self._cache.release()
+        if not self.adopts and self._shelf is None:
+            self._shelf = Shelf(self._decoder.weights.tensors())
+            self._shelf.put()
+        platform.release(self._device)
+
+    async def wake(self, cache: bool = True) -> None:
+        await self._in_thread(lambda: self._restore(cache))
+        self._level = Level.AWAKE if cache else Level.WEIGHTS
+
+    def _restore(self, cache: bool) -> None:
+        if self._shelf is not None:
+            self._shelf.take()
+            self._shelf = None
+        if cache:
+            self._cache.restore()
+
+    def stats(self) -> EngineStats:
+        """`running` and `waiting` count samples."""
+        waiting = sum(group.request.n - group.admitted for group in self._waiting)
+        return msgspec.structs.replace(self._stats, running=self._slots.count, waiting=waiting)
+
+    async def close(self) -> None:
+        """End the thread; the memory goes with the last reference to the engine."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _streams(request: GroupRequest) -> np.ndarray:
+    """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
+    limit, first = request.sampling.max_new_tokens, request.first
+    return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
+
+
+def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both in one transfer, as each would wait for the device."""
+    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
+    return both[0].astype(np.int64), both[1].view(np.float32)

@@ -1,0 +1,358 @@
+"""The rollout engine over vLLM, which batches and generates in processes of its own.
+
+Sluice's part: groups become requests of one sample each, at most `slots` of them in vLLM at a time and one more for a probe, so
+that what waits is ours to order, hold and withdraw; and every token is stamped with the version of the weights that made it,
+since weights are swapped only while vLLM is paused and all that it gave before is here.
+
+Prefixes are shared by vLLM's cache among requests of one version alone: the version is the salt of the cache's keys. A request
+that has no token yet at a swap is begun anew under the new version. So no sequence begins on keys and values of other
+weights, and those that are running keep theirs or, with `recompute`, none are left at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from runtime.commands import Level
+from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
+from runtime.models.hf_weights import WeightFiles
+from runtime.models.limits import kv_cache_bytes
+from runtime.process import platform
+from runtime.rollout.engine import EngineStats, RolloutEngine
+from runtime.rollout.groups import check_request, finished_group, make_sample
+from runtime.rollout.vllm.sampling import as_vllm, check_temperature, sample_seed
+from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
+from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
+from runtime.weights import shared
+
+_INITIAL = PolicyVersion()
+_POLL_SECONDS = 0.01  # how often a wait for outputs looks whether it is interrupted
+_CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
+_CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what it wakes
+_WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
+_WORKER = "runtime.rollout.vllm.worker.WeightLoading"
+
+
+@dataclass
+class _VllmGroup:
+    request: GroupRequest
+    samples: list[Sample | None]
+    unfinished: int
+
+
+@dataclass
+class _Sequence:
+    """A sample that vLLM has, or that waits for it."""
+
+    group: _VllmGroup
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VLLMRolloutEngine(RolloutEngine):
+    """A swap that fails in the middle leaves weights of two versions: nothing is generated until a whole set has arrived."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int,
+        max_model_len: int,
+        tensor_parallel: int = 1,
+        engine_args: Mapping[str, Any] | None = None,
+        swap_timeout: float = 30.0,
+        sleeps: bool = False,
+        version: PolicyVersion = _INITIAL,
+        worker: str = _WORKER,
+    ):
+        """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop.
+
+        `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, for
+        which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers.
+
+        Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
+        whatever keeps it from starting: a model that it does not support, too little memory.
+        """
+        model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        self._is_tied = bool(model.get("tie_word_embeddings"))
+        self._shapes = WeightFiles(model_path).shapes
+        self._name = name
+        self._context = max_model_len
+        self._slots = slots
+        self._swap_timeout = swap_timeout
+        self._version = version
+        self._groups: dict[int, _VllmGroup] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[str, _Sequence] = {}  # by vLLM's request id
+        self._withdrawn: list[str] = []  # request ids that vLLM does not know yet to be forgotten
+        self._finished: list[GeneratedGroup] = []
+        self._requests = 0
+        self._held = False
+        self._level = Level.AWAKE
+        self._sleeps = sleeps
+        self._torn = False  # the weights are of no version
+        self._staged: tuple[list[shared.Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
+        self._stats = EngineStats(slots=slots)
+        prepare_environment(device.type == "cpu")
+        check_version()
+        own = _arguments(model_path, model, device, dtype, slots + 1, max_model_len, tensor_parallel)
+        own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
+        self._core = Core(own, engine_args or {})
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        known = set(self._groups)
+        for request in requests:
+            check_request(request, known, self._context, self._core.vocabulary)
+            check_temperature(request)
+            known.add(request.group_id)
+        for request in requests:
+            group = _VllmGroup(request, [None] * request.n, request.n)
+            self._groups[request.group_id] = group
+            sequences = [_Sequence(group, index) for index in range(request.n)]
+            (self._waiting.extendleft if request.purpose == "probe" else self._waiting.extend)(sequences)
+
+    async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
+        """vLLM goes on by itself between two calls; this feeds it and takes what it has made."""
+        started = time.perf_counter()
+        self._check_alive()
+        await self._flush()
+        while self._can_step and not self._finished and not interrupted():
+            await self._feed()
+            self._record(await self._outputs())
+        self._stats.busy_seconds += time.perf_counter() - started
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def _can_step(self) -> bool:
+        return not (self._torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self._held))
+
+    async def _outputs(self) -> list[Output]:
+        try:
+            return await self._core.outputs(_POLL_SECONDS)
+        except Exception as error:
+            raise self._death() from error
+
+    def _check_alive(self) -> None:
+        if self._core.dead:
+            raise self._death()
+
+    def _death(self) -> ServiceFault:
+        return ServiceFault(self._name, "generate", f"vLLM's engine has died: {self._core.cause}")
+
+    async def _feed(self) -> None:
+        """Hand over as many samples as there are slots for; one more where it is a probe's."""
+        while self._waiting and not self._held:
+            request = self._waiting[0].group.request
+            if len(self._running) >= self._slots + (request.purpose == "probe"):
+                break
+            sequence = self._waiting.popleft()
+            self._requests += 1
+            request_id = str(self._requests)
+            self._running[request_id] = sequence
+            seed = sample_seed(request.seed, request.first + sequence.index)
+            sampling = as_vllm(request.sampling, seed)
+            await self._core.add(request_id, request.prompt.tolist(), sampling, str(self._version))
+
+    async def _flush(self) -> None:
+        """Tell vLLM what it is to forget."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        if withdrawn:
+            await self._core.abort(withdrawn)
+
+    def _record(self, outputs: Iterable[Output]) -> None:
+        """Add a step's tokens to their sequences, as those of the version that the engine has."""
+        packed = self._version.pack()
+        stepped = False
+        for output in outputs:
+            sequence = self._running.get(output.request_id)
+            if sequence is None:  # withdrawn meanwhile
+                continue
+            stepped = True
+            if not sequence.tokens:
+                self._stats.prefill_tokens += len(sequence.group.request.prompt) - output.cached
+            self._stats.decode_tokens += len(output.tokens)
+            sequence.tokens.extend(output.tokens)
+            sequence.logprobs.append(output.logprobs)
+            sequence.versions.extend([packed] * len(output.tokens))
+            if output.finish:
+                del self._running[output.request_id]
+                self._finish(sequence, output.finish)
+        self._stats.decode_steps += stepped
+
+    def _finish(self, sequence: _Sequence, reason: str) -> None:
+        if reason not in ("stop", "length"):
+            raise ServiceFault(self._name, "generate", f"vLLM ended a sequence with {reason!r}")
+        known: FinishReason = "stop" if reason == "stop" else "length"
+        tokens = np.array(sequence.tokens, np.int32)
+        logprobs = np.concatenate(sequence.logprobs)
+        group = sequence.group
+        group.samples[sequence.index] = make_sample(tokens, logprobs, np.array(sequence.versions, np.int64), known)
+        group.unfinished -= 1
+        if not group.unfinished:
+            del self._groups[group.request.group_id]
+            self._finished.append(finished_group(group.request, [each for each in group.samples if each is not None]))
+
+    def abort(self, group_ids: Sequence[int]) -> list[int]:
+        known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
+        if known:
+            gone = set(known)
+            self._waiting = deque(each for each in self._waiting if each.group.request.group_id not in gone)
+            self._withdraw(id for id, each in self._running.items() if each.group.request.group_id in gone)
+        return known
+
+    def _withdraw(self, request_ids: Iterable[str]) -> list[_Sequence]:
+        """Forget requests; vLLM hears of it with the next flush."""
+        request_ids = list(request_ids)
+        self._withdrawn += request_ids
+        return [self._running.pop(request_id) for request_id in request_ids]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._can_step or self._finished or self._withdrawn or self._core.dead)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def hold(self, held: bool) -> None:
+        self._held = held
+
+    @property
+    def torn(self) -> bool:
+        return self._torn
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
+        self._check_weights(tensors)
+        self._staged = None
+        self._staged = await asyncio.to_thread(shared.locate, {**self._tied(tensors), **tensors})
+
+    async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
+        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
+        self._check_alive()
+        if self._level == Level.ASLEEP:
+            raise InvariantViolated("weights are swapped while the engine is asleep")
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
+        locations, copies = staged
+        try:
+            await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
+        except Exception as error:
+            self._torn = True
+            if isinstance(error, ServiceFault):
+                raise
+            late = isinstance(error, asyncio.TimeoutError)
+            fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
+            raise (DeadlineExceeded if late else ServiceFault)(self._name, "swap", fault, self._swap_timeout) from error
+        finally:
+            del copies  # not before: the workers read them
+
+    async def _swap(self, locations: Sequence[shared.Location], version: PolicyVersion, recompute: bool) -> None:
+        if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
+            await self._core.pause(forget=recompute)
+        self._record(await self._core.outstanding())
+        unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
+        self._waiting.extendleft(reversed(unbegun))
+        await self._flush()
+        faults = await self._core.load(locations)
+        if faults:
+            raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
+        self._version, self._torn = version, False
+        if self._level == Level.AWAKE:
+            await self._core.resume()
+
+    def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
+        renews only when it is told to, and ignores the name otherwise."""
+        return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
+
+    def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises InvalidMessage when names or shapes are not those of the model's files."""
+        optional = {_HEAD} if self._is_tied else set()
+        missing = sorted(self._shapes.keys() - tensors.keys() - optional)
+        unknown = sorted(tensors.keys() - self._shapes.keys() - optional)
+        if missing or unknown:
+            raise InvalidMessage(f"weights do not fit the model: missing {missing[:4]}, unknown {unknown[:4]}")
+        for name, tensor in tensors.items():
+            expected = tuple(self._shapes.get(name, tensor.shape))
+            if tuple(tensor.shape) != expected:
+                raise InvalidMessage(
+                    f"weights do not fit the model: {name} has shape {list(tensor.shape)}, not {list(expected)}"
+                )
+
+    async def sleep(self) -> None:
+        """With `sleeps` the weights leave the device as well."""
+        if self._running:
+            raise InvariantViolated(f"the engine is put to sleep while {len(self._running)} samples are running")
+        self._level = Level.ASLEEP
+        await self._flush()
+        await (self._core.sleep() if self._sleeps else self._core.pause(forget=True))
+
+    async def wake(self, cache: bool = True) -> None:
+        if self._sleeps:
+            await self._core.wake(_WITH_CACHE[self._level] if cache else (_WEIGHTS,))
+        elif cache:
+            await self._core.resume()
+        self._level = Level.AWAKE if cache else Level.WEIGHTS
+
+    def stats(self) -> EngineStats:
+        """`running` and `waiting` count samples; `decode_steps` outputs of vLLM."""
+        return msgspec.structs.replace(self._stats, running=len(self._running), waiting=len(self._waiting))
+
+    async def close(self) -> None:
+        await self._core.close()
+
+
+def _arguments(
+    path: str, model: Mapping[str, Any], device: torch.device, dtype: torch.dtype, slots: int, length: int, ways: int
+) -> dict[str, Any]:
+    """What vLLM is told of the model, and of how it is to run."""
+    own: dict[str, Any] = {
+        "model": path,
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": length,
+        "max_num_seqs": slots,
+        "tensor_parallel_size": ways,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: temperature and filters included
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+        "enforce_eager": device.type == "cpu",
+        "distributed_executor_backend": "mp" if ways > 1 else "uni",
+    }
+    if device.type == "cpu":
+        own |= {
+            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_STEP, length, slots),
+            "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
+        }
+    return own
+
+
+def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
+    """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
+    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
+    blocks = -(-length // _CPU_BLOCK) + 1
+    needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
+    return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways

@@ -1,0 +1,188 @@
+"""The only place that calls vLLM: starts its engine, and speaks to it. What differs between its versions is told apart here.
+
+Of AsyncLLM the part is used that carries requests and outputs between the processes (`engine_core`), without the one that
+turns tokens to text: token in, token out, and outputs come in the order in which the engine produced them, so that those of
+before a pause are known from those of after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from runtime.errors import UserError
+from runtime.rollout.vllm.arguments import own_faults, unknown_faults
+from runtime.rollout.vllm.leftovers import Leftovers
+from runtime.rollout.vllm.relay import OutputRelay
+from runtime.weights.shared import Location
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SUPPORTED = ("0.23", "0.30")  # 0.23 is what vllm-ascend's stable release goes with
+
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+class Output(NamedTuple):
+    """What one step gave one request."""
+
+    request_id: str
+    tokens: Sequence[int]
+    logprobs: np.ndarray  # float32, of the same length
+    finish: str  # vLLM's finish reason; "" while it goes on
+    cached: int  # prompt tokens found in the prefix cache, told with the first output
+
+
+def check_version() -> None:
+    """Raises UserError when vLLM is not installed, or not of a version that Sluice is made for."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(f"services.rollout.engine: vllm cannot be imported by this interpreter ({error})") from error
+    found = str(vllm.__version__)
+    release = ".".join(found.split(".")[:2])
+    if release not in SUPPORTED:
+        raise UserError(f"services.rollout.engine: vllm is of version {found}, must be one of {', '.join(SUPPORTED)}")
+
+
+def prepare_environment(on_cpu: bool) -> None:
+    """Variables that vLLM reads when it is imported; those that are set stay."""
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        _METHOD: "spawn",  # a process that serves gRPC had better not fork
+    }
+    if on_cpu:
+        # The threads are shared out by Sluice (services.rollout.threads), and no compiler need be installed.
+        defaults.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1")
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+class Core:
+    """A running engine: its processes, and the sockets to them. All methods but the constructor belong to one event loop."""
+
+    def __init__(self, arguments: Mapping[str, Any], engine_args: Mapping[str, Any]):
+        """`arguments` are Sluice's, `engine_args` the user's. Takes 10 to 60 s. Raises UserError."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        known = [field.name for field in fields(AsyncEngineArgs)]
+        faults = [*own_faults(engine_args), *unknown_faults(engine_args, known)]
+        if faults:
+            raise UserError("\n".join(faults))
+        method = os.environ[_METHOD]
+        self._relay = OutputRelay()
+        self._leftovers = Leftovers()
+        try:
+            config = AsyncEngineArgs(**{**arguments, **engine_args}).create_engine_config()
+            os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
+            with self._relay, self._leftovers.starting():
+                self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except Exception as error:
+            self._leftovers.remove()
+            raise UserError(f"services.rollout: vLLM did not start: {self._relay.reason(error)}") from error
+        self._core: Any = self._llm.engine_core
+        self._next: asyncio.Future[Any] | None = None
+        self.vocabulary = int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    @property
+    def cause(self) -> str:
+        """Why the engine has died, as far as its processes have printed it."""
+        error = self._relay.error()
+        return f"the last error that it printed is {error}" if error else "killed, or out of memory"
+
+    async def add(self, request_id: str, prompt: list[int], sampling: Mapping[str, Any], salt: str) -> None:
+        """Queue a request. Prefixes are shared with requests of the same `salt` alone."""
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=SamplingParams(**sampling),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+        )
+        await self._core.add_request_async(request)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._core.abort_requests_async(request_ids)
+
+    async def outputs(self, timeout: float) -> list[Output]:
+        """Those of one step, or none after `timeout` seconds. Raises RuntimeError when the engine has died."""
+        step = self._ask()
+        if not step.done():
+            await asyncio.wait([step], timeout=timeout)
+        return self._take()
+
+    async def outstanding(self) -> list[Output]:
+        """All outputs of before a pause, once `pause` has returned."""
+        found: list[Output] = []
+        while self._ask().done() or not self._core.outputs_queue.empty():
+            found += self._take()
+            await asyncio.sleep(0)
+        return found
+
+    def _ask(self) -> asyncio.Future[Any]:
+        """What waits for the next step's outputs; it outlives the waits that were in vain."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._core.get_output_async())
+        return self._next
+
+    def _take(self) -> list[Output]:
+        if self._next is None or not self._next.done():
+            return []
+        outputs, self._next = self._next.result(), None
+        return [_output(each) for each in outputs.outputs]
+
+    async def pause(self, forget: bool) -> None:
+        """Stop between two steps. With `forget` nothing is left of the keys and values: running requests compute them anew."""
+        await self._core.pause_scheduler_async("keep", forget)
+
+    async def resume(self) -> None:
+        await self._core.resume_scheduler_async()
+
+    async def load(self, locations: Sequence[Location]) -> list[str]:
+        """Have every worker load weights; returns what went wrong, [] when nothing did."""
+        faults = await self._core.collective_rpc_async("sluice_load", None, (list(map(list, locations)),))
+        return [f"worker {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
+
+    async def sleep(self) -> None:
+        await self._core.sleep_async(1, "keep")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """What is asleep of `weights` and `kv_cache`; vLLM goes on once both are there."""
+        await self._core.wake_up_async(list(tags))
+
+    async def close(self) -> None:
+        """End the processes, and remove what they leave."""
+        if self._next is not None:
+            self._next.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self._end)
+
+    def _end(self) -> None:
+        self._leftovers.note()
+        self._llm.shutdown()
+        self._leftovers.remove()
+
+
+def _output(raw: Any) -> Output:
+    logprobs = np.zeros(0, np.float32) if raw.new_logprobs is None else np.asarray(raw.new_logprobs.logprobs, np.float32)[:, 0]
+    prefill = getattr(raw, "prefill_stats", None)
+    cached = prefill.num_cached_tokens if prefill is not None else getattr(raw, "num_cached_tokens", 0)
+    finish = "" if raw.finish_reason is None else str(raw.finish_reason)
+    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached)

@@ -1,0 +1,79 @@
+"""What Sluice adds to vLLM's workers, which are processes of their own: they load weights out of shared memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.process import platform
+from runtime.weights.shared import Location, Mapped
+
+log = logging.getLogger("vllm.sluice")
+
+CHECK_FORMAT = "_check_nz_disabled"
+"""Of vllm-ascend's worker: raises when weights are kept in NPUs' own format, FRACTAL_NZ, and new ones would be loaded wrong."""
+
+
+class WeightLoading:
+    """Mixed into vLLM's worker class by `worker_extension_cls`; `collective_rpc` calls its methods by name."""
+
+    if TYPE_CHECKING:
+        model_runner: Any
+        vllm_config: Any
+        model_config: Any
+
+    def sluice_load(self, locations: Sequence[Sequence[Any]]) -> str:
+        """Load a whole set of weights, of which this worker takes its part, in place of those that the model has.
+
+        Returns what went wrong, or "": an exception would be answered with the first worker's answer, and those of the others
+        taken for the answers to the next call. The weights are then a mixture.
+        """
+        try:
+            self._sluice_reload(locations)
+        except Exception as error:
+            log.exception("sluice: the weights were not loaded")
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _sluice_reload(self, locations: Sequence[Sequence[Any]]) -> None:
+        """Some of vLLM's layers keep their weights in a layout of the device's, so they cannot be copied into one by one. vLLM
+        puts layers of the checkpoint's shape in place, fills and converts each, and copies it over the old one. That is brought
+        to its end also when a tensor was missing, so that the next load finds the model in order.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        refuse = getattr(self, CHECK_FORMAT, None)
+        if refuse is not None:
+            refuse()
+        # It warns of layers that got no weights, such as those of rotary embeddings, which have none.
+        logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        model, device = self.model_runner.model, self.model_runner.device
+        if device.type == "cpu":
+            _forget_expert_kernels(model)
+        with set_current_vllm_config(self.vllm_config), torch.device(device):
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(self.sluice_weights(locations))
+            finally:
+                finalize_layerwise_reload(model, self.model_config)
+        platform.synchronize(device)  # the buffers are overwritten after this
+
+    def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, as a checkpoint's files would give them."""
+        mapped = Mapped()
+        for fields in locations:
+            location = Location(*fields)
+            yield location.name, mapped.tensor(location)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Experts pack their weights for a CPU only when they make their kernel: vLLM 0.30 does not do so again when other weights
+    are loaded, and computes with unpacked ones as if they were packed. Without a kernel they make another."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]

@@ -1,0 +1,86 @@
+"""The forward-only scorer of a frozen model on megatron-core: what `scorer_torch` computes, by a model that is spread over
+several processes. Nothing is kept for training: no gradients, no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from runtime import codec
+from runtime.config import Config
+from runtime.errors import InvalidMessage
+from runtime.models.offload import Shelf
+from runtime.process import platform
+from runtime.trainer import batch as train_batch
+from runtime.trainer import rows as train_rows
+from runtime.trainer.batch import MicroBatch
+from runtime.trainer.megatron import vocab_parallel
+from runtime.trainer.megatron.passes import MegatronPasses
+from runtime.types import LogprobRequest, Logprobs
+
+_LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
+
+
+class MegatronScorer(MegatronPasses):
+    """Every block of ranks that holds the model has its own share of the requests: that of its first rank.
+
+    `megatron.facade.prepare` has been called in this process.
+    """
+
+    def __init__(self, config: Config, world_size: int, device: torch.device):
+        """Load the reference's model. Raises UserError for what the configuration or the folder gets wrong."""
+        settings = config.services.reference
+        source = config.model.reference or config.model.path
+        compute = platform.resolve_dtype(settings.dtype, device)
+        self._build(source, settings, compute, device, seed=config.run.seed, timeout=config.deadlines.score)
+        self._model.eval().requires_grad_(False)
+        self._budget = settings.max_tokens_per_microbatch
+        self._world_size = world_size
+        self._shelf = Shelf(self._model.parameters() if device.type != "cpu" else (), frozen=True)
+
+    def offload(self) -> None:
+        """Take the model off the device: nothing is scored until `onload`."""
+        self._shelf.put()
+        platform.release(self._grid.device)
+
+    def onload(self) -> None:
+        self._shelf.take()
+
+    def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
+        """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other
+        ranks of the block nothing. Collective: every rank calls it.
+
+        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+        """
+        shared = codec.decode(list[LogprobRequest], self._grid.bytes_of_leader(codec.encode(list(requests))))
+        for request in shared:
+            if not request.temperature > 0:
+                raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
+        rows = train_rows.decode_samples(shared, self._shape.vocab_size)
+        rows = replace(rows, mask=np.ones_like(rows.mask))  # also of tokens that are not trained on
+        values = np.zeros(len(rows.tokens), np.float32)
+        temperatures = np.array([request.temperature for request in shared], np.float32)[rows.group]
+        columns = {"temperature": np.repeat(temperatures, rows.length)}
+        batches = train_batch.micro_batches(rows, rows.trained(), columns, self._budget, self._grid.device, self._world_size)
+        for batch, numbers in self._inferred(batches, self._logprobs):
+            values[batch.places] = numbers.cpu().numpy()[: len(batch.places)]
+        if not self._grid.leads:
+            return []
+        parts = rows.by_group(values)
+        return [Logprobs(group_id=request.group_id, values=part) for request, part in zip(shared, parts, strict=True)]
+
+    def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        """[N], from logits [N, v] of this rank's part of the vocabulary. The chunks are the same on all of them."""
+        rows = max(1, _LOGIT_ELEMENTS * self._grid.layout.tensor // self._shape.vocab_size)
+        temperature = batch.columns["temperature"].flatten()[batch.cells]
+        group, start = self._grid.tensor_group, self._model.vocabulary_start
+        chunks = zip(outputs.split(rows), batch.targets.split(rows), temperature.split(rows), strict=True)
+        found = [
+            vocab_parallel.token_logprobs(logits.float() / scale[:, None], targets, group=group, start=start)[0]
+            for logits, targets, scale in chunks
+        ]
+        return torch.cat(found)

@@ -1,0 +1,171 @@
+"""The forward-only scorer of a frozen model: log-probabilities of replies that another model sampled.
+
+A row is a prompt followed by as many of its replies as fit, each reply seeing the prompt and itself alone: a group's
+prompt is computed once, and short replies need no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime import codec
+from runtime.errors import InvalidMessage
+from runtime.models.offload import Shelf
+from runtime.process import platform
+from runtime.rollout.torch.decoder import Decoder
+from runtime.types import GroupPayload, LogprobRequest, Logprobs
+
+# Attention within a row is dense over its replies: beyond this length, sharing the prompt costs more than it saves.
+_ROW_TOKENS = 512
+_LENGTH_RATIO = 1.25  # longest to shortest row of a micro-batch: padding against the number of calls
+_LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
+
+
+@dataclass
+class _Row:
+    """One prompt and some of its replies, with where their log-probabilities go in the request's result."""
+
+    request: int
+    prompt: np.ndarray
+    replies: list[np.ndarray]
+    offsets: list[int]
+    temperature: float
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + sum(map(len, self.replies))
+
+
+class TorchScorer:
+    def __init__(self, model_path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
+        """Raises UserError when the model cannot be loaded."""
+        self._decoder = Decoder.from_pretrained(model_path, device, dtype)
+        self._device = device
+        self._budget = max_tokens_per_microbatch
+        self._shelf = Shelf(self._decoder.weights.tensors() if device.type != "cpu" else (), frozen=True)
+
+    def offload(self) -> None:
+        """Take the model off the device: nothing is scored until `onload`."""
+        self._shelf.put()
+        platform.release(self._device)
+
+    def onload(self) -> None:
+        self._shelf.take()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._decoder.config.vocab_size
+
+    @torch.inference_mode()
+    def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
+        """log_softmax(logits / temperature)[token] of every reply token, in the order of the requests.
+
+        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+        """
+        rows, results = [], []
+        for index, request in enumerate(requests):
+            payload = codec.decode(GroupPayload, request.payload)
+            self._check(request, payload)
+            rows += _rows(index, request.temperature, payload)
+            values = np.empty(sum(len(sample.tokens) for sample in payload.samples), np.float32)
+            results.append(Logprobs(group_id=request.group_id, values=values))
+        if rows:
+            self._decoder.reserve_positions(max(row.length for row in rows))
+        # Apart, because a dense mask over a long causal row would be large; rows of several replies are short.
+        for several in (False, True):
+            alike = [row for row in rows if (len(row.replies) > 1) == several]
+            for batch in _microbatches(alike, self._budget):
+                self._score(batch, results)
+        return results
+
+    def _check(self, request: LogprobRequest, payload: GroupPayload) -> None:
+        if not request.temperature > 0:
+            raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
+        payload.check(self.vocab_size)
+
+    def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
+        """One micro-batch: rows sorted by falling length, all of one reply or all of several."""
+        width = batch[0].length
+        tokens, positions = np.zeros((2, len(batch), width), np.int64)
+        segment = np.full((len(batch), width), -1)  # 0 the prompt, then the replies; -1 padding
+        sources, targets, inverse = [], [], []
+        for index, row in enumerate(batch):
+            end = len(row.prompt)
+            tokens[index, :end] = row.prompt
+            positions[index, :end] = np.arange(end)
+            segment[index, :end] = 0
+            for number, reply in enumerate(row.replies, 1):
+                start, end = end, end + len(reply)
+                tokens[index, start:end] = reply
+                positions[index, start:end] = len(row.prompt) + np.arange(len(reply))
+                segment[index, start:end] = number
+                # The prompt's last token predicts the first token of every reply.
+                first = index * width + len(row.prompt) - 1
+                sources.append(np.concatenate(([first], index * width + np.arange(start, end - 1))))
+                targets.append(reply)
+            inverse.append(np.full(row.length - len(row.prompt), 1.0 / row.temperature, np.float32))
+        allowed = self._allowed(segment) if len(batch[0].replies) > 1 else None
+        hidden = self._decoder.forward(self._to_device(tokens), self._to_device(positions), allowed).flatten(0, 1)
+        values = self._gather(hidden, *(np.concatenate(each) for each in (sources, targets, inverse)))
+        place = 0
+        for row in batch:
+            for offset, reply in zip(row.offsets, row.replies, strict=True):
+                results[row.request].values[offset : offset + len(reply)] = values[place : place + len(reply)]
+                place += len(reply)
+
+    def _allowed(self, segment: np.ndarray) -> torch.Tensor:
+        """bool [b, t, t]: causal, within the prompt and the query's own reply. Padding sees padding: no query sees nothing."""
+        own = self._to_device(segment)
+        t = segment.shape[1]
+        causal = torch.ones((t, t), dtype=torch.bool, device=self._device).tril()
+        return ((own.unsqueeze(1) == 0) | (own.unsqueeze(1) == own.unsqueeze(2))) & causal
+
+    def _gather(self, hidden: torch.Tensor, sources: np.ndarray, targets: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+        """Log-probability of token `targets[i]` predicted at `sources[i]`; logits exist for these positions alone."""
+        values = []
+        chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
+        for start in range(0, len(sources), chunk):
+            part = slice(start, start + chunk)
+            logits = self._decoder.logits(hidden.index_select(0, self._to_device(sources[part])))
+            logp = torch.log_softmax(logits.mul_(self._to_device(inverse[part]).unsqueeze(1)), -1)
+            values.append(logp.gather(1, self._to_device(targets[part].astype(np.int64)).unsqueeze(1)).squeeze(1))
+        return torch.cat(values).cpu().numpy() if values else np.empty(0, np.float32)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]:
+    """Pack the replies of a group into rows, first fit, the longest first."""
+    ends = np.cumsum([len(sample.tokens) for sample in payload.samples])
+    rows: list[_Row] = []
+    for index in sorted(range(len(payload.samples)), key=lambda i: -len(payload.samples[i].tokens)):
+        reply = payload.samples[index].tokens
+        if not len(reply):
+            continue
+        row = next((row for row in rows if row.length + len(reply) <= _ROW_TOKENS), None)
+        if row is None:
+            row = _Row(request, payload.prompt, [], [], temperature)
+            rows.append(row)
+        row.replies.append(reply)
+        row.offsets.append(int(ends[index]) - len(reply))
+    return rows
+
+
+def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]:
+    """Rows by falling length, cut where one is much shorter than the first, or the padded tokens would exceed the budget; a row
+    never splits."""
+    rows = sorted(rows, key=lambda row: -row.length)
+    start = 0
+    while start < len(rows):
+        longest = rows[start].length
+        most = max(1, budget // longest)
+        end = start + 1
+        while end < min(start + most, len(rows)) and longest <= _LENGTH_RATIO * rows[end].length:
+            end += 1
+        yield rows[start:end]
+        start = end

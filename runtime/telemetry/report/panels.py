@@ -1,0 +1,238 @@
+"""From a run's points to the curves that are drawn. Pure; `figures` draws them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from runtime.telemetry.metrics import WITHIN_UPDATE
+from runtime.telemetry.report import thinning
+from runtime.telemetry.report.lineages import STEP_ENDED, Course, Point
+
+SMOOTHED_FROM = 30  # steps; below, a mean over several of them hides more than it shows
+WINDOW = 10
+_RULE = re.compile(r"(.+)_rewards/mean")
+_SET = re.compile(r"eval/(.+)/pass@1")
+
+Kind = Literal["curves", "sparse", "stack", "bars"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: `steps` [N] (what lies on the x axis) and `values` [N], of which some may be NaN. `smooth` [N] is their moving
+    mean, where it is drawn."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+    smooth: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure. `share`: values are fractions, shown in per cent. Without `series` it says that nothing was measured."""
+
+    title: str
+    unit: str
+    series: list[Series]
+    kind: Kind = "curves"
+    log: bool = False
+    share: bool = False
+    x: str = "step"
+
+
+@dataclass(frozen=True)
+class PanelSection:
+    title: str
+    panels: list[Panel]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A panel of metrics by name, with their legends. `needed`: it is shown where nothing was measured, too."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    needed: bool = False
+    smooth: bool = True
+    log: bool = False
+    share: bool = False
+
+
+_LEARNING = (
+    _Wanted("Reward", "reward", {"grpo/score/mean": "mean of the batch"}, needed=True),
+    _Wanted("Reply length", "tokens", {f"response_length/{part}": part for part in ("mean", "max", "min")}, needed=True),
+    _Wanted("Prompt length", "tokens", {f"prompt_length/{part}": part for part in ("mean", "max", "min")}),
+    _Wanted("Replies cut off by length", "share", {"response_length/clip_ratio": "cut off"}, share=True),
+    _Wanted("Samples left out of the loss", "samples", {"grpo/masked": "masked"}, smooth=False),
+)
+_OPTIMISATION = (
+    _Wanted("Policy loss", "", {"actor/pg_loss": "policy loss"}, needed=True),
+    _Wanted(
+        "KL",
+        "nats",
+        {"actor/kl_loss": "in the loss", "actor/kl": "to the reference, by token", "actor/ppo_kl": "to the sampler"},
+    ),
+    _Wanted("Entropy", "nats", {"actor/entropy": "entropy"}, needed=True),
+    _Wanted("Gradient norm, before clipping", "", {"grad_norm": "policy", "critic/grad_norm": "critic"}, needed=True, log=True),
+    _Wanted("Learning rate", "", {"actor/lr": "policy", "critic/lr": "critic"}, smooth=False),
+    _Wanted(
+        "Tokens that a limit decided",
+        "share",
+        {"actor/pg_clipfrac": "clipped", "actor/behaviour_capfrac": "weight capped", "correction/altered": "corrected"},
+        share=True,
+    ),
+    _Wanted("Value loss", "", {"critic/vf_loss": "value loss", "critic/vf_error": "squared error"}),
+    _Wanted("Values and returns", "reward", {"critic/values/mean": "values", "critic/returns/mean": "returns"}),
+)
+_OFF_POLICY = (
+    _Wanted(
+        "Staleness of the trained samples",
+        "versions",
+        {"staleness/mean": "mean", "staleness/max": "max"},
+        needed=True,
+        smooth=False,
+    ),
+    _Wanted(
+        "Mismatch of rollout and trainer, |Δ log p|",
+        "nats",
+        {
+            "mismatch/abs_logprob": "mean",
+            "mismatch/abs_logprob_p99": "99th percentile",
+            "mismatch/max": "max",
+            "mismatch/worst_rollout": "mean of the worst rollout",
+        },
+        needed=True,
+        smooth=False,
+        log=True,
+    ),
+    _Wanted("KL of rollout to trainer", "nats", {"mismatch/k3": "k3", "mismatch/k1": "k1"}, smooth=False),
+)
+_SPEED = (
+    _Wanted(
+        "Tokens a second and accelerator",
+        "tokens/s",
+        {"e2e_tps": "end to end", "update_tps": "update", "vllm_tps": "generation"},
+        needed=True,
+    ),
+    _Wanted("Idle", "share", {"idle/trainer": "trainer", "idle/rollout": "rollouts"}, needed=True, share=True),
+    _Wanted(
+        "Publication of new weights",
+        "seconds",
+        {"publication/seconds": "whole", "publication/pause_seconds": "longest pause of a rollout"},
+        needed=True,
+    ),
+    _Wanted(
+        "Groups on their way", "groups", {f"queue/{name}": name for name in ("generating", "generated", "ready")}, smooth=False
+    ),
+    _Wanted("Rollouts that serve", "rollouts", {"rollout/serving": "serving"}, smooth=False),
+    _Wanted("Padding", "share", {"padding_waste": "cells without a token"}, share=True),
+    _Wanted("Groups dropped by dynamic sampling", "groups", {"dynamic_sampling/dropped": "dropped"}, smooth=False),
+)
+
+
+def sections(course: Course) -> list[PanelSection]:
+    """All that is drawn of a run, in order."""
+    columns = MetricColumns(course.steps)
+    learning = _panels(_LEARNING, columns)
+    learning[1:1] = [_accuracy(course.evaluations)]
+    rules = {metric: match[1] for metric in columns.names if (match := _RULE.fullmatch(metric))}
+    if len(rules) > 1:
+        learning[2:2] = _panels([_Wanted("Reward by rule, before weights", "value", dict(sorted(rules.items())))], columns)
+    off_policy, speed = _panels(_OFF_POLICY, columns), _panels(_SPEED, columns)
+    off_policy[1:1] = [_histogram(course.steps)]
+    speed[0:0] = [_phases(columns)]
+    speed[2:2] = [_rates(columns)]
+    return [
+        PanelSection("Learning", learning),
+        PanelSection("Optimisation", _panels(_OPTIMISATION, columns)),
+        PanelSection("Off-policy", off_policy),
+        PanelSection("Speed", speed),
+    ]
+
+
+class MetricColumns:
+    """Points by metric: [N] each, NaN where a point has no number."""
+
+    def __init__(self, points: Sequence[Point]):
+        self._points = points
+        self.steps = np.array([point["step"] for point in points], np.int64)
+        self.names = sorted({name for point in points for name, value in point.items() if isinstance(value, (int, float))})
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        found = (point.get(name) for point in self._points)
+        return np.array([value if isinstance(value, (int, float)) else np.nan for value in found], np.float64)
+
+
+def _panels(wanted: Sequence[_Wanted], columns: MetricColumns) -> list[Panel]:
+    found = []
+    for each in wanted:
+        curves = [_series(legend, columns.steps, columns[metric], each.smooth) for metric, legend in each.metrics.items()]
+        there = [curve for curve in curves if len(curve.steps)]
+        if there or each.needed:
+            log = each.log and any((curve.values > 0).any() for curve in there)  # it would show nothing
+            found.append(Panel(each.title, each.unit, there, log=log, share=each.share))
+    return found
+
+
+def _series(name: str, steps: np.ndarray, values: np.ndarray, smooth: bool) -> Series:
+    """Thinned. NaNs at both ends are left out; those between are gaps."""
+    there = np.flatnonzero(~np.isnan(values))
+    if not len(there):
+        return Series(name, steps[:0], values[:0])
+    steps, values = steps[there[0] : there[-1] + 1], values[there[0] : there[-1] + 1]
+    kept = thinning.extremes(values)
+    if not smooth or len(values) < SMOOTHED_FROM:
+        return Series(name, steps[kept], values[kept])
+    mean = thinning.smoothed(values, max(WINDOW, len(values) // 50))
+    return Series(name, steps[kept], values[kept], mean[kept])
+
+
+def _accuracy(evaluations: Sequence[Point]) -> Panel:
+    columns = MetricColumns(evaluations)
+    sets = {name: match[1] for name in columns.names if (match := _SET.fullmatch(name))}
+    if len(sets) != 1:
+        sets = {"eval/accuracy": "mean of the sets", **sets}
+    curves = [_series(legend, columns.steps, columns[name], smooth=False) for name, legend in sets.items()]
+    return Panel("Held-out accuracy", "pass@1", [curve for curve in curves if len(curve.steps)], kind="sparse", share=True)
+
+
+def _rates(columns: MetricColumns) -> Panel:
+    wall = columns[STEP_ENDED]
+    rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
+    curve = _series("samples a second", columns.steps, rate, smooth=True)
+    return Panel("Samples a second", "samples/s", [curve] if len(curve.steps) else [])
+
+
+def _histogram(points: Sequence[Point]) -> Panel:
+    counts: Counter[int] = Counter()
+    for point in points:
+        counts.update({int(age): int(number) for age, number in (point.get("staleness/histogram") or {}).items()})
+    ages = np.array(sorted(counts), np.int64)
+    bars = [Series("samples", ages, np.array([counts[age] for age in ages.tolist()], np.float64))] if len(ages) else []
+    return Panel("Samples by staleness", "samples", bars, kind="bars", x="versions")
+
+
+def _phases(columns: MetricColumns) -> Panel:
+    """Stacked, the one that took longest at the bottom; last the wall time, which is a line: phases overlap."""
+    inside = {STEP_ENDED, *(f"timing/{phase}" for phase in WITHIN_UPDATE)}
+    names = [
+        name
+        for name in columns.names
+        if name.startswith("timing/") and not name.startswith("timing/non_overlap_") and name not in inside
+    ]
+    values = {name.partition("/")[2]: np.nan_to_num(columns[name]) for name in names}
+    ordered = sorted(values, key=lambda name: -values[name].sum())
+    if not len(columns.steps):
+        return Panel("Time by phase", "seconds a step", [], kind="stack")
+    window = max(1, len(columns.steps) // 50)
+    steps = thinning.means(columns.steps.astype(np.float64))
+    layers = [Series(name, steps, thinning.means(thinning.smoothed(values[name], window))) for name in ordered]
+    wall = thinning.means(thinning.smoothed(columns[STEP_ENDED], window))
+    return Panel("Time by phase", "seconds a step", [*layers, Series("wall time", steps, wall)], kind="stack")

@@ -1,0 +1,227 @@
+"""What a run's folder holds, as far as a report tells of it: while the run is under way, after it, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+from runtime import run_files
+from runtime.errors import UserError
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult
+from runtime.ledger import checkpoint
+from runtime.ledger.reader import LedgerReader
+from runtime.telemetry import startup
+from runtime.telemetry.report.lineages import Point
+
+
+class _Run(Struct):
+    name: str = ""
+
+
+class _Model(Struct):
+    path: str = ""
+
+
+class _Data(Struct):
+    max_prompt_tokens: int | None = None
+
+
+class _Sampling(Struct):
+    group_size: int | None = None
+    max_new_tokens: int | None = None
+
+
+class _Algorithm(Struct):
+    advantage: str = ""
+    dynamic_sampling: bool = False
+
+
+class _RecordedTraining(Struct):
+    steps: int | None = None
+    groups_per_step: int | None = None
+    staleness: int | None = None
+
+
+class RecordedSettings(Struct):
+    """The keys of a resolved configuration that a report tells by name; others are not looked at, so that the runs of other
+    versions can be read."""
+
+    run: _Run = msgspec.field(default_factory=_Run)
+    model: _Model = msgspec.field(default_factory=_Model)
+    data: _Data = msgspec.field(default_factory=_Data)
+    sampling: _Sampling = msgspec.field(default_factory=_Sampling)
+    algorithm: _Algorithm = msgspec.field(default_factory=_Algorithm)
+    training: _RecordedTraining = msgspec.field(default_factory=_RecordedTraining)
+    critic: dict[str, Any] | None = None
+
+
+class Ended(Struct):
+    """What a summary says that a report tells."""
+
+    stop_reason: str
+    groups: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+
+
+class RunRecord(Struct, kw_only=True):
+    """`ended` is None for a run without a summary, or that went on after it. `groups` and `dropped` (by reason) are the
+    ledger's, None where there is none to read. `described`: the model's config.json."""
+
+    folder: Path
+    configuration: str  # as YAML, without the values of environment variables, which may be secrets; "" when there is none
+    settings: RecordedSettings
+    points: list[Point]  # as they were logged
+    torn: bool  # the last line of the metrics is not whole
+    ended: Ended | None
+    startup: str
+    evaluations: list[EvaluationResult]
+    groups: dict[str, int] | None
+    dropped: dict[str, int] | None
+    described: dict[str, Any] | None
+
+
+def read(folder: Path) -> RunRecord:
+    """Raises UserError for what is no run's folder, or whose files cannot be read."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
+    if not (folder / run_files.CONFIG).is_file() and not (folder / run_files.METRICS).is_file():
+        raise UserError(f"{folder}: not a run's folder: neither {run_files.CONFIG} nor {run_files.METRICS} is in it")
+    configuration = _text(folder / run_files.CONFIG)
+    settings = _settings(folder / run_files.CONFIG, configuration)
+    points, torn = _points(folder / run_files.METRICS)
+    groups, dropped = _ledger(folder / run_files.LEDGER)
+    started = startup.Startup.read(folder)
+    return RunRecord(
+        folder=folder,
+        configuration=_without_secrets(configuration),
+        settings=settings,
+        points=points,
+        torn=torn,
+        ended=_ended(folder / run_files.SUMMARY, points),
+        startup=startup.line(started) if started else "",
+        evaluations=evaluation.read(folder),
+        groups=groups,
+        dropped=dropped,
+        described=_described(folder, settings.model.path),
+    )
+
+
+def _text(path: Path) -> str:
+    """ "" when there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _without_secrets(text: str) -> str:
+    """Names of environment variables stay, of their values nothing: keys of trackers and proxies lie there."""
+    raw = yaml.load(text, yaml.BaseLoader) or {}
+    _hide(raw)
+    return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120) if raw else ""
+
+
+def _hide(node: Any) -> None:
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "env" and isinstance(value, dict):
+            node[key] = dict.fromkeys(value, "(not shown)")
+        else:
+            _hide(value)
+
+
+def _settings(path: Path, text: str) -> RecordedSettings:
+    """All scalars are read as text, so that a run may be called `on`."""
+    try:
+        return msgspec.convert(yaml.load(text, yaml.BaseLoader) or {}, RecordedSettings, strict=False)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: not a run's configuration: {error}") from error
+
+
+LARGEST = 1 << 32  # of steps and of seconds since the epoch
+CLOCKS = 1.0  # seconds by which a file's time may be before the clock's
+
+_Logged = dict[str, int | float | dict[str, int] | None]
+
+
+def _points(path: Path) -> tuple[list[Point], bool]:
+    """In the order in which they were logged, and whether a line is left out because it is not whole: the last one, that of a
+    run that is writing it, or was killed. Raises UserError, naming the line, for others that are no points."""
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], False
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    points: list[Point] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            point = msgspec.json.decode(line, type=_Logged)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
+        if fault := _fault(point):
+            raise UserError(f"{path}: line {number} is not a point of metrics: {fault}")
+        points.append(point)
+    return points, bool(rest)
+
+
+def _fault(point: Point) -> str:
+    """Of the keys that are more than figures to be drawn."""
+    step, time, ages = point.get("step"), point.get("time", 0.0), point.get("staleness/histogram")
+    if not isinstance(step, int) or not 0 <= step < LARGEST:
+        return "it names no step"
+    if isinstance(time, dict) or not 0 <= (time or 0) < LARGEST:
+        return "its time is none"
+    if not isinstance(ages, dict | None):
+        return "staleness/histogram is no histogram"
+    figures = (value for name, value in point.items() if name != "staleness/histogram")
+    return "a figure is a mapping" if any(isinstance(value, dict) for value in figures) else ""
+
+
+def _ended(path: Path, points: list[Point]) -> Ended | None:
+    try:
+        written, text = path.stat().st_mtime, path.read_bytes()
+        ended = msgspec.json.decode(text, type=Ended)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{path}: not a summary: {error}") from error
+    newest = points[-1].get("time") if points else None
+    return ended if not isinstance(newest, float) or newest <= written + CLOCKS else None
+
+
+def _ledger(folder: Path) -> tuple[dict[str, int] | None, dict[str, int] | None]:
+    """Groups by state, and the dropped ones by reason. None where the run has not got as far as to have any tables."""
+    try:
+        with LedgerReader(folder) as reader:
+            return reader.counts(), reader.dropped()
+    except (UserError, sqlite3.OperationalError):
+        return None, None
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{folder}: not a ledger: {error}") from error
+
+
+def _described(folder: Path, model: str) -> dict[str, Any] | None:
+    """The policy's config.json: of the trained model, of a checkpoint, or of what training began with."""
+    checkpoints = [checkpoint.folder_for(folder, step) for step in reversed(checkpoint.steps(folder))]
+    places = [folder / run_files.MODEL, *(each / run_files.MODEL for each in checkpoints), *([Path(model)] if model else [])]
+    for place in places:
+        try:
+            found = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # the next place says the same
+        if isinstance(found, dict):
+            return found
+    return None

@@ -1,0 +1,87 @@
+"""What a start-up takes: each process's own phases, the run's, and the one line that a user reads of both."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from runtime import run_files
+from runtime.process import os_process
+
+# One after the other, from the command to the batch of the first step in the trainer's hands.
+PHASES = ("launcher", "coordinator", "data", "services", "first publication", "first step")
+TOTAL = "to first step"  # their sum, nearly
+OF_A_PROCESS = ("interpreter", "imports", "libraries", "load")
+NOT_COUNTED = "evaluation"  # of the model before training: it is work that was asked for
+
+
+class Startup(Struct, kw_only=True):
+    """Seconds. `phases` are the run's: those of PHASES, TOTAL, and NOT_COUNTED where there was one. `processes` has each
+    process's own phases, in their order; processes start side by side."""
+
+    phases: dict[str, float]
+    processes: dict[str, dict[str, float]] = {}
+
+    def write(self, folder: Path) -> None:
+        """As startup.json, whole or not at all."""
+        partial = folder / f"{run_files.STARTUP}.partial"
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        partial.replace(folder / run_files.STARTUP)
+
+    @classmethod
+    def read(cls, folder: Path) -> Startup | None:
+        """None where no first step was submitted."""
+        try:
+            return msgspec.json.decode((folder / run_files.STARTUP).read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+
+
+class Phases:
+    """Of this process: each phase begins where the one before ended, the first with the process. `born` and `at` are on the
+    clock of time.monotonic, which all processes of a machine share."""
+
+    def __init__(self) -> None:
+        self.born = self._last = time.monotonic() - os_process.age()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, phase: str, at: float | None = None) -> None:
+        """`phase` ends now, or has ended at `at`."""
+        at = time.monotonic() if at is None else at
+        self.seconds[phase] = at - self._last
+        self._last = at
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Around what imports libraries and makes an engine: nearly all of it stays, and looking through it for garbage again and
+    again is a quarter of a trainer's start. No later collection looks at it either."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def line(startup: Startup) -> str:
+    """The report: phases in their order, and of the processes the one that all waited for."""
+    phases = startup.phases
+    told = [f"{name} {phases[name]:.1f}" for name in PHASES if name in phases]
+    if startup.processes and (services := {k: v for k, v in startup.processes.items() if k != "coordinator"}):
+        slowest = max(services, key=lambda name: sum(services[name].values()))
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in services[slowest].items())
+        told[told.index(f"services {phases['services']:.1f}")] += f" ({slowest}: {parts})"
+    text = f"{phases.get(TOTAL, 0.0):.1f} s to the first step: {', '.join(told)}"
+    return f"{text}; not counted: {NOT_COUNTED} {phases[NOT_COUNTED]:.1f}" if NOT_COUNTED in phases else text
+
+
+def in_order(seconds: Mapping[str, float]) -> dict[str, float]:
+    """A process's phases as they followed each other, however a message has shuffled them."""
+    return {phase: seconds[phase] for phase in OF_A_PROCESS if phase in seconds}

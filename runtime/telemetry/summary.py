@@ -1,0 +1,213 @@
+"""What a run came to: summary.json, and the short table that ends it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from runtime import run_files
+from runtime.errors import UserError
+from runtime.telemetry import startup
+from runtime.telemetry.memory import Memory
+from runtime.telemetry.shown import LiteralTable
+from runtime.telemetry.startup import Startup
+
+LAUNCHER = "launcher"
+CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
+SCORE_ERRORS = "grpo/errors/"
+MISMATCH = "mismatch/"
+MEANS, EXTREMES = (
+    ("abs_logprob", "k1", "k3", "over_0.1"),
+    ("abs_logprob_p99", "max", "worst_rollout"),
+)  # of these, the others sums
+
+
+class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Durations in seconds, rates over `rl_seconds`, idle as fractions; an accuracy is None when it was not measured."""
+
+    stop_reason: str
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    rl_seconds: float  # from the first prompt admitted to the last step
+    total_seconds: float  # from the command to the end
+    startup: dict[str, float]  # `runtime.telemetry.startup.Startup.phases`
+    startup_processes: dict[str, dict[str, float]] = {}  # ... and its `processes`
+    samples_per_second: float  # trained samples
+    tokens_per_second: float  # trained reply tokens
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[int, int]  # samples by staleness
+    idle_trainer: float
+    idle_rollout: float
+    masked: int = 0  # samples of the steps that could not be scored, and were left out of the loss
+    score_errors: dict[str, int] = {}  # why, by reason: one for each scorer that failed
+    mismatch: dict[str, float] = {}  # of rollouts and trainer: `mismatch/*` over all steps, see `Totals`
+    mismatch_alarm: str = ""  # the newest rollout that was over `mismatch.limit`, and by how much
+    mismatch_alarms: int = 0  # probes that were
+    groups: dict[str, int]  # by final state
+    dropped: dict[str, int] = {}  # of these, the dropped ones by reason
+    timing: dict[str, float]  # by phase over all steps; phases overlap, so their sum exceeds `all`
+    peak_pss_bytes: int  # of all processes together
+    memory: dict[str, Memory] = {}  # of each process with what it started, and of the launcher, at its largest
+
+    def write(self, run_dir: str | Path) -> None:
+        """Write summary.json under `run_dir`, whole or not at all."""
+        path = Path(run_dir) / run_files.SUMMARY
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> Summary:
+        """Raises UserError when there is none, or not a whole one."""
+        path = Path(run_dir) / run_files.SUMMARY
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise UserError(f"{path}: not a summary: {error}") from error
+
+
+class Totals:
+    """Adds up the steps' metrics (`metrics.step_metrics`) to what the summary says of the whole run."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0.0
+        self.tokens = 0.0
+        self.timing: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self.masked = 0.0
+        self.score_errors: Counter[str] = Counter()
+        self._idle_seconds: Counter[str] = Counter()
+        self._mismatch: defaultdict[str, float] = defaultdict(float)
+
+    def copy(self) -> Totals:
+        """As it is now, whatever is added later."""
+        return copy.deepcopy(self)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        self.steps += 1
+        self.samples += metrics.get("samples", 0)
+        self.tokens += metrics.get("tokens", 0)
+        self.masked += metrics.get("grpo/masked", 0)
+        for name, value in metrics.items():
+            group, _, rest = name.partition("/")
+            if group == "timing":
+                self.timing[rest] += value
+            elif name.startswith(SCORE_ERRORS):
+                self.score_errors[name.removeprefix(SCORE_ERRORS)] += value
+            elif group == "idle":
+                self._idle_seconds[rest] += value * metrics["timing/all"]
+        self._add_mismatch({name.removeprefix(MISMATCH): metrics[name] for name in metrics if name.startswith(MISMATCH)})
+        self.staleness.update({int(value): count for value, count in metrics.get("staleness/histogram", {}).items()})
+
+    def _add_mismatch(self, step: Mapping[str, float]) -> None:
+        """Means are over the tokens of all steps, extremes those of any step; the others are sums. `steps`: in which any token
+        was compared."""
+        known, tokens = self._mismatch, step.get("tokens", 0)
+        for name, value in step.items():
+            if name in EXTREMES:
+                known[name] = max(known.get(name, value), value)
+            elif name in MEANS:
+                known[name] = (known[name] * known["tokens"] + value * tokens) / (known["tokens"] + tokens)
+        for name in step.keys() - {*EXTREMES, *MEANS}:
+            known[name] += step[name]
+        known["steps"] += bool(tokens)
+
+    def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
+        """The summary of the steps added. `rest`: the fields that steps do not tell."""
+        samples = self.staleness.total()
+        wall = self.timing["all"]
+        return Summary(
+            steps=self.steps,
+            rl_seconds=rl_seconds,
+            samples_per_second=self.samples / rl_seconds if rl_seconds else 0.0,
+            tokens_per_second=self.tokens / rl_seconds if rl_seconds else 0.0,
+            staleness_mean=sum(value * count for value, count in self.staleness.items()) / samples if samples else 0.0,
+            staleness_max=max(self.staleness, default=0),
+            staleness_histogram=dict(sorted(self.staleness.items())),
+            idle_trainer=self._idle_seconds["trainer"] / wall if wall else 0.0,
+            idle_rollout=self._idle_seconds["rollout"] / wall if wall else 0.0,
+            timing=dict(self.timing),
+            mismatch=dict(self._mismatch),
+            masked=round(self.masked),
+            score_errors={reason: round(count) for reason, count in self.score_errors.most_common()},
+            **rest,
+        )
+
+
+def render(summary: Summary) -> LiteralTable:
+    """The table at the end of a run."""
+    table = LiteralTable(show_header=False, title=f"Stopped: {summary.stop_reason}", title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    before, after = (_percent(accuracy) for accuracy in (summary.accuracy_before, summary.accuracy_after))
+    table.add_row("held-out accuracy", f"{before} → {after}")
+    table.add_row("steps", f"{summary.steps} in {summary.rl_seconds:.1f} s; {summary.total_seconds:.1f} s in all")
+    table.add_row("throughput", f"{summary.samples_per_second:,.0f} samples/s, {summary.tokens_per_second:,.0f} tokens/s")
+    counts = ", ".join(f"{value}: {count:,}" for value, count in summary.staleness_histogram.items())
+    table.add_row(
+        "staleness", f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max}  (samples by value  {counts or '–'})"
+    )
+    table.add_row("log p gap", _mismatch(summary))
+    table.add_row("idle", f"trainer {summary.idle_trainer:.0%}, rollouts {summary.idle_rollout:.0%}")
+    table.add_row("groups", _groups(summary) or "–")
+    if summary.masked:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in summary.score_errors.items())
+        of = f" of {sum(summary.staleness_histogram.values()):,} samples, left out of the loss"
+        table.add_row("not scored", f"{summary.masked:,}{of}" + f" ({why})" * bool(why))
+    table.add_row("time by phase", _phases(summary.timing))
+    if startup.TOTAL in summary.startup:
+        table.add_row("start-up", startup.line(Startup(phases=summary.startup)))
+    table.add_row("peak memory", _memory(summary))
+    return table
+
+
+def _mismatch(summary: Summary) -> str:
+    found = summary.mismatch
+    if not found.get("tokens"):
+        return "rollouts and trainer were not compared"
+    far = f"{found['over_0.1']:.2%} over 0.1" if found["over_0.1"] else "none over 0.1"
+    return (
+        f"mean {found['abs_logprob']:.1e}, max {found['max']:.1e} nats, {far}  "
+        f"({found['tokens']:,.0f} tokens in {found['steps']:,.0f} of {summary.steps:,} steps)"
+    )
+
+
+def alarm(summary: Summary) -> str:
+    """Of a run in which a rollout was over the limit."""
+    return f"{summary.mismatch_alarm} ({summary.mismatch_alarms:,} probes were over the limit)"
+
+
+def _groups(summary: Summary) -> str:
+    why = ", ".join(f"{count:,} {reason}" for reason, count in summary.dropped.items())
+    told = {state: f"{count:,} {state}" for state, count in summary.groups.items()}
+    if why:
+        told["dropped"] += f" ({why})"
+    return ", ".join(told.values())
+
+
+def _memory(summary: Summary) -> str:
+    """In all, and of those that do not compute."""
+    told = [f"{summary.peak_pss_bytes / 2**30:.2f} GiB (PSS, all processes)"]
+    resident = {name: summary.memory[name].rss_bytes for name in CONTROL if name in summary.memory}
+    return ", ".join(told + [f"{name} {size / 2**20:.0f} MiB resident" for name, size in resident.items()])
+
+
+def _percent(accuracy: float | None) -> str:
+    return "not measured" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    """The phases from long to short; `all` and the non-overlapping parts are in summary.json."""
+    shown = {name: value for name, value in seconds.items() if name != "all" and not name.startswith("non_overlap_")}
+    return ", ".join(f"{name} {value:.1f} s" for name, value in sorted(shown.items(), key=lambda item: -item[1])) or "–"

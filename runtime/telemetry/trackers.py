@@ -1,0 +1,260 @@
+"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, SwanLab, in any combination.
+
+Each tracker has a thread and a bounded queue of its own: a slow one delays neither the event loop nor the others. When a
+queue stays full, `log` waits up to a deadline and then fails by name, so that no point is lost unsaid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from runtime import run_files
+from runtime.config import Tracker
+from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.telemetry.event_file import EventFile
+from runtime.telemetry.metrics import Histogram, Metrics
+
+_EXTRAS = {"wandb": "sluice-rl[wandb]", "swanlab": "sluice-rl[swanlab]"}
+_QUEUE_POINTS = 256
+_BLOCK_BYTES = 1 << 16
+
+
+def missing_package(tracker: Tracker) -> str | None:
+    """What to install for `tracker`, or None when it can run."""
+    extra = _EXTRAS.get(tracker.name)
+    return extra if extra and importlib.util.find_spec(tracker.name) is None else None
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The points of a run, one dict per step in order. Where a resumed run went over a step again, the later line counts.
+
+    A last line that is still being written is left out. Raises UserError when the file cannot be read or is not JSON lines.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    try:
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            step = msgspec.json.decode(line, type=_Numbered).step
+            steps.setdefault(step, {}).update(msgspec.json.decode(line))
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{path}: not metrics in JSON lines: {error}") from error
+    return [steps[step] for step in sorted(steps)]
+
+
+class _Numbered(msgspec.Struct):
+    step: int
+
+
+class Backend(ABC):
+    """One tracker. Made, called and closed in its own thread."""
+
+    @abstractmethod
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        """One point; `seconds` since the epoch."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class JsonLines(Backend):
+    """One object a point: step, time, and the metrics; a histogram is an object of counts. Flushed at once."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _open_after_last_line(path)
+
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        self._file.write(msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_after_last_line(path: Path) -> IO[bytes]:
+    """Open for appending, without the torn line that a killed process may have left."""
+    file = path.open("a+b")
+    size = end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+    return file
+
+
+class TensorBoard(Backend):
+    def __init__(self, folder: Path):
+        self._events = EventFile(folder)
+
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        self._events.add(step, seconds, metrics)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class WandB(Backend):
+    def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=tracker.project,
+            name=run_name,
+            dir=run_dir,
+            mode=tracker.mode,
+            config=dict(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        point = {name: self._histogram(value) if isinstance(value, dict) else value for name, value in metrics.items()}
+        self._run.log(point, step=step)
+
+    def _histogram(self, counts: Histogram) -> Any:
+        values = list(range(min(counts, default=0), max(counts, default=0) + 1))
+        edges = [value - 0.5 for value in [*values, values[-1] + 1]]
+        return self._wandb.Histogram(np_histogram=([counts.get(value, 0) for value in values], edges))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class SwanLab(Backend):
+    """SwanLab has no histograms: each value becomes a line of its own, NAME/VALUE."""
+
+    def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+        import swanlab
+
+        folder = run_dir / "swanlab"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = swanlab.init(
+            project=tracker.project, name=run_name, log_dir=str(folder), mode=tracker.mode, config=dict(config)
+        )
+
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        point: dict[str, float] = {}
+        for name, value in metrics.items():
+            if isinstance(value, dict):
+                point.update({f"{name}/{key}": count for key, count in value.items()})
+            else:
+                point[name] = value
+        self._run.log(point, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Worker:
+    """The thread of one backend. After a failure it only empties its queue, so that nobody waits for room in vain."""
+
+    def __init__(self, name: str, folder: Path, make: Callable[[], Backend]):
+        self.name = name
+        self._folder = folder
+        self.failure: BaseException | None = None
+        self._queue: queue.Queue[tuple[int, float, Metrics] | None] = queue.Queue(_QUEUE_POINTS)
+        self._make = make
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    async def put(self, point: tuple[int, float, Metrics] | None, seconds: float) -> None:
+        """Hand over a point, None for the end. Raises DeadlineExceeded when there was no room for `seconds`."""
+        try:
+            self._queue.put_nowait(point)
+        except queue.Full:
+            try:
+                await asyncio.to_thread(self._queue.put, point, True, seconds)
+            except queue.Full:
+                raise DeadlineExceeded(f"tracker {self.name}", "log", f"{_QUEUE_POINTS} points behind", seconds) from None
+
+    async def join(self, seconds: float) -> None:
+        await asyncio.to_thread(self._thread.join, seconds)
+        self.check()
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"tracker {self.name}", "close", f"{self._queue.qsize()} points not written", seconds)
+
+    def check(self) -> None:
+        """Raises what the backend failed of, if it did."""
+        if isinstance(self.failure, OSError):
+            where = self.failure.filename or self._folder
+            raise UserError(f"tracker {self.name}: {where}: {self.failure.strerror or self.failure}") from self.failure
+        if self.failure is not None:
+            raise ServiceFault(f"tracker {self.name}", "log", f"{self.failure}") from self.failure
+
+    def _run(self) -> None:
+        try:
+            backend = self._make()
+            try:
+                while (point := self._queue.get()) is not None:
+                    backend.log(*point)
+            finally:
+                backend.close()
+        except Exception as error:  # noqa: BLE001  third-party code; `check` raises it where it is awaited
+            self.failure = error
+            while self._queue.get() is not None:
+                pass
+
+
+class Trackers:
+    """All trackers of a run. Raises UserError, saying what to install, when one of them needs a package that is not there."""
+
+    def __init__(self, trackers: Sequence[Tracker], run_dir: str | Path, run_name: str, config: Mapping[str, Any]):
+        for tracker in trackers:
+            package = missing_package(tracker)
+            if package:
+                raise UserError(f"tracker {tracker.name}: needs a package: pip install '{package}'")
+        folder = Path(run_dir)
+        self._workers = [
+            _Worker(tracker.name, folder, partial(_backend, tracker, folder, run_name, config)) for tracker in trackers
+        ]
+
+    async def log(self, step: int, metrics: Metrics, timeout: float = 10.0) -> None:
+        """Hand over one point; returns at once unless a tracker is far behind. `metrics` must not change afterwards.
+
+        Raises UserError when a file could not be written, ServiceFault when a tracker failed, and DeadlineExceeded when one
+        made no room within `timeout` seconds.
+        """
+        point = (step, time.time(), metrics)
+        for worker in self._workers:
+            worker.check()
+            await worker.put(point, timeout)
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """Write out everything, all trackers within `timeout` seconds. Raises the first failure once all had their time."""
+        outcomes = await asyncio.gather(*(self._close(worker, timeout) for worker in self._workers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _close(self, worker: _Worker, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        await worker.put(None, timeout)
+        await worker.join(max(0.0, deadline - time.monotonic()))
+
+
+def _backend(tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> Backend:
+    if tracker.name == "jsonl":
+        return JsonLines(run_dir / run_files.METRICS)
+    if tracker.name == "tensorboard":
+        return TensorBoard(run_dir / run_files.TENSORBOARD)
+    make = WandB if tracker.name == "wandb" else SwanLab
+    return make(tracker, run_dir, run_name, config)

@@ -1,0 +1,158 @@
+"""megatron-core on whatever this process computes on: `prepare` comes before any other import of it.
+
+CUDA is what it is written for. On NPUs MindSpeed's adaptor stands in for what it takes from CUDA. On CPUs its modules, and they
+alone, are given a `torch` in which the few places that name CUDA mean the CPU; nothing of torch itself is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from runtime.errors import UserError
+from runtime.models.limits import MEGATRON_NEEDS_CORE
+from runtime.trainer.megatron import uneven
+
+_USED = (
+    "dist_checkpointing",
+    "dist_checkpointing.strategies.torch",
+    "distributed",
+    "models.gpt.gpt_layer_specs",
+    "models.gpt.gpt_model",
+    "optimizer",
+    "parallel_state",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "transformer.moe.moe_utils",
+    "transformer.transformer_block",
+)
+_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
+_CPU = torch.device("cpu")
+
+
+def prepare(device: torch.device) -> None:
+    """Import what Sluice uses of megatron-core, fit for `device`. Raises UserError, saying what to install."""
+    if device.type == "npu":
+        _import("mindspeed.megatron_adaptor", "engine megatron on NPUs needs MindSpeed: see its own instructions to install it")
+    if device.type == "cpu":
+        # Its functions are compiled when they are first called, for which many machines lack a compiler. Told so by the
+        # environment, torch does not even load its own, which takes seconds.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # kernels that are not installed
+        for name in _USED:
+            _import(f"megatron.core.{name}", f"engine {MEGATRON_NEEDS_CORE}")
+    for told in ("The .grad attribute of a Tensor that is not a leaf", ".*deprecat", ".*CUDA_DEVICE_MAX_CONNECTIONS"):
+        warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
+    # A name that 0.16.1 asks for whenever it routes to experts, and has only with Transformer Engine.
+    vars(sys.modules["megatron.core.transformer.moe.moe_utils"]).setdefault("te_general_gemm", None)
+    if device.type == "cpu":
+        _put_on_cpu()
+    # Version 0.12 asks Transformer Engine to quantise those parameters that are of 8 bits, also where there are none.
+    optimizer: Any = sys.modules["megatron.core.optimizer.distrib_optimizer"]
+    optimizer.quantize_param_shard = lambda *_, **__: None
+    # What was imported stays. Collections that pass it by are quicker: that at the process's end by seconds.
+    gc.collect()
+    gc.freeze()
+
+
+def _import(name: str, advice: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{advice} ({error})") from error
+
+
+class _Facade(types.ModuleType):
+    """The module `real`, some of whose names are replaced."""
+
+    def __init__(self, real: types.ModuleType, **replaced: Any):
+        super().__init__(real.__name__)
+        self.__dict__.update(replaced)
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class _Stream:
+    """The one order in which a CPU computes, where megatron-core means a stream or an event of CUDA's."""
+
+    def wait_stream(self, other: _Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+
+def _put_on_cpu() -> None:
+    stream = _Stream()
+    cuda = _Facade(
+        torch.cuda,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda _: contextlib.nullcontext(),
+        current_device=lambda: _CPU,
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+        manual_seed=lambda _: None,
+    )
+    collectives = _Facade(torch.distributed, all_gather=uneven.all_gather, reduce_scatter=uneven.reduce_scatter)
+    facade = _Facade(torch, cuda=cuda, distributed=collectives, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = facade  # type: ignore[attr-defined]
+    # There is no dropout whose generators recomputation would have to restore.
+    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
+    random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+
+def _on_host(tensor: torch.Tensor | None, as_numpy: bool = False, **_: Any) -> Any:
+    """What megatron-core does with tensors of CUDA alone: collectives want numbers of tokens as an array."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def on_cpu(*args: Any, **options: Any) -> torch.Tensor:
+        if options.get("device") == "cuda":
+            options["device"] = _CPU
+        return make(*args, **options)
+
+    return on_cpu
+
+
+@contextlib.contextmanager
+def moving(device: torch.device) -> Iterator[None]:
+    """Around what asks tensors whether they are CUDA's, or moves them there: the making of models and optimizers, and the
+    passes of version 0.12. On CPUs they then are, and stay.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    type_name, to_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def as_cuda(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        answer = type_name(tensor, *args, **options)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    replaced: Any = torch.Tensor
+    replaced.type, replaced.cuda = as_cuda, lambda tensor, *_, **__: tensor
+    try:
+        yield
+    finally:
+        replaced.type, replaced.cuda = type_name, to_cuda

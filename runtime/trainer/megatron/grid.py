@@ -1,0 +1,116 @@
+"""Where a rank stands among those that hold parts of one model, and those that hold the same part."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from runtime.config import Spread
+from runtime.models.limits import layout_of
+from runtime.process import platform
+
+
+class ProcessGrid:
+    """The process groups of megatron-core, made once a process. Ranks count tensor-parallel first, then context-parallel, then
+    blocks, pipeline stages last.
+
+    All ranks of a model-parallel block are given the same data; blocks have different data.
+    """
+
+    def __init__(self, settings: Spread, device: torch.device, seed: int, timeout: float):
+        """Collective over torch's default group; a single rank that has none gets one."""
+        parallel = settings.parallel
+        self.device = device
+        self.layout = layout_of(parallel)
+        if not dist.is_initialized():
+            backend = platform.collective_backend(settings.backend, device)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout))
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=parallel.expert,
+                distributed_timeout_minutes=math.ceil(timeout / 60),
+            )
+            # Without dropout nothing draws from its generators: the kind meant for inference has none to keep.
+            tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
+        self.tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.context_rank = parallel_state.get_context_parallel_rank()
+        self.expert_rank = parallel_state.get_expert_model_parallel_rank()
+        self.expert_data_rank = parallel_state.get_expert_data_parallel_rank()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.context_group = parallel_state.get_context_parallel_group()
+        self.context = parallel_state.get_context_parallel_world_size()
+        self.data_group = parallel_state.get_data_parallel_group()
+        self.expert_group = parallel_state.get_expert_model_parallel_group()
+        self.blocks = parallel_state.get_data_parallel_world_size()
+        self.block = parallel_state.get_data_parallel_rank()
+        self.model_group = parallel_state.get_model_parallel_group()
+        self.leads = self.tensor_rank == self.context_rank == self.pipeline_rank == 0
+        """Whether this rank is the first of its block, which is given the block's data."""
+        self.places = self._places()
+        """(replica, pipeline stage) by rank, of each first rank of a stage in one of the replicas that hold all experts."""
+        self.leaders = [[rank for rank, (_, at) in self.places.items() if at == stage] for stage in range(parallel.pipeline)]
+        """Those ranks, by stage."""
+        self.stages: list[int] = dist.get_process_group_ranks(self.pipeline_group)
+        self.last = self.pipeline_rank == parallel.pipeline - 1
+        """Whether this rank's stage is the last one, which computes the loss."""
+
+    def _places(self) -> dict[int, tuple[int, int]]:
+        own = [self.expert_data_rank, self.pipeline_rank, int(self.tensor_rank == self.expert_rank == 0)]
+        told = torch.tensor(own, dtype=torch.int32, device=self.device)
+        of_ranks = [torch.empty_like(told) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, told)
+        rows = enumerate(row.tolist() for row in of_ranks)
+        return {rank: (replica, stage) for rank, (replica, stage, first) in rows if first}
+
+    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of `part` over the blocks, of its dtype and on its device."""
+        # NPUs reduce nothing wider than float32.
+        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
+        dist.all_reduce(whole, group=self.data_group)
+        return whole.to(part)
+
+    def of_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the last stage has; `tensor` has that shape and dtype on every stage, and is overwritten on the others."""
+        if len(self.stages) > 1:
+            dist.broadcast(tensor, self.stages[-1], group=self.pipeline_group)
+        return tensor
+
+    def bytes_of_last_stage(self, data: bytes) -> bytes:
+        return data if len(self.stages) == 1 else self._broadcast(data, self.stages[-1], self.pipeline_group)
+
+    def bytes_of_leader(self, data: bytes) -> bytes:
+        """What the first rank of this rank's block has."""
+        for group in (self.context_group, self.model_group):
+            ranks = dist.get_process_group_ranks(group)
+            data = data if len(ranks) == 1 else self._broadcast(data, ranks[0], group)
+        return data
+
+    def _broadcast(self, data: bytes, source: int, group: Any) -> bytes:
+        size = torch.tensor([len(data)], device=self.device)
+        dist.broadcast(size, source, group=group)
+        if dist.get_rank() == source:
+            payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
+        else:
+            payload = torch.empty(max(1, int(size)), dtype=torch.uint8, device=self.device)
+        dist.broadcast(payload, source, group=group)
+        return payload.cpu().numpy().tobytes()[: int(size)]
+
+    def host_group(self, timeout: float) -> Any:
+        """A group of its own of all ranks, for tensors on the host: what a thread beside the engine's uses. Collective."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def close(self) -> None:
+        parallel_state.destroy_model_parallel()
+        for name in vars(parallel_state):  # groups that it forgets would keep their ports
+            if isinstance(getattr(parallel_state, name), dist.ProcessGroup):
+                setattr(parallel_state, name, None)

@@ -1,0 +1,95 @@
+"""Whether a converted model computes what it did: its logits in the trainer's model against transformers' own.
+
+In float32 on the CPU, in this process, each model whole: for a model of n parameters about 12 n bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.config import Trainer
+from runtime.errors import InvariantViolated, UserError
+from runtime.models import hf_config
+from runtime.models.families import FAMILIES, Family
+from runtime.models.families.family import EMBEDDING
+from runtime.models.hf_config import ModelConfig
+from runtime.models.packed_attention import Packing
+from runtime.trainer import batch as train_batch
+from runtime.trainer.megatron import facade
+
+TOKENS = 64  # of the one sequence that both models read
+TOLERANCE = 1e-4  # of the largest logit; what rounding comes to is below a tenth of it
+
+
+def require(family: Family) -> None:
+    """Raises UserError when the check cannot be made: megatron-core is missing, or the model has no logits."""
+    if family.value_head:
+        raise UserError("--check-logits: a model with a value head has no logits; leave one of the two options out")
+    try:
+        facade.prepare(torch.device("cpu"))
+    except UserError as error:
+        raise UserError(f"--check-logits: {error}") from error
+
+
+@torch.no_grad()
+def largest_difference(family: Family, weights: dict[str, torch.Tensor], hf: Path) -> float:
+    """Between the logits that converted weights, by their Hugging Face names, and the folder `hf`, which hold the same model,
+    give for the same random tokens. Empties `weights`.
+
+    Raises InvariantViolated when it is more than rounding, UserError for a rope scaling that the trainer has not.
+    """
+    shape = hf_config.read_config(hf, FAMILIES)
+    tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    dtype = weights[EMBEDDING].dtype
+    logits = _core_logits(family, shape, weights, tokens)
+    expected = _transformers_logits(hf, dtype, tokens)
+    difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
+    if not difference <= TOLERANCE * largest:
+        raise InvariantViolated(
+            f"the converted model: its logits differ from those of {hf} by up to {difference:.1e}, of {largest:.1e}"
+        )
+    return difference
+
+
+def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """[TOKENS, vocabulary]. Empties `weights`."""
+    from runtime.trainer.megatron.grid import ProcessGrid
+    from runtime.trainer.megatron.model import PackedModel, transformer_config
+
+    alone, cpu = Trainer(), torch.device("cpu")
+    grid = ProcessGrid(alone, cpu, seed=0, timeout=60.0)
+    try:
+        with facade.moving(cpu):
+            described = transformer_config(shape, family.shape.experts, alone, torch.float32)
+            model = PackedModel(described, shape, shape.vocab_size, value_head=False).eval()
+        parameters = dict(model.named_parameters())
+        for parameter in family.parameters(grid.layout):
+            parameters.pop(parameter.name).copy_(parameter.from_hf(weights.__getitem__))
+        if parameters:
+            raise InvariantViolated(f"the mapping has no row for megatron-core's {', '.join(parameters)}")
+        weights.clear()
+        every = torch.arange(TOKENS)
+        packing = Packing(rows=[every[None]], cells=every)
+        nothing = train_batch.nothing((), cpu)
+        logits: torch.Tensor = model(
+            replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
+        )
+        return logits
+    finally:
+        grid.close()
+        dist.destroy_process_group()
+
+
+def _transformers_logits(folder: Path, dtype: torch.dtype, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    for parameter in model.parameters():  # not the rope's frequencies, which stay as they are
+        parameter.data = parameter.data.to(dtype).float()
+    logits: torch.Tensor = model.eval()(input_ids=tokens, use_cache=False).logits[0]
+    return logits

@@ -1,0 +1,217 @@
+"""A GPTModel of megatron-core from a Hugging Face description, for packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import megatron.core
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from runtime.config import Spread, Trainer
+from runtime.errors import UserError
+from runtime.models.families.shape import ExpertShape
+from runtime.models.hf_config import ModelConfig
+from runtime.models.limits import uncut
+from runtime.models.packed_attention import packed_attention
+from runtime.rollout.torch import decoder
+from runtime.trainer.batch import MicroBatch
+
+
+class Norm(torch.nn.RMSNorm):
+    """torch's, as a layer's specification has it: megatron-core's own refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps)
+        # Its gradient is summed over the tensor-parallel ranks, each of which saw a part of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PackedAttention(torch.nn.Module):
+    """The core attention. How tokens are packed comes as the attention's bias: nothing on the way looks at that.
+
+    Context-parallel ranks have T tokens each, and gather their keys and values; these gradients are summed over the ranks.
+    """
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+        self._group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, *, attention_bias: Any, **_: Any
+    ) -> torch.Tensor:
+        """[T, 1, heads, d] each, key and value of fewer heads -> [T, 1, heads · d]."""
+        if self._group.size() > 1:
+            both = torch.cat((key, value), -1)
+            key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).chunk(2, -1)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias)
+        return output[0].flatten(1).unsqueeze(1)
+
+
+class PackedModel(GPTModel):
+    """This rank's part. It takes a micro-batch, and gives what the next stage takes, or, on the last one, logits [N, v]: of the
+    tokens that predict the trained ones, for the part of the vocabulary that is this rank's. With a value head, values [N].
+    """
+
+    def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
+        super().__init__(
+            config,
+            TransformerBlockSubmodules(layer_specs=_layers(config), layer_norm=Norm),
+            vocab_size=padded_vocabulary,
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied and not value_head,
+            position_embedding_type="none",
+        )
+        share = padded_vocabulary // config.tensor_model_parallel_size
+        self.vocabulary_start = share * parallel_state.get_tensor_model_parallel_rank()
+        self._vocabulary_share = min(share, max(0, shape.vocab_size - self.vocabulary_start))  # without padding
+        self._value_head = value_head
+        if value_head and self.post_process:
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self._frequencies = decoder.rope_frequencies(shape)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=batch.input_ids, position_ids=batch.position_ids)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(batch.position_ids[0]),
+            attention_bias=batch.packing,
+        )
+        if not self.post_process:
+            return hidden
+        return self._values(hidden, batch.predictors) if self._value_head else self._logits(hidden, batch.predictors)
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """[T, 1, 1, head_dim]. Replies go on from where their prompt ends, wherever it lies."""
+        angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
+        return torch.cat((angles, angles), -1)[:, None, None]
+
+    def _logits(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+        if self.config.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            chosen = whole[:, 0].index_select(0, predictors)
+        else:
+            chosen = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, predictors))
+        weight = self.output_layer.weight
+        if self.pre_process and self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        return F.linear(chosen, weight[: self._vocabulary_share])
+
+    def _values(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+        """float32, the same on every tensor-parallel rank."""
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        values: torch.Tensor = self.output_layer(hidden[:, 0].index_select(0, predictors))
+        return values[:, 0].float()
+
+
+def _layers(config: TransformerConfig) -> list[ModuleSpec]:
+    """Of this rank's stage."""
+    sparse: Any = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    kinds = {kind: _layer(config, config.num_moe_experts if kind else None) for kind in set(sparse)}
+    first = get_transformer_layer_offset(config)
+    return [kinds[sparse[first + index]] for index in range(get_num_layers_to_build(config))]
+
+
+def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
+    return spec
+
+
+def require_stages(shape: ModelConfig, settings: Spread) -> None:
+    """Raises UserError where this version of megatron-core cannot cut such a model into pipeline stages."""
+    if fault := uncut(shape.tied, settings.parallel.pipeline, megatron.core.__version__):
+        raise UserError(fault)
+
+
+def _stages(layers: Sequence[int]) -> dict[str, Any]:
+    """Where the pipeline's stages differ. Those in the middle are alike; of two, the last has the rest."""
+    if len(layers) < 2:
+        return {}
+    last = {"num_layers_in_last_pipeline_stage": layers[-1]} if len(layers) > 2 else {}
+    return {"num_layers_in_first_pipeline_stage": layers[0], **last}
+
+
+def transformer_config(
+    shape: ModelConfig, experts: ExpertShape | None, settings: Spread, dtype: torch.dtype
+) -> TransformerConfig:
+    """What megatron-core needs to know of a model of this shape."""
+    parallel = settings.parallel
+    options: dict[str, Any] = {}
+    if isinstance(settings, Trainer) and settings.activation_checkpointing:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if experts is not None:
+        options |= _routing(experts, shape.layers, parallel.expert)
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        **_stages(parallel.layers_per_stage),
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,  # every micro-batch has its own
+        moe_token_dispatcher_type="alltoall",  # which that asks for
+        calculate_per_token_loss=True,  # gradients are sums; the step divides them
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,  # the weights are read from a folder
+        # No kernels that only CUDA, or only Apex, has.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **options,
+    )
+
+
+def _routing(experts: ExpertShape, layers: int, parallel: int) -> dict[str, Any]:
+    """As transformers routes: logits in the model's dtype, their softmax in float32. No token is dropped, no loss balances."""
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(layers)],
+        "moe_router_topk": experts.per_token,
+        # The softmax over the chosen experts alone is that over all of them, normalised.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel,
+    }

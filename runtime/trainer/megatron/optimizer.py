@@ -1,0 +1,230 @@
+"""megatron-core's distributed optimizer: gradients summed over the blocks, master weights and Adam's moments shared out.
+
+With `overlap` both collectives of an update run beside computation. The gradients of a bucket are summed as soon as the
+update's last backward pass has made them: whoever runs it says so (`passes`), as an update's micro-batches may come in several
+calls. The new weights are gathered while the next forward pass begins, each layer of which waits for its own; whoever reads
+weights otherwise waits for all (`settle`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as core
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+
+from runtime.config import Optimizer
+from runtime.trainer.megatron import facade
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""What the optimizer keeps of each weight: itself in float32, and Adam's moments."""
+
+
+class MegatronOptimizer:
+    """A model's gradients, as sums over everything that was added since they were cleared, and its updates by AdamW."""
+
+    def __init__(
+        self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = False
+    ):
+        """`model` holds the weights to begin with. Biases and norms do not decay."""
+        self._decay = options.weight_decay
+        self.device = device
+        self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._expert_blocks = parallel_state.get_expert_data_parallel_group()
+        self._config: Any = model.config
+        self._overlaps = overlap and dist.get_world_size(self._blocks) > 1
+        self.model = DistributedDataParallel(
+            config=self._config,
+            ddp_config=DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=self._overlaps,
+                overlap_param_gather=self._overlaps,
+                align_param_gather=True,  # `step` begins all of it
+            ),
+            module=model,
+        )
+        if self._overlaps:
+            self._await_head(model)
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=options.learning_rate,
+            min_lr=0.0,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,  # the step clips
+        )
+        with facade.moving(device):
+            self.optimizer = core.get_megatron_optimizer(settings, [self.model], **_no_decay(settings))
+        self._make_moments()
+
+    def clear(self) -> None:
+        for buckets in self._buckets():
+            if buckets.grad_reduce_handle is not None:  # of an update that is given up
+                buckets.grad_reduce_handle.wait()
+                buckets.grad_reduce_handle = None
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of this rank's part of the model, before `finish` those of its block alone."""
+        return [parameter.main_grad for parameter in self.model.parameters()]
+
+    @contextlib.contextmanager
+    def passes(self, last: bool) -> Iterator[None]:
+        """Around one run of megatron-core's schedules: the last of an update, behind which comes `finish`, or another one."""
+        self._config.no_sync_func = (
+            self.model.no_sync if last else None
+        )  # the schedule's, around all but the last backward pass
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            yield
+
+    def settle(self) -> None:
+        """Wait until this rank has all weights as the last step made them."""
+        for buckets in self._buckets():
+            if buckets.param_gather_handle is not None:
+                buckets.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def finish(self) -> float:
+        """Sum the gradients over the blocks. Returns their squared norm, of the whole model; perhaps NaN."""
+        if self._overlaps:
+            self.settle()  # there may have been no pass since the last step
+            for buckets in self._buckets():
+                # The last groups may all be without gradient, so that no backward pass has begun it. The first one never does,
+                # but with version 0.12.
+                if buckets.grad_reduce_handle is None and not getattr(buckets, "is_first_batch", False):
+                    buckets.start_grad_sync()
+        finalize_model_grads([self.model], None)
+        self.optimizer.prepare_grads()
+        total = torch.zeros((), dtype=torch.float32 if self.device.type == "npu" else torch.float64, device=self.device)
+        for part in self._parts():
+            for gradient in part.get_main_grads_for_grad_norm():
+                total += torch.linalg.vector_norm(gradient).to(total).square()
+        dist.all_reduce(total)
+        return float(total)
+
+    def step(self, scale: float, rate: float) -> None:
+        """Update the weights by the gradients that `finish` left, times `scale`."""
+        parameters = [parameter for part in self._parts() for parameter in part.get_parameters()]
+        torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self._decay * group.get("wd_mult", 1.0)
+        self.optimizer.step_with_ready_grads()
+        if self._overlaps:
+            self.model.start_param_sync()
+        self._count += 1
+
+    def _buckets(self) -> Iterator[Any]:
+        """What is summed, or gathered, together."""
+        yield from self.model.bucket_groups
+        yield from self.model.expert_parallel_bucket_groups
+
+    def _await_head(self, model: Any) -> None:
+        """The head's weights are read without a call of its module, which megatron-core would have wait for them."""
+        head = getattr(getattr(model, "output_layer", None), "weight", None)
+        if head is not None:
+            buckets = self.model.param_to_bucket_group[head]
+            model.decoder.final_layernorm.register_forward_pre_hook(
+                lambda *_: buckets.finish_param_sync(skip_next_bucket_dispatch=True)
+            )
+
+    def _parts(self) -> Iterator[Any]:
+        yield from getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    # ------------------------------------------------------------------------------------------ its state
+
+    def tensors(self, kind: str) -> Iterator[torch.Tensor]:
+        """What lies on the device of the kind "param", "grad" or "optimizer": all that the parameters, their gradients, or what
+        the optimizer has besides are views of."""
+        buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
+        if kind == "param":
+            yield from (buffer.param_data for buffer in buffers)
+        elif kind == "grad":
+            yield from (buffer.grad_data for buffer in buffers)
+        else:
+            weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+            for part in self._parts():
+                for master in part.get_parameters():
+                    if master.untyped_storage().data_ptr() not in weights:  # as it does in float32
+                        yield master
+                    yield from self._moments(part, master).values()
+
+    @property
+    def count(self) -> int:
+        """How often Adam has stepped."""
+        return self._count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._count = count
+        for part in self._parts():
+            for group in part.optimizer.param_groups:
+                if isinstance(part.optimizer, torch.optim.AdamW):
+                    for parameter in group["params"]:
+                        part.optimizer.state[parameter]["step"] = torch.tensor(float(count))
+                else:  # a fused one counts by group
+                    group["step"] = count
+
+    def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """By kind, float32 of the parameter's shape: what the blocks share out. Collective over those that hold it."""
+        wholes = torch.zeros(len(KINDS), parameter.numel(), device=self.device)
+        held = self._held(parameter)
+        if held is not None:
+            begin, end, parts = held
+            for whole, kind in zip(wholes, KINDS, strict=True):
+                whole[begin:end] = parts[kind]
+        # megatron-core so marks what other expert ranks do not hold.
+        everywhere = getattr(parameter, "allreduce", True)
+        dist.all_reduce(wholes, group=self._blocks if everywhere else self._expert_blocks)
+        return {kind: whole.view(parameter.shape) for kind, whole in zip(KINDS, wholes, strict=True)}
+
+    @torch.no_grad()
+    def scatter(self, parameter: torch.nn.Parameter, wholes: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `gather` gave."""
+        held = self._held(parameter)
+        if held is not None:
+            begin, end, parts = held
+            for kind, part in parts.items():
+                part.copy_(wholes[kind].flatten()[begin:end])
+
+    def _held(self, parameter: torch.nn.Parameter) -> tuple[int, int, dict[str, torch.Tensor]] | None:
+        """Which elements of `parameter` this rank updates, and their state by kind; None for none of them."""
+        for part in self._parts():
+            if parameter in part.model_param_group_index_map:
+                group, order = part.model_param_group_index_map[parameter]
+                master = part.optimizer.param_groups[group]["params"][order]
+                where = part._get_model_param_range_map(parameter)["param"]
+                return where.start, where.end, {"master": master.detach(), **self._moments(part, master)}
+        return None
+
+    @staticmethod
+    def _moments(part: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {kind: part.optimizer.state[master][kind] for kind in KINDS[1:]}
+
+    def _make_moments(self) -> None:
+        """As they are before the first step: a checkpoint's are loaded into those that exist."""
+        for part in self._parts():
+            for parameter in part.get_parameters():
+                zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in KINDS[1:]}
+                part.optimizer.state[parameter] = zeros
+        self.count = 0
+
+
+def _no_decay(settings: OptimizerConfig) -> dict[str, Any]:
+    """What older versions do unasked, newer ones want to be told."""
+    if "config_overrides" in inspect.signature(core.get_megatron_optimizer).parameters:
+        return {"config_overrides": core.get_standard_config_overrides(settings)}
+    return {}

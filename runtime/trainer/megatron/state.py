@@ -1,0 +1,139 @@
+"""A training engine's state on disk as megatron-core shards it: any layout reads what any other has written.
+
+megatron/           dist_checkpointing's: weights, master weights and Adam's moments; and the Hugging Face folder's description
+trainer.json        format, engine, step, Adam's step count, coefficient of the KL term
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+
+from runtime.errors import UserError
+from runtime.models import hf_policy
+from runtime.trainer.megatron.core_checkpoint import FOLDER, OWN, TRAINER
+from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
+from runtime.trainer.megatron.writer import Writer
+from runtime.trainer.model import TrainingPosition
+
+FORMAT = 1
+ENGINE = "megatron"
+
+
+def prepare(
+    folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
+) -> Callable[[], None]:
+    """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not: `Writer.write`.
+
+    Collective. Configuration and tokenizer are `source`'s.
+    """
+    target = folder / FOLDER
+    if dist.get_rank() == 0:
+        target.mkdir()
+        description = {
+            "format": FORMAT,
+            "engine": ENGINE,
+            "step": position.step,
+            "optimizer_updates": updates.count,
+            "kl_coefficient": position.kl_coefficient,
+        }
+        (folder / TRAINER).write_text(json.dumps(description) + "\n", encoding="utf-8")
+    dist.barrier()
+    dist_checkpointing.save(_saved(updates), str(target), writer)
+    if dist.get_rank() == 0:
+        hf_policy.write_description(source, target, None, but=(OWN,))
+    return writer.write
+
+
+def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
+    """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
+    description = _description(folder)
+    target = str(folder / FOLDER)
+    wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
+    _require_same(folder, wanted, dist_checkpointing.load_tensors_metadata(target))
+    found = dist_checkpointing.load(wanted, target)
+    updates.model.module.load_state_dict(found["model"])
+    for name, parameter in updates.model.module.named_parameters():
+        updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
+    updates.count = description["optimizer_updates"]
+    return TrainingPosition(description["step"], description["kl_coefficient"])
+
+
+def _saved(updates: MegatronOptimizer) -> dict[str, Any]:
+    """`_described`, with copies on the host: what several ranks hold is copied, and written, by one of them."""
+
+    def wholes(parameter: torch.nn.Parameter, entry: Any) -> dict[str, torch.Tensor]:
+        return {kind: _host_copy(whole, entry) for kind, whole in updates.gather(parameter).items()}
+
+    tree = _described(updates, wholes)
+    for name, entry in tree["model"].items():
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
+            tree["model"][name] = replace(entry, data=_host_copy(entry.data.detach(), entry))
+    return tree
+
+
+def _host_copy(tensor: torch.Tensor, entry: Any) -> torch.Tensor:
+    """A copy of its own; where another rank writes `entry`, its shape alone."""
+    return tensor.to("cpu", copy=True) if is_main_replica(entry.replica_id) else tensor.to("meta")
+
+
+def _described(
+    updates: MegatronOptimizer, wholes: Callable[[torch.nn.Parameter, Any], Mapping[str, torch.Tensor]]
+) -> dict[str, Any]:  # fmt: skip
+    """What is saved, or loaded into: the parameters as they are, and each one's master weights and moments alike, as `wholes`
+    gives them by kind for a parameter and its description.
+
+    megatron-core's own description of its optimizer's state does not fit torch's AdamW, and pads where it must not.
+    """
+    model = updates.model.module.sharded_state_dict(prefix="")
+    entries = {id(entry.data): entry for entry in model.values() if hasattr(entry, "data")}
+    optimizer: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    for name, parameter in updates.model.module.named_parameters():
+        entry = entries[id(parameter)]
+        for kind, whole in wholes(parameter, entry).items():
+            known = {"dtype": whole.dtype} if isinstance(entry, ShardedTensor) else {}
+            optimizer[kind][name] = replace(entry, key=f"optimizer.{kind}.{entry.key}", data=whole, **known)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    try:
+        description: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"checkpoint {folder}: {TRAINER} cannot be read: {error}") from error
+    if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
+        raise UserError(
+            f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "
+            f"engine {ENGINE} reads its own, format {FORMAT}"
+        )
+    return description
+
+
+def _require_same(folder: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Names and global shapes. The vocabulary's padding depends on the layout."""
+    wrong = []
+    for tensor in _tensors(wanted):
+        found = saved.get(tensor.key)
+        padded = tensor.allow_shape_mismatch and found is not None
+        if found is None or (tuple(found.global_shape) != tuple(tensor.global_shape) and not padded):
+            wrong.append(tensor.key)
+    if wrong:
+        raise UserError(f"checkpoint {folder}: is of another model; {len(wrong)} tensors differ, such as {min(wrong)}")
+
+
+def _tensors(tree: Any) -> Iterator[ShardedTensor]:
+    if isinstance(tree, ShardedTensor):
+        yield tree
+    elif isinstance(tree, ShardedTensorFactory):
+        yield from _tensors(tree.build())
+    elif isinstance(tree, (dict, list)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(each)

@@ -1,0 +1,139 @@
+"""A model's weights in Hugging Face names: into a rank's part when training starts, and out of all ranks' parts afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import groupby, repeat
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from runtime.errors import UserError
+from runtime.models.families import Family, Parameter, family_for
+from runtime.models.hf_weights import WeightFiles
+from runtime.trainer.megatron.grid import ProcessGrid
+
+
+def read_family(path: str, value_head: bool) -> Family:
+    """The mapping of the model in folder `path`. Raises UserError."""
+    file = Path(path) / "config.json"
+    try:
+        return family_for(json.loads(file.read_text(encoding="utf-8")), str(file), value_head=value_head)
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"model {file}: cannot be read: {error}") from error
+
+
+class ModelWeights:
+    """The weights of this rank's `model`. What is collective is so over the ranks that hold all of the model once: other
+    replicas pass it by.
+    """
+
+    def __init__(self, family: Family, model: torch.nn.Module, grid: ProcessGrid):
+        self._family, self._grid = family, grid
+        self._parameters = dict(model.named_parameters())
+        for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
+            # Of what the ranks hold the same, the gradient counts once in the norm. megatron-core says so only where it
+            # initialises the weights.
+            self._parameters[each.name].tensor_model_parallel = each.split is not None  # type: ignore[attr-defined]
+        self.shapes = family.tensors()
+        """Of the Hugging Face tensors, in the order in which `wholes` gives them."""
+
+    def parameters(self, stage: int, expert_rank: int) -> list[Parameter]:
+        """As the ranks of pipeline stage `stage` hold them that are expert rank `expert_rank`."""
+        grid = self._grid
+        coordinates = {"tensor_rank": grid.tensor_rank, "pipeline_rank": stage, "expert_rank": expert_rank}
+        return self._family.parameters(grid.layout, **coordinates)
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """Read this rank's part from the Hugging Face folder `path`, and no more. Raises UserError when it does not fit."""
+        files = WeightFiles(path)
+        self._family.require_tensors(files.shapes, f"model {path}")
+        mine = self.parameters(self._grid.pipeline_rank, self._grid.expert_rank)
+        assert {each.name for each in mine} == self._parameters.keys()
+        with files.slices() as read:
+            for each in mine:
+                known = all(
+                    source.name in files.shapes for source in each.sources
+                )  # but for a value head that is to begin at 0
+                self._parameters[each.name].copy_(each.from_hf(read) if known else torch.zeros(each.shape))
+
+    def stages(self) -> list[int]:
+        """For each of `shapes`, the pipeline stage that holds it."""
+        found = {
+            source.name: stage
+            for stage in range(self._grid.layout.pipeline)
+            for _, each in self._rows(stage)
+            if not each.copy
+            for source in each.sources
+        }
+        return [found[name] for name in self.shapes]
+
+    @torch.no_grad()
+    def wholes(self, dtype: torch.dtype, targets: Mapping[str, int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank `targets[name]`, one of the grid's leaders, each Hugging Face tensor in `dtype`, one at a time; without
+        `targets` all are on rank 0. The others send their pieces meanwhile."""
+        for stage in range(self._grid.layout.pipeline):
+            for expert_rank, each in self._rows(stage):
+                if not each.copy:
+                    yield from self._whole(each, stage, expert_rank, dtype, targets or {})
+
+    def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
+        """All parameters of a stage and the expert rank that each is taken from: a layer's experts in the order of their
+        numbers, the rest from the first."""
+        of_ranks = [self.parameters(stage, expert_rank) for expert_rank in range(self._grid.layout.expert)]
+        for expert, rows in groupby(zip(*of_ranks, strict=True), lambda row: row[0].expert):
+            columns = enumerate(zip(*rows, strict=True))
+            yield from ((rank, each) for rank, column in columns if expert or rank == 0 for each in column)
+
+    def _whole(
+        self, each: Parameter, stage: int, expert_rank: int, dtype: torch.dtype, targets: Mapping[str, int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Within each target's replica of the model, by way of the stage's first expert rank."""
+        grid = self._grid
+        places = [grid.places[targets.get(source.name, 0)] for source in each.sources]
+        if all(replica != grid.expert_data_rank for replica, _ in places):
+            return
+        held: Iterator[torch.Tensor | None] = repeat(None)
+        if (grid.pipeline_rank, grid.expert_rank) == (stage, expert_rank):
+            pieces = self._pieces(each, self._parameters[each.name].to(dtype))
+            held = (whole for _, whole in each.to_hf(pieces)) if grid.tensor_rank == 0 else held
+        if grid.tensor_rank:
+            return
+        for source, (replica, target), whole in zip(each.sources, places, held):  # noqa: B905 - the one without end
+            if replica != grid.expert_data_rank:
+                continue
+            empty = partial(torch.empty, source.shape, dtype=dtype, device=grid.device)
+            if grid.pipeline_rank == stage:
+                whole = _moved(whole, expert_rank, 0, grid.expert_group, empty)
+            if grid.expert_rank == 0:
+                whole = _moved(whole, stage, target, grid.pipeline_group, empty)
+                if grid.pipeline_rank == target and whole is not None:
+                    yield source.name, whole
+
+    def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
+        """Those of the tensor-parallel ranks."""
+        if each.pieces == 1:
+            return [own]
+        pieces = [torch.empty_like(own) for _ in range(each.pieces)]
+        dist.all_gather(pieces, own.contiguous(), group=self._grid.tensor_group)
+        return pieces
+
+
+def _moved(
+    tensor: torch.Tensor | None, origin: int, target: int, group: dist.ProcessGroup, empty: Callable[[], torch.Tensor]
+) -> torch.Tensor | None:
+    """What rank `origin` of `group` has, on its rank `target`; on the others what they have."""
+    if origin == target:
+        return tensor
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() == ranks[origin]:
+        assert tensor is not None
+        dist.send(tensor.contiguous(), ranks[target], group=group)
+    elif dist.get_rank() == ranks[target]:
+        tensor = empty()
+        dist.recv(tensor, ranks[origin], group=group)
+    return tensor

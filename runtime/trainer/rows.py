@@ -1,0 +1,186 @@
+"""From groups as they travel to the arrays that a training step computes on. numpy on the host.
+
+B rows (samples), R reply tokens of one sample, `flat` arrays hold all replies back to back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from runtime import codec
+from runtime.errors import InvalidMessage
+from runtime.trainer import ragged
+from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
+
+_SAMPLE_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int64"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The samples of some groups. `reference` and `values` are None where the algorithm has no use for them."""
+
+    prompts: np.ndarray  # int32, flat over groups
+    prompt_start: np.ndarray  # int64 [groups]
+    prompt_length: np.ndarray  # int64 [groups]
+    group_id: np.ndarray  # int64 [groups]
+    mini_batch: np.ndarray  # int64 [groups]
+    group: np.ndarray  # int64 [B], from 0
+    sample: np.ndarray  # int64 [B], index within its group
+    start: np.ndarray  # int64 [B], of the reply in the flat arrays
+    length: np.ndarray  # int64 [B], R
+    tokens: np.ndarray  # int32 flat
+    mask: np.ndarray  # bool flat; false throughout a sample that is not valid
+    behaviour: np.ndarray  # float32 flat
+    steps: np.ndarray  # int64 flat, step of the version that sampled the token
+    reference: np.ndarray | None  # float32 flat
+    values: np.ndarray | None  # float32 flat
+    rewards: np.ndarray  # float32 [B]
+    truncated: np.ndarray  # bool [B], whether the reply was cut off by length
+    valid: np.ndarray  # bool [B]
+
+    def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
+        lengths = self.length[rows]
+        out = np.zeros((len(rows), int(lengths.max(initial=0))), np.float32)
+        out[np.repeat(np.arange(len(rows)), lengths), ragged.ramps(lengths)] = flat[ragged.spans(self.start[rows], lengths)]
+        return out
+
+    def by_group(self, flat: np.ndarray) -> list[np.ndarray]:
+        """`flat` of the replies of each group."""
+        sizes = np.bincount(self.group, weights=self.length, minlength=len(self.group_id)).astype(np.int64)
+        return [flat[begin : begin + size] for begin, size in zip(ragged.starts(sizes), sizes, strict=True)]
+
+    def trained(self) -> np.ndarray:
+        """bool [B]: whether the sample has a token to train on."""
+        totals = np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
+        return totals[self.start + self.length] > totals[self.start]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the algorithm takes besides samples and rewards."""
+
+    reference: bool = False
+    values: bool = False
+
+
+def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
+    """Decode and check; nothing is computed from a batch that does not meet its schema.
+
+    Raises InvalidMessage, naming the group.
+    """
+    payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
+    references = [_reference(group) for group in groups] if needs.reference else None
+    values = [_values(group) for group in groups] if needs.values else None
+    for index, (group, payload) in enumerate(zip(groups, payloads, strict=True)):
+        given = [part[index] for part in (references, values) if part is not None]
+        _check(group, payload, vocab_size, given)
+    return _rows(groups, payloads, references, values)
+
+
+def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int) -> Rows:
+    """As `decode_groups`, of groups that are not scored yet: rewards are 0, and all samples valid."""
+    payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
+    groups = [
+        TrainGroup(
+            group_id=request.group_id,
+            tokens=0,  # which nobody asks for
+            payload=request.payload,
+            rewards=np.zeros(len(payload.samples), np.float32),
+            valid=np.ones(len(payload.samples), np.uint8),
+        )
+        for request, payload in zip(requests, payloads, strict=True)
+    ]
+    for group, payload in zip(groups, payloads, strict=True):
+        _check(group, payload, vocab_size, [])
+    return _rows(groups, payloads, None, None)
+
+
+def _rows(
+    groups: Sequence[TrainGroup],
+    payloads: Sequence[GroupPayload],
+    references: Sequence[Logprobs] | None,
+    values: Sequence[Values] | None,
+) -> Rows:
+    samples = [sample for payload in payloads for sample in payload.samples]
+    sizes = np.array([len(payload.samples) for payload in payloads], np.int64)
+    length = np.array([len(sample.tokens) for sample in samples], np.int64)
+    prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
+    valid = _concatenate([group.valid for group in groups], np.uint8) != 0
+    return Rows(
+        prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
+        prompt_start=ragged.starts(prompt_length),
+        prompt_length=prompt_length,
+        group_id=np.array([group.group_id for group in groups], np.int64),
+        mini_batch=np.array([group.mini_batch for group in groups], np.int64),
+        group=np.repeat(np.arange(len(payloads)), sizes),
+        sample=ragged.ramps(sizes),
+        start=ragged.starts(length),
+        length=length,
+        tokens=_concatenate([sample.tokens for sample in samples], np.int32),
+        mask=(_concatenate([sample.loss_mask for sample in samples], np.uint8) != 0) & np.repeat(valid, length),
+        behaviour=_concatenate([sample.logprobs for sample in samples], np.float32),
+        steps=_concatenate([sample.versions for sample in samples], np.int64) & 0xFFFFFFFF,
+        reference=None if references is None else _concatenate([part.values for part in references], np.float32),
+        values=None if values is None else _concatenate([part.values for part in values], np.float32),
+        rewards=_concatenate([group.rewards for group in groups], np.float32),
+        truncated=np.array([sample.finish_reason == "length" for sample in samples], bool),
+        valid=valid,
+    )
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """The samples of all `parts`, at least one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
+    # What points into other arrays moves by what lies before the part.
+    for name, target in (("prompt_start", "prompts"), ("group", "prompt_start"), ("start", "tokens")):
+        before = ragged.starts(np.array([len(array) for array in joined[target]], np.int64))
+        joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
+    whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
+    return Rows(**whole)
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _reference(group: TrainGroup) -> Logprobs:
+    if group.reference is None:
+        raise InvalidMessage(
+            f"group {group.group_id}: has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
+        )
+    return codec.decode(Logprobs, group.reference)
+
+
+def _values(group: TrainGroup) -> Values:
+    if group.values is None:
+        raise InvalidMessage(f"group {group.group_id}: has no values, but algorithm.advantage needs a critic's")
+    return codec.decode(Values, group.values)
+
+
+def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values]) -> None:
+    where = f"group {group.group_id}"
+    n = len(payload.samples)
+    if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
+        raise InvalidMessage(
+            f"{where}: the payload is of group {payload.group_id} with {n} samples, "
+            f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
+        )
+    for index, sample in enumerate(payload.samples):
+        lengths = {len(sample.tokens), len(sample.loss_mask), len(sample.logprobs), len(sample.versions)}
+        if len(lengths) != 1:
+            raise InvalidMessage(f"{where}, sample {index}: arrays of different lengths {sorted(lengths)}")
+        for field, dtype in _SAMPLE_DTYPES.items():
+            if getattr(sample, field).dtype != dtype:
+                raise InvalidMessage(f"{where}, sample {index}: {field} is {getattr(sample, field).dtype}, not {dtype}")
+    payload.check(vocab_size)
+    tokens = sum(len(sample.tokens) for sample in payload.samples)
+    for part in given:
+        if len(part.values) != tokens:
+            raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} for other replies")

@@ -1,0 +1,236 @@
+"""A training engine's state on disk: safetensors and JSON, whole tensors, so that any number of ranks reads it back.
+
+model/              a Hugging Face folder, float32
+adapter/            in its stead where adapters are trained: they alone, as PEFT has them
+optimizer*.safetensors   Adam's moments: `exp_avg.NAME`, `exp_avg_sq.NAME`
+rng.safetensors     the generators' states: `RANK.DEVICE`
+trainer.json        format, step, Adam's step count, coefficient of the KL term, the section `lora`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from runtime.errors import UserError
+from runtime.models import hf_policy
+from runtime.process import platform
+from runtime.trainer import lora
+from runtime.trainer.fsdp import sharding
+from runtime.trainer.lora import Adapters
+from runtime.trainer.model import RankPlace, TrainingPosition
+from runtime.weights.plan import TensorSpec
+
+FORMAT = 1
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What is saved, and where it is restored to. `parameters` are what is trained: the model's, or those of `adapters`."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.AdamW
+    position: TrainingPosition
+    rank_place: RankPlace
+    adapters: Adapters | None = None
+
+
+def save(folder: Path, state: TrainingState, source: str) -> None:
+    """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer are `source`'s."""
+    _write_weights(folder, state, source)
+    updates = _updates(state)
+    if updates:
+        moments = {
+            f"{kind}.{name}": state.optimizer.state[parameter][kind]
+            for kind in MOMENTS
+            for name, parameter in state.parameters.items()
+        }
+        _write_tensors(folder, "optimizer", moments, sharding.wholes(moments), state.rank_place.rank, torch.float32)
+    generators = _gather_generators(state)
+    if state.rank_place.rank == 0:
+        save_file(generators, folder / "rng.safetensors")
+        description = {
+            "format": FORMAT,
+            "step": state.position.step,
+            "optimizer_updates": updates,
+            "kl_coefficient": state.position.kl_coefficient,
+            "lora": state.adapters.description if state.adapters else None,
+        }
+        (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+
+
+def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
+    rank = state.rank_place.rank
+    if state.adapters is not None:
+        state.adapters.write(folder / lora.FOLDER, rank)
+        return
+    if rank == 0:
+        (folder / "model").mkdir()
+    whole = sharding.wholes(state.parameters)
+    write_model(folder / "model", state.parameters, whole, rank, torch.float32, source)
+
+
+def write_model(
+    folder: Path,
+    like: Mapping[str, torch.Tensor],
+    whole: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes.
+
+    `whole` are its tensors, which come with the names and sizes of `like`, in its order.
+    """
+    _write_tensors(folder, "model", like, whole, rank, dtype)
+    if rank == 0:
+        hf_policy.write_description(source, folder, dtype)
+
+
+def _write_tensors(
+    folder: Path,
+    stem: str,
+    like: Mapping[str, torch.Tensor],
+    whole: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+) -> None:
+    if rank == 0:
+        declared = str(dtype).removeprefix("torch.")
+        specs = [TensorSpec(name, declared, tuple(tensor.shape)) for name, tensor in like.items()]
+        with hf_policy.ShardWriter(folder, stem, specs) as writer:
+            for name, tensor in whole:
+                writer.write(name, tensor.to("cpu", dtype))
+    else:
+        for _ in whole:  # take part in the gathering
+            pass
+
+
+def _updates(state: TrainingState) -> int:
+    """How often Adam has stepped; its moments exist from the first step on."""
+    first = next(iter(state.parameters.values()))
+    return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
+
+
+def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
+    own = platform.rng_state(state.rank_place.device)
+    if state.rank_place.world_size == 1:
+        return {f"0.{kind}": value for kind, value in own.items()}
+    gathered = {}
+    for kind, value in sorted(own.items()):
+        parts = [torch.empty_like(value, device=state.rank_place.device) for _ in range(state.rank_place.world_size)]
+        dist.all_gather(parts, value.to(state.rank_place.device))
+        gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
+    return gathered
+
+
+@torch.no_grad()
+def load(folder: Path, state: TrainingState) -> TrainingPosition:
+    """Restore what `save` wrote into `state`'s parameters and optimizer, each rank its rows; returns how far it was.
+
+    Raises UserError, changing nothing, when the checkpoint does not fit the model.
+    """
+    description = _description(folder)
+    _require_same_adapters(folder, description.get("lora"), state.adapters)
+    kept = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
+    moments = {f"{kind}.{name}": parameter for kind in MOMENTS for name, parameter in state.parameters.items()}
+    with contextlib.ExitStack() as stack:
+        weights = _open(*kept, state.parameters, stack)
+        history = _open(folder, "optimizer", moments, stack) if description["optimizer_updates"] else None
+        generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
+        for name, parameter in state.parameters.items():
+            sharding.local(parameter).copy_(weights(name, parameter))
+            state.optimizer.state.pop(parameter, None)
+            if history is not None:
+                state.optimizer.state[parameter] = _adam_state(name, parameter, history, description, state.optimizer)
+        _restore_generators(generators, state)
+    return TrainingPosition(description["step"], description.get("kl_coefficient"))
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    try:
+        description = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"checkpoint {folder}: trainer.json cannot be read: {error}") from error
+    if "engine" in description:
+        raise UserError(
+            f"checkpoint {folder}: is of engine {description['engine']}, whose checkpoints engine torch does not read"
+        )
+    if description.get("format") != FORMAT:
+        raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
+    return description
+
+
+def _require_same_adapters(folder: Path, saved: dict[str, Any] | None, adapters: Adapters | None) -> None:
+    if saved is None and adapters is None:
+        return
+    if saved is None:
+        raise UserError(f"lora: is set, but checkpoint {folder} is of a run without; must be left out")
+    if adapters is None:
+        raise UserError(f"lora: is not set, but checkpoint {folder} holds adapters; must be {json.dumps(saved)}")
+    for key, value in adapters.description.items():
+        if value != saved[key]:
+            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {saved[key]}")
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"checkpoint {path}: cannot be read: {error}") from error
+
+
+def _open(
+    folder: Path, stem: str, expected: Mapping[str, torch.Tensor], stack: contextlib.ExitStack
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Open the files of `stem`; gives a reader of a tensor's local rows. Raises UserError when names or shapes differ."""
+    files = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        file = stack.enter_context(_safetensors(path))
+        files.update(dict.fromkeys(file.keys(), file))
+    if files.keys() != expected.keys():
+        names = sorted(files.keys() ^ expected.keys())
+        raise UserError(f"checkpoint {folder}: is of another model; {len(names)} tensors differ, such as {names[0]}")
+    for name, tensor in expected.items():
+        shape = tuple(files[name].get_slice(name).get_shape())
+        if shape != tuple(tensor.shape):
+            raise UserError(f"checkpoint {folder}: {name} has shape {shape}, the model's is {tuple(tensor.shape)}")
+
+    def read(name: str, like: torch.Tensor) -> torch.Tensor:
+        return files[name].get_slice(name)[sharding.rows(like)]
+
+    return read
+
+
+def _adam_state(
+    name: str,
+    parameter: torch.nn.Parameter,
+    history: Callable[[str, torch.Tensor], torch.Tensor],
+    description: dict[str, Any],
+    optimizer: torch.optim.AdamW,
+) -> dict[str, torch.Tensor]:
+    """The state that AdamW would hold. Its fused kernel keeps the step count on the parameter's device."""
+    device = parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
+    adam = {"step": torch.tensor(float(description["optimizer_updates"]), device=device)}
+    for kind in MOMENTS:
+        adam[kind] = torch.zeros_like(parameter, requires_grad=False)
+        sharding.local(adam[kind]).copy_(history(f"{kind}.{name}", parameter))
+    return adam
+
+
+def _restore_generators(file: Any, state: TrainingState) -> None:
+    """Ranks beyond those that saved keep the generators they have."""
+    names = [name for name in file.keys() if name.startswith(f"{state.rank_place.rank}.")]  # noqa: SIM118 - it is no mapping
+    own = {name.split(".")[1]: file.get_tensor(name) for name in names}
+    if own:
+        platform.set_rng_state(state.rank_place.device, own)

@@ -1,0 +1,137 @@
+"""One rank of a group under training, whichever model it trains: the engine, and the commands that trainer and critic share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from msgspec.structs import replace
+
+from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save
+from runtime.config import Config, Trainer
+from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.ledger import checkpoint
+from runtime.trainer.engine import UpdateEngine
+from runtime.trainer.group_rank import GroupRank
+from runtime.weights.sender import in_thread
+
+log = logging.getLogger("sluice")
+
+BETWEEN_STEPS = (Export, Save)
+Engine = TypeVar("Engine", bound=UpdateEngine)
+
+
+class UpdateRank(GroupRank, Generic[Engine]):
+    """A subclass adds the commands that are its own to `carry_out`."""
+
+    last: ClassVar[type]  # of the commands of a step
+    seconds_of: ClassVar[dict[str, str]]  # the metrics of what `onload`, `offload` and `save` take of the engine's time
+
+    def __init__(self, engine: Engine, config: Config, rank: int, world_size: int, told: bool):
+        """`told`: its device is another's as well, so that the coordinator says when to take it and when to give it up."""
+        super().__init__(config, rank, world_size, config.deadlines.train)
+        self.engine = engine
+        settings: Trainer = getattr(config.services, self.role)
+        self._told = told
+        self._offloads, self._away = bool(settings.offloaded) and not told, False
+        self._begun = False  # a step, whose gradients are on the device
+        self._seconds: dict[str, float] = {}
+        self._saving: Future[None] | None = None
+        if told:
+            self._give_up()
+
+    def state(self, folder: Path) -> Path:
+        """Where in the checkpoint `folder` this role's state lies. Raises UserError when it is not there."""
+        return folder
+
+    def execute(self, command: Any) -> Any:
+        """Carry out one command; returns its answer, or the future of one that comes while others are carried out. Raises
+        InvalidMessage for what is no command of this role."""
+        with self._at_hand(command):
+            return self.carry_out(command)
+
+    def carry_out(self, command: Any) -> Any:
+        """`execute`, with the engine's state where it belongs."""
+        if isinstance(command, Accumulate):
+            self.engine.accumulate(command.groups, command.last)
+        elif isinstance(command, BeginStep):
+            self._begun = True
+            self.engine.begin_step(command.step)
+        elif isinstance(command, Apply):
+            result = self.engine.apply()
+            self._begun = False
+            self.version = replace(self.version, step=command.step + 1)
+            seconds, self._seconds = self._seconds, {}
+            return replace(result, metrics=result.metrics | self.engine.phases | seconds)
+        elif isinstance(command, Save):
+            return self._save(Path(command.folder))
+        elif isinstance(command, Restore):
+            self._restore(Path(command.folder))
+        elif isinstance(command, Offload):
+            self._give_up()
+        elif not isinstance(command, Onload):  # for which everything is at hand already
+            raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
+        return None
+
+    def _restore(self, folder: Path) -> None:
+        before = time.monotonic()
+        self.version = checkpoint.read_position(folder).version
+        self.engine.load(str(self.state(folder)))
+        log.info("restored %s in %.1f s", self.state(folder), time.monotonic() - before)
+
+    def _save(self, folder: Path) -> Future[None] | None:
+        with self._counted("save"), checkpoint.full_disk_told(folder):
+            self._require_saved()
+            write = self.engine.begin_save(str(folder))
+            if not self.config.checkpoint.async_save:
+                write()
+                return None
+
+        def told() -> None:
+            with checkpoint.full_disk_told(folder):
+                write()
+
+        self._saving = in_thread("save", told)
+        return self._saving
+
+    def _require_saved(self) -> None:
+        """The checkpoint before is answered for by all ranks: on this one nothing is left to be done, but perhaps to say so."""
+        timeout = self.config.deadlines.save
+        try:
+            if self._saving is not None:
+                self._saving.result(timeout)
+        except FutureTimeout as error:
+            raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "still writes the one before", timeout) from error
+
+    @contextlib.contextmanager
+    def _at_hand(self, command: Any) -> Iterator[None]:
+        """Around a command that needs all of the engine's state: between steps the device may be lent out."""
+        if self._away and not isinstance(command, Offload):
+            with self._counted("onload"):
+                self.engine.onload()
+            self._away = False
+        yield
+        if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
+            self._give_up()
+        if self._told and isinstance(command, Restore):
+            self._give_up()  # nobody has said yet that it is this role's turn
+
+    def _give_up(self) -> None:
+        """Off the device with what the configuration says."""
+        if not self._away:
+            with self._counted("offload"):
+                self.engine.offload()
+            self._away = True
+
+    @contextlib.contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Account the block's seconds to the next step."""
+        before, metric = time.perf_counter(), self.seconds_of[what]
+        yield
+        self._seconds[metric] = self._seconds.get(metric, 0.0) + time.perf_counter() - before

@@ -1,0 +1,108 @@
+from services.rpc.generated import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GroupAddress(_message.Message):
+    __slots__ = ("epoch", "host", "port", "rank", "world_size", "backend", "timeout", "transport", "folder", "full_every", "names", "senders")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    FULL_EVERY_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float
+    transport: str
+    folder: str
+    full_every: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    senders: int
+    def __init__(self, epoch: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., timeout: _Optional[float] = ..., transport: _Optional[str] = ..., folder: _Optional[str] = ..., full_every: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., senders: _Optional[int] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "held_by")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    HELD_BY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    held_by: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., held_by: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("tensors", "bucket_bytes", "senders")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    bucket_bytes: int
+    senders: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., bucket_bytes: _Optional[int] = ..., senders: _Optional[int] = ...) -> None: ...
+
+class HostWeightsRequest(_message.Message):
+    __slots__ = ("epoch", "world_size", "transport", "names")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    world_size: int
+    transport: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., world_size: _Optional[int] = ..., transport: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HostWeightsReply(_message.Message):
+    __slots__ = ("address", "manifest")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    address: GroupAddress
+    manifest: Manifest
+    def __init__(self, address: _Optional[_Union[GroupAddress, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class JoinWeightsRequest(_message.Message):
+    __slots__ = ("address", "manifest")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    address: GroupAddress
+    manifest: Manifest
+    def __init__(self, address: _Optional[_Union[GroupAddress, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class WeightsRequest(_message.Message):
+    __slots__ = ("version", "epoch")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.PolicyVersion
+    epoch: int
+    def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class CommitWeightsReply(_message.Message):
+    __slots__ = ("pause_seconds",)
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pause_seconds: float
+    def __init__(self, pause_seconds: _Optional[float] = ...) -> None: ...
+
+class SendWeightsReply(_message.Message):
+    __slots__ = ("bytes", "seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,251 @@
+"""The gRPC harness of every process: typed methods, the session stream, health, reflection.
+
+A handler takes the decoded request and the caller's remaining seconds, and returns an awaitable of the reply; all it does
+is to put a letter in an actor's mailbox. The same handlers serve unary calls and `Session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from runtime import errors
+from runtime.process import network
+from runtime.types import SCHEMA_VERSION
+from services.rpc import contract, stream
+from services.rpc.generated import common_pb2
+
+Handler = Callable[[Any, float | None], Awaitable[Any]]
+StreamHandler = Callable[[Any], AsyncGenerator[Any, None]]
+
+REMEMBERED = 256  # calls per service that a repeated id is answered from
+OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+PING = 0.3  # of the seconds of silence that a connection is allowed, after which the peer is asked for a sign
+ERROR_KEY = "sluice-error-bin"
+SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
+
+_CODES: dict[type[BaseException], grpc.StatusCode] = {
+    errors.InvalidMessage: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.UserError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ServiceFault: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
+    """Of a channel or a server. A connection on which nothing arrives for `silence` seconds is given up; 0 = never."""
+    if not silence:
+        return OPTIONS
+    ping = int(silence * 1000 * PING)
+    return (
+        *OPTIONS,
+        ("grpc.keepalive_time_ms", ping),
+        ("grpc.keepalive_timeout_ms", int(silence * 1000) - ping),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
+
+
+class Server:
+    """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
+
+    `silence`: as of `options`.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, Mapping[str, Handler]],
+        streams: Mapping[tuple[str, str], StreamHandler],
+        silence: float = 0.0,
+    ):
+        self._server = grpc.aio.server(options=options(silence))
+        self._health = health.aio.HealthServicer()
+        self._names = [f"{contract.PACKAGE}.{service}" for service in services]
+        for service, handlers in services.items():
+            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, streams),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def bind(self, host: str, port: int, port_range: network.PortRange | None = None) -> str:
+        """Listen on `host` and `port`, 0 for one of `port_range`, or for any. Returns the address, HOST:PORT.
+
+        Raises UserError when the port is taken, or all of the range are.
+        """
+        for candidate in (port,) if port else network.candidates(host, port_range):
+            with suppress(RuntimeError):  # taken, since it was looked at
+                return network.host_port(host, self._server.add_insecure_port(network.host_port(host, candidate)))
+        if port_range is not None and not port:
+            raise network.none_free(host, port_range)
+        address = network.host_port(host, port)
+        raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not ours")
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer, for the process as a whole ("") and for each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace: float) -> None:
+        await self._server.stop(grace)
+
+
+def _service_handlers(
+    service: str, handlers: Mapping[str, Handler], streams: Mapping[tuple[str, str], StreamHandler]
+) -> grpc.GenericRpcHandler:
+    out: dict[str, grpc.RpcMethodHandler] = {}
+    for name, handler in handlers.items():
+        method = contract.METHODS[service, name]
+        out[name] = grpc.unary_unary_rpc_method_handler(_unary(method, handler))
+    for (owner, name), source in streams.items():
+        if owner == service:
+            out[name] = grpc.unary_stream_rpc_method_handler(_streaming(contract.METHODS[owner, name], source))
+    if any(owner == service for owner, _ in contract.METHODS if owner not in ("Process", "Coordinator")):
+        session = _SessionHandler(service, handlers)
+        out["Session"] = grpc.stream_stream_rpc_method_handler(
+            session.serve, common_pb2.CallFrame.FromString, common_pb2.ReplyFrame.SerializeToString
+        )
+    return grpc.method_handlers_generic_handler(f"{contract.PACKAGE}.{service}", out)
+
+
+def _unary(method: contract.Method, handler: Handler) -> Any:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            reply = await handler(method.request.parse(data), context.time_remaining())
+            return method.reply.pack(reply).SerializeToString()
+        except errors.SluiceError as error:
+            await _refuse(error, context)
+            raise AssertionError from error  # it has raised
+
+    return call
+
+
+def _streaming(method: contract.Method, source: StreamHandler) -> Any:
+    async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        try:
+            async with aclosing(source(method.request.parse(data))) as items:
+                async for item in items:
+                    yield method.reply.pack(item).SerializeToString()
+        except errors.SluiceError as error:
+            await _refuse(error, context)
+
+    return call
+
+
+async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) -> None:
+    """End a call with `error`: its code and its words for whoever speaks gRPC, and itself for `session`."""
+    code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
+    details = contract.error_to_wire(error)
+    details.message = details.message[:SHOWN]
+    await context.abort(code, contract.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
+
+
+class _SessionHandler:
+    """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion."""
+
+    def __init__(self, service: str, handlers: Mapping[str, Handler]):
+        self._service = service
+        self._handlers = handlers
+        self._known: OrderedDict[tuple[str, int], asyncio.Future[Any]] = OrderedDict()
+
+    async def serve(self, frames: AsyncIterator[common_pb2.CallFrame], context: grpc.aio.ServicerContext) -> None:
+        outbox = stream.Outbox()
+        answering: dict[int, asyncio.Future[Any]] = {}
+        reader = asyncio.create_task(self._read(frames, outbox, answering))
+        try:
+            while replies := await outbox.frame():
+                await context.write(common_pb2.ReplyFrame(schema=SCHEMA_VERSION, replies=replies))
+            await reader
+        except errors.InvalidMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reader.cancel()
+            for answer in list(answering.values()):
+                answer.cancel()
+
+    async def _read(
+        self, frames: AsyncIterator[common_pb2.CallFrame], outbox: stream.Outbox, answering: dict[int, asyncio.Future[Any]]
+    ) -> None:
+        joiner = stream.Joiner()
+        try:
+            async for frame in frames:
+                contract.check_schema(frame.schema)
+                for call in frame.calls:
+                    if call.cancel:
+                        joiner.forget(call.id)
+                        if call.id in answering:
+                            answering[call.id].cancel()
+                    elif (body := joiner.add(call.id, call.body, call.more)) is not None:
+                        self._begin(frame.peer, call, body, outbox, answering)
+        finally:
+            outbox.close()
+
+    def _begin(
+        self,
+        peer: str,
+        call: common_pb2.Call,
+        body: bytes,
+        outbox: stream.Outbox,
+        answering: dict[int, asyncio.Future[Any]],
+    ) -> None:
+        """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
+        method = contract.METHODS.get((self._service, call.method))
+        try:
+            if method is None or call.method not in self._handlers:
+                raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
+            answer = self._once((peer, call.id), method, body, call.timeout_ms / 1000 or None)
+        except Exception as error:  # noqa: BLE001 - the error goes to the caller
+            outbox.put(common_pb2.Reply(id=call.id, error=contract.error_to_wire(error)), urgent=True)
+            return
+        answering[call.id] = answer
+        answer.add_done_callback(partial(_reply, call.id, method, outbox, answering))
+
+    def _once(self, key: tuple[str, int], method: contract.Method, body: bytes, timeout: float | None) -> asyncio.Future[Any]:
+        """The answer of the handler, or the one that this id was given, if it was seen before."""
+        answer = self._known.get(key)
+        if answer is None:
+            answer = asyncio.ensure_future(self._handlers[method.name](method.request.parse(body), timeout))
+            self._known[key] = answer
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return answer
+
+
+def _reply(
+    id_: int,
+    method: contract.Method,
+    outbox: stream.Outbox,
+    answering: dict[int, asyncio.Future[Any]],
+    answer: asyncio.Future[Any],
+) -> None:
+    """Put the answer of a call into the outbox. One that its caller withdrew, now or before, is Cancelled."""
+    answering.pop(id_, None)
+    try:
+        body = method.reply.pack(answer.result()).SerializeToString()
+    except asyncio.CancelledError:
+        withdrawn = errors.Cancelled(f"{method.name} was withdrawn")
+        outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(withdrawn)), urgent=True)
+    except Exception as error:  # noqa: BLE001 - the error goes to the caller
+        outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
+    else:
+        for chunk, more in stream.split(body):
+            outbox.put(common_pb2.Reply(id=id_, body=chunk, more=more), method.priority is contract.Priority.CONTROL)

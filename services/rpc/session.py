@@ -1,0 +1,249 @@
+"""The caller's end: one channel and one session stream per peer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from runtime import errors
+from runtime.status import Progress
+from runtime.types import SCHEMA_VERSION
+from services.rpc import contract, stream
+from services.rpc.generated import common_pb2
+from services.rpc.server import ERROR_KEY, options
+
+WATCH = contract.METHODS["Coordinator", "Watch"]
+CONTROL_TIMEOUT = 5.0  # seconds, of Status and the like
+LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
+
+
+def open_channel(address: str, silence: float = 0.0) -> grpc.aio.Channel:
+    """`silence`: as of `server.options`."""
+    return grpc.aio.insecure_channel(address, options=options(silence))
+
+
+async def call(
+    channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None, timeout: float = CONTROL_TIMEOUT
+) -> Any:
+    """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded, or ServiceFault."""
+    stub = channel.unary_unary(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+    try:
+        return await stub(method.request.pack(request), timeout=timeout, wait_for_ready=True)
+    except grpc.aio.AioRpcError as error:
+        if (told := _told(error, name, method.name)) is not None:
+            raise told from None
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise errors.Unanswered(name, method.name, "did not answer", timeout) from None
+        raise errors.ServiceFault(name, method.name, f"{error.code().name}: {error.details()}") from None
+
+
+async def items(
+    channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None
+) -> AsyncGenerator[Any, None]:
+    """What the process called `name` streams in answer to one request, until it ends. Raises what the other end raised, or
+    Unreachable."""
+    stub = channel.unary_stream(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+    try:
+        async for item in stub(method.request.pack(request)):
+            yield item
+    except grpc.aio.AioRpcError as error:
+        raise _told(error, name, method.name) or errors.Unreachable(
+            name, method.name, f"{error.code().name}: {error.details()}"
+        ) from None
+
+
+async def watch(address: str, silence: float = 0.0) -> AsyncGenerator[Progress, None]:
+    """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached.
+
+    `silence`: as of `server.options`.
+    """
+    async with open_channel(address, silence) as channel, aclosing(items(channel, "coordinator", WATCH)) as progress:
+        async for one in progress:
+            yield one
+
+
+def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | None:
+    """What the other end raised, if it came to say so."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            return contract.error_from_wire(common_pb2.Error.FromString(value), name, phase)
+    return None
+
+
+class Session:
+    """Calls to one peer over one stream, many under way at once, several to a frame.
+
+    When the stream breaks, every call under way and every later one raises ServiceFault. `machine` is where the peer runs.
+    """
+
+    def __init__(self, address: str, name: str, service: str, machine: str = ""):
+        self.name = name
+        self.machine = machine
+        self.address = address
+        self._service = service
+        self._channel = open_channel(address)
+        self._ids = itertools.count(1)
+        self._peer = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._outbox = stream.Outbox()
+        self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
+        self._broken = ""  # why, once the stream is broken
+        self._tasks: list[asyncio.Task[None]] = []
+        self._tell: list[Callable[[str], None]] = []
+
+    async def open(self, timeout: float) -> None:
+        """Connect. Raises DeadlineExceeded."""
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), timeout)
+        except asyncio.TimeoutError:
+            raise errors.DeadlineExceeded(self.name, "connect", f"no connection to {self.address}", timeout) from None
+        method = self._channel.stream_stream(
+            f"/{contract.PACKAGE}.{self._service}/Session",
+            common_pb2.CallFrame.SerializeToString,
+            common_pb2.ReplyFrame.FromString,
+        )
+        rpc = method()
+        self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    def when_broken(self, tell: Callable[[str], None]) -> None:
+        """Call `tell(why)` once the stream breaks, at once if it is broken. Not after `close`."""
+        if self._broken:
+            tell(self._broken)
+        else:
+            self._tell.append(tell)
+
+    def ends(self) -> None:
+        """It is about to end as it should: nobody is told."""
+        self._tell.clear()
+
+    def give_up(self, reason: str) -> None:
+        """Break the stream: calls under way, and later ones, raise Unreachable. Unary calls still work. Idempotent."""
+        self.ends()
+        self.lose(reason)
+
+    def post(self, method_name: str, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
+        """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
+
+        Awaiting raises what the peer raised, DeadlineExceeded, or ServiceFault when the stream is broken. Cancelling
+        withdraws the call.
+        """
+        method = contract.METHODS[self._service, method_name]
+        id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
+        body = method.request.pack(request).SerializeToString()
+        milliseconds = min(max(1, int(timeout * 1000)), LONGEST)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[id_] = method_name, future
+        if self._broken:
+            future.set_exception(errors.Unreachable(self.name, method_name, self._broken))
+        else:
+            for chunk, more in stream.split(body):
+                call = common_pb2.Call(id=id_, method=method_name, timeout_ms=milliseconds, body=chunk, more=more)
+                self._outbox.put(call, urgent)
+        return self._answer(id_, method, future, timeout)
+
+    async def _answer(self, id_: int, method: contract.Method, future: asyncio.Future[bytes], timeout: float) -> Any:
+        # Not wait_for, which makes a second future and costs as much as all else here.
+        timer = asyncio.get_running_loop().call_later(timeout, self._expire, id_, timeout)
+        try:
+            body = await future
+        except asyncio.CancelledError:
+            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            raise
+        finally:
+            timer.cancel()
+            self._waiting.pop(id_, None)
+        return method.reply.parse(body)
+
+    def _expire(self, id_: int, timeout: float) -> None:
+        method_name, future = self._waiting[id_]
+        if not future.done():
+            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
+
+    async def call(self, method_name: str, request: Any, timeout: float) -> Any:
+        """`post`, and again after the delay that a peer with a full mailbox names, until `timeout` is over."""
+        began = time.monotonic()
+        left = timeout
+        while True:
+            try:
+                return await self.post(method_name, request, left)
+            except errors.Overloaded as error:
+                left = timeout - (time.monotonic() - began) - error.retry_after
+                if left <= 0:
+                    raise
+                await asyncio.sleep(error.retry_after)
+
+    async def unary(self, service: str, method_name: str, request: Any = None) -> Any:
+        """A unary call on the same channel, beside the stream. Raises Unreachable when the session is closed meanwhile."""
+        asking = asyncio.ensure_future(call(self._channel, self.name, contract.METHODS[service, method_name], request))
+        try:
+            await asyncio.wait([asking])
+        finally:
+            asking.cancel()
+        if asking.cancelled():  # by the channel's end, which must not look like the end of the caller's task
+            raise errors.Unreachable(self.name, method_name, self._broken)
+        return asking.result()
+
+    def lose(self, reason: str) -> None:
+        """The peer is known to be gone: as if the stream had broken."""
+        self._break(reason)
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        self.give_up("was closed")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _write(self, rpc: Any) -> None:
+        try:
+            while calls := await self._outbox.frame():
+                await rpc.write(common_pb2.CallFrame(schema=SCHEMA_VERSION, peer=self._peer, calls=calls))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader sees the same end, and says why
+
+    async def _read(self, rpc: Any) -> None:
+        joiner = stream.Joiner()
+        try:
+            async for frame in rpc:
+                contract.check_schema(frame.schema)
+                for reply in frame.replies:
+                    self._settle(reply, joiner)
+            self._break("closed the connection")
+        except grpc.aio.AioRpcError as error:
+            self._break(f"connection lost ({error.code().name}: {error.details()})")
+        except errors.InvalidMessage as error:
+            self._break(str(error))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What ends a task that is not the end of the stream is one for whoever waits."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(f"{type(error).__name__}: {error}")
+
+    def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
+        body = None if reply.HasField("error") else joiner.add(reply.id, reply.body, reply.more)
+        method_name, future = self._waiting.get(reply.id, ("", None))
+        if future is None or future.done():
+            return
+        if reply.HasField("error"):
+            future.set_exception(contract.error_from_wire(reply.error, self.name, method_name))
+        elif body is not None:
+            future.set_result(body)
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        for method_name, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(errors.Unreachable(self.name, method_name, self._broken))
+        told, self._tell = self._tell, []
+        for tell in told:
+            tell(self._broken)
