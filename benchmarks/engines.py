@@ -17,7 +17,7 @@ from benchmarks.packing import PackingSettings as Samples
 from benchmarks.packing import PackingShape, packing_config
 from benchmarks.worker import Measured, Worker, total
 from runtime.config import Config
-from runtime.config.checks.megatron import megatron_faults
+from runtime.config.model_checks import megatron_faults
 from runtime.errors import UserError
 from runtime.telemetry.shown import LiteralTable
 

@@ -280,7 +280,7 @@ def _scale(options: argparse.Namespace) -> int:
 def _schema(options: argparse.Namespace) -> int:
     import json
 
-    from runtime.config.meanings import schema
+    from launcher.config_reference import schema
 
     print(json.dumps(schema(), indent=2))
     return 0

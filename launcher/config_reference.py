@@ -1,11 +1,15 @@
-"""The reference of the configuration, docs/configuration-reference.md, from the schema: `make reference` writes it.
+"""What each key means: the reference, docs/configuration-reference.md (`make reference` writes it), and the JSON Schema.
 
+The string under a field is its meaning, and is read from the source; who only loads a configuration needs it not.
 A key's path names its sections; `[]` stands for each item of a list. Names in MindSpeed-RL's files are those of
 `launcher.mindspeed.keys`.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -16,8 +20,9 @@ import msgspec
 from msgspec import inspect
 
 from launcher.mindspeed.keys import named_there
-from runtime.config import UNIT, Config
-from runtime.config.meanings import meanings, purpose
+from runtime import config
+from runtime.config import UNIT, Config, Section
+from runtime.config.model import TINY_PREFIX
 
 COMMAND = "make reference"
 _HEAD = """\
@@ -33,6 +38,60 @@ Every key of a configuration file: {keys} keys in {sections} sections. How the f
 - The last column names the keys of MindSpeed-RL's files that decide the same, where there are any.
 """
 _COLUMNS = ("key", "type", "default", "unit", "meaning", "MindSpeed-RL")
+
+
+@functools.cache
+def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """By field, those of the bases included: its meaning in one line. Fields that have none are left out."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, Section):
+            found |= _written(base.__module__).get(base.__name__, {})
+    return found
+
+
+def purpose(kind: type[msgspec.Struct]) -> str:
+    """What a section is for, in one line."""
+    return " ".join((kind.__doc__ or "").split())
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a configuration file, with what each key means, for editors and `sluice schema`."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration"}
+    found: dict[str, Any] = head | msgspec.json.schema(Config)
+    keys = found["$defs"]["Config"]["properties"]
+    for key, name in _NAMES.items():
+        keys[key] = {"anyOf": [keys[key], name]}
+    for section, definition in found["$defs"].items():
+        kind = getattr(config, section)
+        definition["description"] = purpose(kind)
+        for key, said in meanings(kind).items():
+            definition["properties"][key]["description"] = said
+    return found
+
+
+@functools.cache
+def _written(module: str) -> dict[str, dict[str, str]]:
+    """By class and field of a module: the string below the field."""
+    tree = ast.parse(Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8"))
+    return {node.name: dict(_documented(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, after in itertools.pairwise(body):
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                yield name, " ".join(said.split())
+
+
+_NAMES: dict[str, dict[str, Any]] = {  # sections that may be a name instead
+    "model": {
+        "type": "string",
+        "pattern": f"^{TINY_PREFIX}",
+        "description": "A small random model of that family for every role.",
+    },
+    "services": {"type": "string", "minLength": 1, "description": "A layout, as services.preset names it."},
+}
 
 
 class ReferenceKey(msgspec.Struct, frozen=True, kw_only=True):

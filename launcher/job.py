@@ -23,7 +23,7 @@ from launcher.node.supervisor import Child, Supervisor
 from launcher.view import View
 from runtime import run_files
 from runtime.config import Config, loading
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.models import tiny_family
 from runtime.process import os_process

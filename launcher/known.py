@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def known_names() -> dict[str, list[str]]:
-    """For `config_checks.semantic_faults`."""
+    """For `runtime.config.checks.semantic_faults`."""
     from runtime import algorithms  # noqa: F401 - importing it registers what it has
     from runtime.algorithms import interfaces
     from runtime.data import handlers

@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
-from runtime.cluster.topology import Instance, is_group, named_paths, with_rollouts
+from runtime.cluster.topology import Instance, has_several_nodes, is_group, named_paths, with_rollouts
 from runtime.config import Config, Rollout, loading
-from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.process import os_process
 from runtime.process.aio import still_missing

@@ -13,12 +13,10 @@ from launcher.node import environment
 from launcher.node.here import Here, placement_faults, placement_table
 from launcher.node.machine import on_this_machine
 from runtime.cluster import topology
+from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config, loading
-from runtime.config.checks.megatron import memory_of_ranks
-from runtime.config.checks.memory import kv_caches
-from runtime.config.checks.models import spread_models
-from runtime.config.checks.network import has_several_nodes
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
+from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_models
 from runtime.errors import ConfigError
 from runtime.models import tiny_family
 

@@ -13,9 +13,8 @@ from msgspec import Struct
 from launcher.node.machine import Machine, this_machine
 from runtime.cluster.nodes import GROUPS, TRIES, NodeRegistration
 from runtime.cluster.placement import NodeOffer, offers, place, table
-from runtime.cluster.topology import processes
+from runtime.cluster.topology import has_several_nodes, processes
 from runtime.config import Computing, Config, loading
-from runtime.config.checks.network import has_several_nodes
 from runtime.errors import ConfigError, UserError
 from runtime.process import network, os_process
 from runtime.telemetry.shown import LiteralTable

@@ -11,8 +11,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config
-from runtime.config.checks.network import has_several_nodes
 from runtime.errors import UserError
 from runtime.process.network import is_loopback, own_address
 

@@ -13,7 +13,7 @@ from launcher.node.machine import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, settings_of
 from runtime.config import Config, Restarts
-from runtime.config.checks.devices import hccl_beside_workers
+from runtime.config.service_checks import hccl_beside_workers
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):

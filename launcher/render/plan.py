@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.config import Config
-from runtime.config.checks.network import cluster_faults
+from runtime.config.service_checks import cluster_faults
 from runtime.errors import ConfigError
 
 Device = Literal["cpu", "cuda", "npu"]

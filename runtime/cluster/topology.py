@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Config, Parallel, Process, ReferenceScorer, Rollout, Spread
+from runtime.config import Cluster, Config, Parallel, Process, ReferenceScorer, Rollout, Spread
 
 
 class Instance(Struct, frozen=True):
@@ -161,3 +161,8 @@ def model_key(config: Config, role: str) -> str:
     """The key that names the folder of the model of trainer, critic or reference: the policy's where there is no other."""
     key = {"reference": "model.reference", "critic": "critic.path"}.get(role, "model.path")
     return key if named_paths(config).get(key, config.model.path) != config.model.path else "model.path"
+
+
+def has_several_nodes(cluster: Cluster) -> bool:
+    """Whether the run cannot be on one machine."""
+    return cluster.min_nodes > 1 or (cluster.nodes != "auto" and len(cluster.nodes) > 1)

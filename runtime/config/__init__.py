@@ -1,22 +1,26 @@
 """The configuration: one YAML file decoded into typed, frozen Structs. Defaults and meanings live here and nowhere else.
 
-Loading, overrides and checks are in `runtime.config.loading`; this package is the schema alone. The string under each field is
-what `sluice schema` and docs/configuration-reference.md say of the key (`launcher.config_reference` reads it from these files).
+`from runtime.config import X` gives every section and `Config`, the whole file; `runtime.config.loading` reads a file. The
+string under each field is what `sluice schema` and docs/configuration-reference.md say of the key: see
+`launcher.config_reference`.
 """
+
+from msgspec import field
 
 from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, NonNegative, Positive, Section
-from runtime.config.generation import Evaluation, EvaluationSet, Sampling
-from runtime.config.material import Curriculum, Data, Model, RowFormat, RowFormatChoice, Run, Source, Warmup
-from runtime.config.operation import Checkpoint, Cluster, Deadlines, Ledger, Logs, Mismatch, Network, Node, Tracker
-from runtime.config.publication import Publication
+from runtime.config.cluster import Cluster, Deadlines, Network, Node
+from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
+from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
+from runtime.config.run import Checkpoint, Ledger, Logs, Mismatch, Run, StopConditions, Tracker
 from runtime.config.services import (
     Computing,
     Coordinator,
     Parallel,
     Placed,
     Process,
+    Publication,
     ReferenceScorer,
     Restarts,
     Reward,
@@ -26,60 +30,39 @@ from runtime.config.services import (
     Spread,
     Trainer,
 )
-from runtime.config.training import Critic, CriticOptimizer, Lora, Optimizer, Reference, StopConditions, Training
-from runtime.config.whole import Config
+from runtime.config.training import Critic, CriticOptimizer, Optimizer, Reference, Training
 
-__all__ = [
-    "UNIT",
-    "Algorithm",
-    "Checkpoint",
-    "Cluster",
-    "Computing",
-    "Config",
-    "Coordinator",
-    "Critic",
-    "CriticOptimizer",
-    "Curriculum",
-    "DType",
-    "Data",
-    "Deadlines",
-    "Evaluation",
-    "EvaluationSet",
-    "Ledger",
-    "Logs",
-    "Lora",
-    "Mismatch",
-    "Model",
-    "Network",
-    "Node",
-    "NonNegative",
-    "Optimizer",
-    "Parallel",
-    "Placed",
-    "Positive",
-    "Process",
-    "Publication",
-    "Reference",
-    "ReferenceScorer",
-    "RemoteReward",
-    "Restarts",
-    "Reward",
-    "RewardModel",
-    "Rewards",
-    "Rollout",
-    "RowFormat",
-    "RowFormatChoice",
-    "Rule",
-    "Run",
-    "Sampling",
-    "Scorer",
-    "Section",
-    "Services",
-    "Source",
-    "Spread",
-    "StopConditions",
-    "Tracker",
-    "Trainer",
-    "Training",
-    "Warmup",
-]
+
+class Config(Section, frozen=True):
+    """A run's configuration. Only `run.name` has no default."""
+
+    run: Run
+    model: Model = Model()
+    """A section; or `tiny:FAMILY`, a tiny random model of that family in the place of every role's."""
+    warmup: Warmup | None = None
+    """Null: none; `{}`: one with the defaults below."""
+    data: Data = Data()
+    sampling: Sampling = Sampling()
+    evaluation: Evaluation = Evaluation()
+    rewards: Rewards = Rewards()
+    algorithm: Algorithm = Algorithm()
+    training: Training = Training()
+    critic: Critic | None = None
+    """Null: none; `{}`: one with the defaults below. For `algorithm.advantage: gae` alone."""
+    reference: Reference = Reference()
+    lora: Lora | None = None
+    """Null: the weights themselves are trained; `{}`: adapters with the defaults below. Needs `pip install 'sluice-rl[lora]'`
+    where the trainer runs."""
+    stop: StopConditions = StopConditions()
+    services: Services = Services()
+    """A section; or a name, which is that of `services.preset`."""
+    cluster: Cluster = Cluster()
+    publication: Publication = Publication()
+    mismatch: Mismatch = Mismatch()
+    checkpoint: Checkpoint = Checkpoint()
+    ledger: Ledger = Ledger()
+    logs: Logs = Logs()
+    network: Network = Network()
+    deadlines: Deadlines = Deadlines()
+    trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
+    """Where metrics go."""

@@ -1,11 +1,14 @@
 """From a YAML file and overrides to a `Config`, with presets and derived defaults.
 
-Whatever is wrong is collected, so that one attempt shows every fault: one line each, with its path in the file.
+Whatever is wrong is collected, so that one attempt shows every fault: one line each, with its path in the file. msgspec's own
+decoding stops at the first fault, so `mismatches` finds them all before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +19,7 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import block_size
 from runtime.config import Algorithm, Config, Parallel, Section, Services
-from runtime.config.mismatches import fields, mismatches, variants
-from runtime.config.names import spell_out, with_names
+from runtime.config.model import TINY_PREFIX
 from runtime.config.yaml_text import dump, read_mapping, read_value, show
 from runtime.errors import ConfigError
 
@@ -45,7 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             [f"{path}: has MindSpeed-RL's section {theirs[0]}; sluice import-mindspeed makes a configuration of it"]
         )
     raw, faults = _overridden(raw, overrides, _ROOT)
-    faults += mismatches(raw, _ROOT, "", _ROOT)
+    faults += mismatches(raw, _ROOT)
     for key in _PRESETS:
         faults += _fill_preset(raw, key)
     if faults:
@@ -60,10 +62,10 @@ def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice
     `advice` says of keys that other programs have, and the schema has not, what to do. Raises ConfigError with every fault.
     """
     root = inspect.type_info(kind)
-    needed = ", ".join(field.encode_name for field in fields(root) if field.required)
+    needed = ", ".join(field.encode_name for field in _fields(root) if field.required)
     raw, faults = _overridden(read_mapping(Path(path), f"needed are {needed}"), overrides, root)
     faults += [f"{key}: {advice[key]}" for key in raw if key in advice]
-    faults += mismatches({key: value for key, value in raw.items() if key not in advice}, root, "", root)
+    faults += mismatches({key: value for key, value in raw.items() if key not in advice}, root)
     if faults:
         raise ConfigError(faults)
     return msgspec.convert(raw, kind)
@@ -83,12 +85,6 @@ def resolve(config: Config) -> Config:
     )
 
 
-def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file; `runtime.config.meanings` adds what the keys mean."""
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Sluice configuration"}
-    return head | with_names(msgspec.json.schema(Config))
-
-
 def to_yaml(config: Config) -> str:
     """The whole configuration, defaults included; `load` reads it back as an equal one."""
     return dump(msgspec.to_builtins(config))
@@ -96,7 +92,7 @@ def to_yaml(config: Config) -> str:
 
 def type_faults(raw: Mapping[str, Any]) -> list[str]:
     """Where `raw`, as a file's content, is not of the schema: one line each, which begins with the key's path."""
-    return list(mismatches(dict(raw), _ROOT, "", _ROOT))
+    return list(mismatches(dict(raw), _ROOT))
 
 
 def preset_names(key: str = "algorithm.preset") -> list[str]:
@@ -138,12 +134,8 @@ def _is_whole(given: object, kind: inspect.Type) -> bool:
 
 def _filled(given: dict[Any, Any], preset: dict[Any, Any]) -> dict[Any, Any]:
     """`given`, with what the preset has besides, also within mappings that both have."""
-    both = {key: _filled(given[key], preset[key]) for key in given if _are_mappings(given[key], preset.get(key))}
-    return preset | given | both
-
-
-def _are_mappings(*values: object) -> bool:
-    return all(isinstance(value, dict) for value in values)
+    mappings = [key for key in given if isinstance(given[key], dict) and isinstance(preset.get(key), dict)]
+    return preset | given | {key: _filled(given[key], preset[key]) for key in mappings}
 
 
 def _fill_processes(raw: dict[Any, Any]) -> None:
@@ -155,15 +147,41 @@ def _fill_processes(raw: dict[Any, Any]) -> None:
             section["processes"] = block_size(parallel) * (parallel.data or 1)
 
 
+def _spell_out(raw: dict[Any, Any]) -> list[str]:
+    """Put sections in the place of the names; returns the faults found instead.
+
+    `model: tiny:FAMILY` is the model of every role: of the policy and the reference, and of the critic and the reward model
+    where there is one. `services: LAYOUT` is `services: {preset: LAYOUT}`.
+    """
+    services, model = raw.get("services"), raw.get("model")
+    if isinstance(services, str):
+        raw["services"] = {"preset": services}
+    if isinstance(model, dict) and list(model) == ["tiny"]:  # what YAML makes of a colon with nothing, or a space, behind it
+        model = f"{TINY_PREFIX} {model['tiny'] or ''}".strip()
+    if not isinstance(model, str):
+        return []
+    from runtime.models import tiny_family
+
+    raw["model"] = {"path": model}
+    if tiny_family.described(model) is None:
+        known = f"not a section of keys, nor one of {tiny_family.NAMES}"
+        return [f"model: '{model}' is {known}; a folder is named by model.path"]
+    rewards = raw.get("rewards")
+    for section, path in ((raw.get("critic"), ""), (rewards.get("model") if isinstance(rewards, dict) else None, model)):
+        if isinstance(section, dict) and "path" in section:
+            section["path"] = path
+    return []
+
+
 def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Type) -> tuple[dict[Any, Any], list[str]]:
     """`raw` with the overrides applied, and the faults of those that could not be."""
-    faults = spell_out(raw) if root is _ROOT else []
+    faults = _spell_out(raw) if root is _ROOT else []
     for override in overrides:
         try:
             _apply(raw, override, root)
         except ConfigError as error:
             faults += error.faults
-        faults += spell_out(raw) if root is _ROOT else []
+        faults += _spell_out(raw) if root is _ROOT else []
     return raw, faults
 
 
@@ -199,13 +217,130 @@ def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:
 
 def _member(kind: inspect.Type | None, name: str) -> tuple[inspect.Type | None, Any]:
     """Type and default, as a fresh container, of the section or list `name` in `kind`; (None, {}) where the schema has none."""
-    for variant in variants(kind):
+    for variant in _variants(kind):
         if isinstance(variant, inspect.ListType) and name.isdecimal():
             return variant.item_type, {}
-        for field in fields(variant):
+        for field in _fields(variant):
             if field.encode_name == name:
                 if not isinstance(field.type, inspect.ListType):
                     return field.type, {}
                 made = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
                 return field.type, msgspec.to_builtins([] if made is msgspec.NODEFAULT else made)
     return None, {}
+
+
+def _variants(kind: inspect.Type | None) -> tuple[inspect.Type, ...]:
+    if isinstance(kind, inspect.UnionType):
+        return kind.types
+    return () if kind is None else (kind,)
+
+
+def _fields(kind: inspect.Type | None) -> tuple[inspect.Field, ...]:
+    return kind.fields if isinstance(kind, inspect.StructType) else ()
+
+
+def mismatches(value: object, kind: inspect.Type, path: str = "", root: inspect.Type | None = None) -> Iterator[str]:
+    """Every place where `value`, at `path`, is not of type `kind`, in words. Names near an unknown key are those of `root`."""
+    root = root or kind
+    if isinstance(kind, inspect.Metadata):  # a type with a unit
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        yield from _union_faults(value, kind, path, root)
+    elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
+        yield from _struct_faults(value, kind, path, root)
+    elif isinstance(kind, inspect.DictType) and isinstance(value, dict):
+        for key, item in value.items():
+            yield from mismatches(key, kind.key_type, f"{path}.{key}", root)
+            yield from mismatches(item, kind.value_type, f"{path}.{key}", root)
+    elif isinstance(kind, inspect.ListType) and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from mismatches(item, kind.item_type, f"{path}.{index}", root)
+    elif isinstance(kind, inspect.TupleType) and isinstance(value, list):
+        if len(value) != len(kind.item_types):
+            yield f"{path}: has {len(value)} items, not {len(kind.item_types)}"
+        for index, (item, item_type) in enumerate(zip(value, kind.item_types)):  # noqa: B905  unequal: said above
+            yield from mismatches(item, item_type, f"{path}.{index}", root)
+    elif not _fits(value, kind):
+        hint = "; put it in quotes" if isinstance(kind, inspect.StrType) and isinstance(value, (bool, int, float)) else ""
+        yield f"{path}: {show(value)} is not {_wanted(kind)}{hint}"
+
+
+def _union_faults(value: object, kind: inspect.UnionType, path: str, root: inspect.Type) -> Iterator[str]:
+    found = [list(mismatches(value, variant, path, root)) for variant in kind.types]
+    if all(found):
+        container = isinstance(value, (dict, list))  # of the right kind as a whole, whatever is wrong within
+        meant = [each for variant, each in zip(kind.types, found, strict=True) if container and _is_plain(value, variant)]
+        yield from meant[0] if meant else [f"{path}: {show(value)} is not {_wanted(kind)}"]
+
+
+def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, root: inspect.Type) -> Iterator[str]:
+    prefix = f"{path}." if path else ""
+    known = {field.encode_name: field for field in kind.fields}
+    for key, item in value.items():
+        if key in known:
+            yield from mismatches(item, known[key].type, prefix + key, root)
+        else:
+            yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(known), root)}"
+    for name, field in known.items():
+        if field.required and name not in value:
+            yield f"{prefix}{name}: missing; needs {_wanted(field.type)}"
+
+
+def _nearest(key: str, names: list[str], root: inspect.Type) -> str:
+    near = get_close_matches(key, names, n=1)
+    elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == key]
+    if near or len(elsewhere) == 1:
+        return f"nearest is '{(near or elsewhere)[0]}'"
+    return f"nearest are {', '.join(elsewhere)}" if elsewhere else f"allowed are {', '.join(names)}"
+
+
+def _paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
+    for variant in _variants(kind):
+        for field in _fields(variant):
+            yield prefix + field.encode_name
+            yield from _paths(field.type, f"{prefix}{field.encode_name}.")
+
+
+def _fits(value: object, kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.AnyType):
+        return True
+    if isinstance(kind, inspect.LiteralType):
+        return any(type(value) is type(allowed) and value == allowed for allowed in kind.values)
+    if isinstance(kind, (inspect.IntType, inspect.FloatType)):
+        if isinstance(value, bool) or not isinstance(value, int if isinstance(kind, inspect.IntType) else (int, float)):
+            return False
+        low = (kind.gt is None or value > kind.gt) and (kind.ge is None or value >= kind.ge)
+        high = (kind.lt is None or value < kind.lt) and (kind.le is None or value <= kind.le)
+        return low and high and (isinstance(kind, inspect.IntType) or math.isfinite(value))
+    return _is_plain(value, kind)
+
+
+def _is_plain(value: object, kind: inspect.Type) -> bool:
+    """Whether `value` is what YAML makes of such a kind; what a list or mapping holds is not looked at."""
+    return isinstance(value, _PLAIN.get(type(kind), ((), ""))[0])
+
+
+def _wanted(kind: inspect.Type) -> str:
+    """`kind` in words, after "is not"."""
+    if isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        return " or ".join(_wanted(variant) for variant in kind.types)
+    if isinstance(kind, inspect.LiteralType):
+        return f"one of {', '.join(str(value) for value in kind.values)}"
+    if isinstance(kind, (inspect.IntType, inspect.FloatType)):
+        bounds = ((">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le))
+        limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+        return f"{'an integer' if isinstance(kind, inspect.IntType) else 'a finite number'} {limits}".rstrip()
+    return _PLAIN[type(kind)][1]
+
+
+_PLAIN: dict[type[inspect.Type], tuple[type, str]] = {  # in Python, and in words
+    inspect.BoolType: (bool, "true or false"),
+    inspect.NoneType: (type(None), "null"),
+    inspect.StrType: (str, "a string"),
+    inspect.ListType: (list, "a list"),
+    inspect.TupleType: (list, "a list"),
+    inspect.DictType: (dict, "a mapping"),
+    inspect.StructType: (dict, "a section of keys"),
+}

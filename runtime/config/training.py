@@ -1,24 +1,10 @@
-"""How models are trained: steps, optimizers, the critic, the reference, adapters, and when to stop."""
+"""How models are trained: steps, optimizers, the critic, and where the reference is from."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from runtime.config.base import (
-    Fraction,
-    HoursOr0,
-    Passes,
-    Positive,
-    PositiveRate,
-    Prompts,
-    PromptsOr0,
-    Rate,
-    Section,
-    Steps,
-    StepsOr0,
-    Tokens,
-    VersionsOr0,
-)
+from runtime.config.base import Fraction, Passes, Prompts, PromptsOr0, Rate, Section, Steps, StepsOr0, Tokens, VersionsOr0
 
 
 class Optimizer(Section, frozen=True):
@@ -91,24 +77,3 @@ class Reference(Section, frozen=True):
     mode: Literal["service", "adapter_off", "none"] = "service"
     """`service`: reference services, which run when `algorithm.kl_coefficient` is above 0; `adapter_off`: the trainer with its
     LoRA adapters switched off (needs `lora`); `none`: nowhere, with a coefficient of 0."""
-
-
-class Lora(Section, frozen=True):
-    """Low-rank adapters (PEFT): they alone are trained; what is published has them merged."""
-
-    rank: Positive = 16
-    """Of each adapter."""
-    alpha: PositiveRate = 32.0
-    """What an adapter adds is scaled by alpha / rank."""
-    target_modules: list[str] = []
-    """Names of linear layers, as `q_proj`, or with as much of their path as tells them apart: `layers.1.mlp.up_proj`. Empty:
-    all but the head."""
-
-
-class StopConditions(Section, frozen=True):
-    """What ends a run besides `training.steps`, whichever comes first."""
-
-    hours: HoursOr0 = 0.0
-    """Of training since this start; 0: no limit."""
-    accuracy: Fraction = 0.0
-    """Stop when an evaluation during training reaches it (needs `evaluation.every`); 0: no such condition."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from runtime.config import Config, Warmup
-from runtime.config.names import PREFIX
+from runtime.config.model import TINY_PREFIX as PREFIX
 from runtime.errors import UserError
 from runtime.models import tiny_model
 from runtime.models.families import FAMILIES, Family, family_for

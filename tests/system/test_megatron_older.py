@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.config.checks import megatron
+from runtime.config import model_checks
 from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import Layout, train
 from tests.loopback.ranks import FRESH
@@ -50,4 +50,4 @@ def test_a_layout_is_the_torch_engine(
 
 def test_the_configurations_checks_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(OLDER))
-    assert megatron._version() == VERSION
+    assert model_checks._version() == VERSION

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from runtime.config import Config
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
 from runtime.config.loading import resolve
 from runtime.errors import ConfigError
 

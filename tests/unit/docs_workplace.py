@@ -23,8 +23,7 @@ from launcher.node.machine import Machine, this_machine
 from runtime import registry
 from runtime.algorithms import interfaces
 from runtime.cluster.topology import processes
-from runtime.config import Config
-from runtime.config.checks import megatron
+from runtime.config import Config, model_checks
 from runtime.config.loading import load
 from runtime.config.yaml_text import dump, read_value
 from runtime.data import preparation
@@ -56,7 +55,7 @@ class Workplace:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         self._folder = folder
         patch.chdir(folder)
-        patch.setattr(megatron, "_installed", lambda: True)
+        patch.setattr(model_checks, "_installed", lambda: True)
         cpus = this_machine().cpus
         machine = Machine(kind="cuda", devices=tuple(map(str, range(64))), cpus=cpus)
         patch.setattr(here, "this_machine", lambda: machine)

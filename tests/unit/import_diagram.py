@@ -25,7 +25,7 @@ def package(module: str) -> str:
         return first
     if not rest or not (ROOT / "runtime" / rest[0]).is_dir():
         return "runtime"
-    return "config checks" if rest[:2] == ["config", "checks"] else rest[0]
+    return "config checks" if rest[0] == "config" and rest[-1].endswith("checks") else rest[0]
 
 
 def imported(node: ast.AST) -> Iterator[str]:

@@ -12,8 +12,7 @@ import pytest
 from benchmarks import engines
 from benchmarks.engines import LOAD, PASSES, SAVE, EnginesSettings
 from benchmarks.worker import Measured, Worker
-from runtime.config import Config, Run
-from runtime.config.checks import megatron
+from runtime.config import Config, Run, model_checks
 from runtime.errors import UserError
 
 
@@ -36,7 +35,7 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
 
     monkeypatch.setattr(Worker, "started", started)
     monkeypatch.setattr(engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
-    monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(model_checks, "_installed", lambda: True)
     report = asyncio.run(engines.measure(tmp_path, EnginesSettings(rounds=2, checkpoints=1)))
     passes = [engine for engine, what in asked if what == PASSES]
     assert passes[2:] == ["megatron", "torch", "torch", "megatron"]  # after those that build the engines
@@ -49,6 +48,6 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
 
 def test_without_megatron_core_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "packing_config", lambda *_: Config(run=Run(name="bench")))
-    monkeypatch.setattr(megatron, "_installed", lambda: False)
+    monkeypatch.setattr(model_checks, "_installed", lambda: False)
     with pytest.raises(UserError, match=r"bench engines: .*megatron needs a package: pip install"):
         asyncio.run(engines.measure(tmp_path, EnginesSettings()))

@@ -9,8 +9,7 @@ import pytest
 
 from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.config import Config
-from runtime.config.checks.colocation import colocation_faults
-from runtime.config.checks.devices import device_faults
+from runtime.config.service_checks import colocation_faults, device_faults
 from runtime.coordinator.run_context import accelerators
 
 WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}

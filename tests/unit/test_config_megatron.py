@@ -10,11 +10,10 @@ import msgspec
 import pytest
 
 from runtime.cluster.topology import data_leaders
-from runtime.config import Config, Trainer
-from runtime.config.checks import megatron
-from runtime.config.checks.megatron import megatron_faults
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config import Config, Trainer, model_checks
+from runtime.config.checks import semantic_faults
 from runtime.config.loading import load
+from runtime.config.model_checks import megatron_faults
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",
@@ -31,8 +30,8 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "_installed", lambda: True)
-    monkeypatch.setattr(megatron, "_version", lambda: "0.16.1")
+    monkeypatch.setattr(model_checks, "_installed", lambda: True)
+    monkeypatch.setattr(model_checks, "_version", lambda: "0.16.1")
 
 
 def faults(model: dict[str, Any] | None = MODEL, role: str = "trainer", **sections: Any) -> list[str]:
@@ -94,7 +93,7 @@ def test_layouts_that_do_not(processes: int, parallel: dict[str, Any], fault: st
 def test_an_older_version_does_not_cut_up_a_tied_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tied, cut = MODEL | {"tie_word_embeddings": True}, services(2, pipeline=2)
     assert faults(tied, **cut) == []
-    monkeypatch.setattr(megatron, "_version", lambda: "0.12.1")
+    monkeypatch.setattr(model_checks, "_version", lambda: "0.12.1")
     (fault,) = faults(tied, **cut)
     assert fault.startswith("services.trainer.parallel.pipeline: 2: megatron-core 0.12.1 cannot cut up a model whose head")
     assert faults(**cut) == []
@@ -207,7 +206,7 @@ def test_what_is_for_it_alone() -> None:
 
 
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "_installed", lambda: False)
+    monkeypatch.setattr(model_checks, "_installed", lambda: False)
     (fault,) = faults(**services(1))
     assert fault == "services.trainer.engine: megatron needs a package: pip install 'sluice-rl[megatron]'"
     elsewhere = services(1)

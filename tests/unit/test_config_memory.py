@@ -17,11 +17,9 @@ from launcher import cli
 from launcher.node import here
 from launcher.node.here import Here
 from launcher.node.machine import Machine
-from runtime.config import Config
-from runtime.config.checks import megatron
-from runtime.config.checks.megatron import memory_of_ranks
-from runtime.config.checks.models import spread_models
+from runtime.config import Config, model_checks
 from runtime.config.loading import resolve
+from runtime.config.model_checks import memory_of_ranks, spread_models
 from runtime.errors import UserError
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
@@ -58,7 +56,7 @@ SPREAD: dict[str, Any] = {"services": {"trainer": {"engine": "megatron", "proces
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(model_checks, "_installed", lambda: True)
 
 
 def held(raw: dict[str, Any], **changes: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from runtime.config import Config
-from runtime.config.checks.network import network_faults
+from runtime.config.service_checks import network_faults
 
 TWO_NODES = {"nodes": [{"name": "a"}, {"name": "b"}]}
 REACHED: dict[str, Any] = {"services": {"coordinator": {"host": "10.1.0.1", "port": 7000}}, "network": {"interface": "eth0"}}

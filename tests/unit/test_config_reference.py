@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from launcher import config_reference
+from launcher.config_reference import purpose, schema
 from launcher.mindspeed.keys import table
 from runtime.config import UNIT, Config, loading
-from runtime.config.meanings import purpose, schema
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration-reference.md"
@@ -128,7 +128,7 @@ def test_the_schema_describes_every_key_with_its_unit() -> None:
 
 
 def test_who_loads_a_configuration_reads_no_source() -> None:
-    code = "import sys, services.coordinator; sys.exit('runtime.config.meanings' in sys.modules)"
+    code = "import sys, services.coordinator; sys.exit('launcher.config_reference' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.cluster.topology import instances
 from runtime.config import Config, loading
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
 
 REMOTE = {"name": "taste", "address": "127.0.0.1:50051"}
 RULE = {"name": "gsm8k"}

@@ -16,7 +16,7 @@ from launcher.node.topology import service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
 from runtime.cluster.placement import NodeOffer, place
 from runtime.config import Config, loading
-from runtime.config.checks.devices import device_faults
+from runtime.config.service_checks import device_faults
 
 PORTS = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import Config, Data, Source, Warmup
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
 from runtime.data.chosen import row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError

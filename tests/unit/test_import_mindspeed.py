@@ -17,8 +17,7 @@ import pytest
 
 from launcher import cli
 from launcher.node.here import Here
-from runtime.config import Config
-from runtime.config.checks import megatron
+from runtime.config import Config, model_checks
 from runtime.config.loading import load
 from tests.unit.model_dimensions import CONFIGS
 
@@ -97,7 +96,7 @@ def test_the_report_has_every_key_of_the_file_with_a_reason(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_made_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model's description in the place of its folder, problems in that of the prepared data, and devices."""
-    monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(model_checks, "_installed", lambda: True)
     monkeypatch.setattr(Here, "memory", lambda self, config: None)
     model = model_folder(tmp_path / "model", MODELS[name])
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')

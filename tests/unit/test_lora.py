@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime import codec
 from runtime.config import Critic, Lora, Trainer
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
 from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.trainer.fsdp.policy import TorchTrainEngine
@@ -121,7 +121,7 @@ class TestStart:
         message = "lora: needs a package: pip install 'sluice-rl[lora]'"
         config = lora_config(policy)
         assert message not in semantic_faults(config)
-        monkeypatch.setattr("runtime.config.checks.semantic.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("runtime.config.checks.importlib.util.find_spec", lambda name: None)
         assert message in semantic_faults(config)
         elsewhere = replace(config, services=replace(config.services, trainer=Trainer(python=sys.executable)))
         assert message not in semantic_faults(elsewhere)

@@ -11,11 +11,9 @@ import pytest
 
 from launcher import cli
 from launcher.node.here import Here
-from runtime.config import Parallel
-from runtime.config.checks import megatron
-from runtime.config.checks.megatron import memory_of_ranks
-from runtime.config.checks.models import spread_models
+from runtime.config import Parallel, model_checks
 from runtime.config.loading import load, preset_names, resolve
+from runtime.config.model_checks import memory_of_ranks, spread_models
 from runtime.models.families import Layout, family_for
 from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
 from tests.unit.model_dimensions import CONFIGS, PARAMETERS
@@ -53,7 +51,7 @@ def arguments(preset: str, folder: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with megatron-core and devices, whose memory is not known."""
-    monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(model_checks, "_installed", lambda: True)
     monkeypatch.setattr(Here, "memory", lambda self, config: None)
 
 

@@ -13,10 +13,9 @@ import yaml
 from launcher import cli
 from launcher.node.here import Here
 from runtime.cluster.placement import NodeOffer, offers, place
-from runtime.config.checks import megatron
-from runtime.config.checks.megatron import memory_of_ranks
-from runtime.config.checks.models import spread_models
+from runtime.config import model_checks
 from runtime.config.loading import load, resolve
+from runtime.config.model_checks import memory_of_ranks, spread_models
 from runtime.models.tiny_family import described
 from tests.unit.model_dimensions import CONFIGS
 
@@ -91,7 +90,7 @@ def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with megatron-core and devices, whose memory is not known."""
-    monkeypatch.setattr(megatron, "_installed", lambda: True)
+    monkeypatch.setattr(model_checks, "_installed", lambda: True)
     monkeypatch.setattr(Here, "memory", lambda self, config: None)
 
 

@@ -43,7 +43,7 @@ PURE = (
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
     *("select", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile", "threading", "time"),
-    *("runtime.config", "runtime.config.checks.semantic", "runtime.config.loading", "runtime.process.platform"),
+    *("runtime.config", "runtime.config.checks", "runtime.config.loading", "runtime.process.platform"),
 }
 OPTIONAL = {  # what only some machines have, and the files and folders that may name it
     "vllm": {"runtime/rollout/vllm/shim.py", "runtime/rollout/vllm/worker.py"},
@@ -222,7 +222,7 @@ def loaded(code: str) -> list[str]:
             "import services.rollout, services.trainer, services.critic, services.reference, services.reward_model",
             id="before-load",
         ),
-        pytest.param("import runtime.algorithms, runtime.config.checks.semantic, runtime.models.tiny_model", id="checks"),
+        pytest.param("import runtime.algorithms, runtime.config.checks, runtime.models.tiny_model", id="checks"),
         pytest.param(
             "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",
             id="sluice-help",

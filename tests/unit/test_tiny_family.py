@@ -13,9 +13,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from launcher import cli
+from launcher.config_reference import schema
 from runtime.config import Config, Critic, Model, Parallel, RewardModel, Rewards, Run, Warmup
-from runtime.config.checks.megatron import layout_of
-from runtime.config.loading import load, preset_names, resolve, schema
+from runtime.config.loading import load, preset_names, resolve
+from runtime.config.model_checks import layout_of
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_family
 from runtime.models.families import FAMILIES, family_for

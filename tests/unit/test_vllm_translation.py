@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runtime.config import loading
-from runtime.config.checks.semantic import semantic_faults
+from runtime.config.checks import semantic_faults
 from runtime.errors import InvalidMessage
 from runtime.rollout.vllm import arguments, relay, sampling
 from runtime.types import GroupRequest, SamplingParams

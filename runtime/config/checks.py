@@ -1,4 +1,4 @@
-"""Cross-checks of a well-typed configuration: values against each other, against model folders, and against memory.
+"""Cross-checks of a well-typed configuration: values against each other, against files, model folders and memory.
 
 Nothing here imports torch, so that a bad configuration is refused in well under a second. Each fault is one line that begins
 with the YAML path of the value to change.
@@ -7,29 +7,30 @@ with the YAML path of the value to change.
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
+import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, Sampling
-from runtime.config.checks.colocation import colocation_faults
-from runtime.config.checks.data import data_faults, evaluation_faults
-from runtime.config.checks.devices import device_faults
-from runtime.config.checks.megatron import megatron_faults
-from runtime.config.checks.memory import kv_faults, rank_faults
-from runtime.config.checks.models import model_faults, policy_model, spread_models
-from runtime.config.checks.network import network_faults
-from runtime.config.checks.publication import publication_faults
-from runtime.config.checks.rewards import reward_faults
-from runtime.config.checks.rollout import rollout_faults
+from runtime.config import Algorithm, Config, RemoteReward, Sampling
+from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
+from runtime.config.service_checks import colocation_faults, device_faults, network_faults, publication_faults, rollout_faults
 from runtime.data.chosen import sources
+from runtime.data.prompt_types import MODEL, names
+from runtime.errors import UserError
+from runtime.evaluation.sets import evaluation_sets, set_faults
 from runtime.models.limits import LORA_NEEDS_PEFT
 from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
+from runtime.types import REWARD_MODEL
 
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
+_COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def semantic_faults(
@@ -102,24 +103,23 @@ def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
         "data.handler": config.data.handler,
     }
     for path, name in chosen.items():
-        yield from _name(path, name, known.get(path), own=True)
+        yield from _name(path, name, known.get(path))
     own_handlers = {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
     own_handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
     for key, handler in own_handlers.items():
         if handler is not None:
-            yield from _name(key, handler, known.get("data.handler"), own=True)
+            yield from _name(key, handler, known.get("data.handler"))
     for index, rule in enumerate(config.rewards.rules):
-        yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"), own=True)
+        yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"))
 
 
-def _name(path: str, name: str, known: Sequence[str] | None, own: bool) -> Iterator[str]:
-    """`own`: FILE.py:NAME is allowed."""
+def _name(path: str, name: str, known: Sequence[str] | None) -> Iterator[str]:
     file, mark, _ = name.rpartition(OWN)
-    if own and mark:
+    if mark:
         if not Path(f"{file}.py").is_file():
             yield f"{path}: '{file}.py' is not a file"
     elif known is not None and name not in known:
-        yield f"{path}: '{name}' is not one of {', '.join(sorted(known))}" + ", nor FILE.py:NAME" * own
+        yield f"{path}: '{name}' is not one of {', '.join(sorted(known))}, nor FILE.py:NAME"
 
 
 def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
@@ -221,3 +221,97 @@ def _lora(config: Config) -> Iterator[str]:
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
     if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+
+
+def reward_faults(config: Config, trains: bool) -> Iterator[str]:
+    """`trains`: False for an evaluation alone."""
+    rewards = config.rewards
+    if not rewards.rules and not rewards.remote and rewards.model is None:
+        yield "rewards.rules: empty; at least one rule, remote or model is needed"
+    elif not rewards.rules and not trains:
+        yield "rewards.rules: empty; the first rule says which replies are correct"
+    elif not rewards.rules and _evaluates(config):
+        yield (
+            "rewards.rules: empty; an evaluation's accuracy is by the first rule: name one (with weight 0 it adds nothing to "
+            "the reward), or set evaluation.before and evaluation.after to false and evaluation.every to 0"
+        )
+    taken = Counter(rule.name.rpartition(":")[2] for rule in rewards.rules)
+    if rewards.model is not None:
+        taken[REWARD_MODEL] += 1
+    for index, remote in enumerate(rewards.remote):
+        path = f"rewards.remote.{index}"
+        if not _COLUMN.fullmatch(remote.name):
+            yield f"{path}.name: '{remote.name}' is not a name of letters, digits, '_', '-' and '.'"
+        taken[remote.name] += 1
+        if taken[remote.name] > 1:
+            yield f"{path}.name: '{remote.name}' is taken; rules, remotes and the model ({REWARD_MODEL}) have different names"
+        yield from _address(path, remote)
+        if remote.timeout >= config.deadlines.score:
+            yield f"{path}.timeout: {remote.timeout:g} is not below deadlines.score {config.deadlines.score:g}"
+
+
+def _evaluates(config: Config) -> bool:
+    evaluation = config.evaluation
+    held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
+    return bool(evaluation.every) or (held_out and (evaluation.before or evaluation.after))
+
+
+def _address(path: str, remote: RemoteReward) -> Iterator[str]:
+    found = _ADDRESS.fullmatch(remote.address)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        yield f"{path}.address: '{remote.address}' is not HOST:PORT, with a port from 1 to 65535"
+    elif not remote.plaintext and not _is_loopback(found["host"].strip("[]")):
+        yield (
+            f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; "
+            f"set {path}.plaintext to true if you trust the network"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def data_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line for each fault of section `data`, evaluation sets left out. `trains`: False for an evaluation alone."""
+    data = config.data
+    seen: set[Path] = set()
+    for key, source in sources(data) if trains else []:
+        yield from _file(key, source.path)
+        if Path(source.path).resolve() in seen:
+            yield f"{key}: '{source.path}' is there twice; give it more weight instead"
+        seen.add(Path(source.path).resolve())
+    if trains and not data.train and config.warmup is None:
+        yield "data.train: missing; name a json, jsonl, parquet or arrow file, or give a warmup section"
+    template = config.model.chat_template
+    if template and not Path(template).is_file():
+        yield f"model.chat_template: '{template}' is not a file"
+    elif template and data.prompt_type != MODEL:
+        yield f"model.chat_template: has no use with data.prompt_type {data.prompt_type}, only with {MODEL}"
+    try:
+        if data.prompt_type not in (known := names(data.prompt_type_path)):
+            yield f"data.prompt_type: '{data.prompt_type}' is not one of {', '.join(known)}"
+    except UserError as error:
+        yield str(error)
+
+
+def evaluation_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line for each fault of the evaluation sets."""
+    sets = evaluation_sets(config)
+    if not sets and (config.warmup is None or config.data.train):  # otherwise the warm-up names one
+        if not trains:
+            yield "data.eval: missing; name a file to evaluate on, or several under evaluation.sets"
+        elif config.evaluation.every:
+            yield f"data.eval: missing; evaluation.every is {config.evaluation.every}, and there are no evaluation.sets"
+    for found in sets:
+        yield from _file(found.key, found.path)
+    yield from set_faults(config)
+
+
+def _file(key: str, path: str) -> Iterator[str]:
+    if not Path(path).exists():
+        yield f"{key}: '{path}' is not a file"
+    elif Path(path).is_file() and Path(path).stat().st_size == 0:
+        yield f"{key}: '{path}' is empty"

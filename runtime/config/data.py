@@ -1,93 +1,26 @@
-"""What a run is made of: its folder, the model, the prompts, and a warm-up that makes both."""
+"""Prompts and labels, and how replies are sampled for training and in evaluations."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta, field
+
 from runtime.config.base import (
-    DType,
     Fraction,
     NonNegative,
     PassesOr0,
     Positive,
     PositiveRate,
-    Problems,
+    ProblemsOr0,
     Rate,
     Samples,
-    Seconds,
+    SamplesOr0,
     Section,
+    StepsOr0,
     Tokens,
+    TokensOr0,
 )
-
-
-class Run(Section, frozen=True):
-    """Where a run lives, and whether it goes on from an earlier one."""
-
-    name: str
-    """Names the run; a plain folder name."""
-    dir: str = ""
-    """The folder in which everything is written. Empty: `runs/NAME`."""
-    seed: NonNegative = 1234
-    """Of the order of prompts, and of every sample."""
-    resume: str = "never"
-    """`never`; `auto`: go on from the newest whole checkpoint in `dir`, or begin anew where there is none and nothing was
-    trained; or a checkpoint's folder. A resumed run needs the same `seed`, `data.shuffle`, `data.curriculum` and training
-    data."""
-    overwrite: bool = False
-    """A new run refuses a folder that holds another; true replaces that run. With `resume: auto` only where there is no
-    checkpoint to go on from."""
-
-
-class Model(Section, frozen=True):
-    """The policy, and the frozen model that it is held against."""
-
-    path: str = ""
-    """The policy: a Hugging Face folder of the Llama, Qwen2 or Qwen3 family with `config.json`, safetensors and
-    `tokenizer.json`. Empty: the warm-up's."""
-    reference: str = ""
-    """The frozen model of the KL term; its vocabulary must be the policy's. Empty: `model.path`."""
-    dtype: DType = "auto"
-    """What the trainer computes in. `auto`: bfloat16 on accelerators, float32 on CPUs. Master weights are float32 always; those
-    that `lora` freezes stay bfloat16 where the folder declares that, the trainer then computes in it and has one rank."""
-    chat_template: str = ""
-    """A jinja file, for `data.prompt_type: model`. Empty: the tokenizer's own."""
-
-
-class Warmup(Section, frozen=True):
-    """Makes a tiny Qwen2 model and addition problems, and trains it by supervision until its greedy accuracy on held-out
-    problems lies between two bounds. The result replaces `model.path`, `data.train` and `data.eval` where these are empty.
-    """
-
-    cache: str = "runs/.cache"
-    """Where results are kept, under a key made of these settings (`cache` and `max_seconds` aside)."""
-    hidden_size: Positive = 128
-    """Of the model."""
-    layers: Positive = 4
-    """Of the model."""
-    heads: Positive = 4
-    """Attention heads of a layer."""
-    kv_heads: Positive = 2
-    """Key-value heads of a layer."""
-    intermediate_size: Positive = 384
-    """Of the model's MLPs."""
-    min_operand: NonNegative = 10
-    """The problems are all sums of two numbers from this one on."""
-    max_operand: Positive = 49
-    """The largest of these numbers."""
-    eval_problems: Problems = 256
-    """Held out; `a+b` and `b+a` are on the same side."""
-    accuracy: Fraction = 0.42
-    """From this accuracy on training stops."""
-    max_accuracy: Fraction = 0.58
-    """A model above it has learned too much, and is not taken."""
-    forgotten_carry: Fraction = 0.7
-    """The probability with which a training answer forgets its carry: what is left for reinforcement learning to mend."""
-    max_seconds: Seconds = 180.0
-    """Give up after."""
-    learning_rate: Rate = 2e-3
-    """Of the supervised training."""
-    batch_size: Samples = 64
-    """Of the supervised training."""
-    seed: NonNegative = 7
-    """Of model, problems and training."""
 
 
 class RowFormat(Section, frozen=True):
@@ -168,3 +101,62 @@ class Data(RowFormat, frozen=True):
     """Null: none."""
     allow_overlap: bool = False
     """Train although problems of an evaluation set are among those to train on."""
+
+
+class Sampling(Section, frozen=True):
+    """How training replies are sampled. Training uses temperature alone, so that both engines compute one distribution."""
+
+    group_size: Samples = 8
+    """Replies to each prompt; at least 2 for `algorithm.advantage: group_norm`."""
+    max_new_tokens: Tokens = 512
+    """Of a reply, at most."""
+    temperature: PositiveRate = 1.0
+    """The loss and the reference use the same."""
+
+
+class EvaluationSet(RowFormatChoice, frozen=True, kw_only=True):
+    """One data set of an evaluation, besides `data.eval`."""
+
+    name: str
+    """Letters, digits, `_`, `.` and `-`: part of file names and metrics. `held_out` is the set of `data.eval`."""
+    path: str
+    """A file or folder, as `data.eval` is."""
+    problems: ProblemsOr0 | None = None
+    """The first so many are asked; 0: all. Null: `evaluation.problems`."""
+    samples: SamplesOr0 = 0
+    """Replies to each problem. 0: `evaluation.samples`."""
+    k: list[Positive] = []
+    """Which pass@k and maj@k are reported. Empty: `evaluation.k`."""
+    temperature: Rate | None = None
+    """0 is greedy. Null: `evaluation.temperature`."""
+    max_new_tokens: TokensOr0 = 0
+    """Of a reply, at most; not above `evaluation.max_new_tokens`, which it is when 0."""
+
+
+class Evaluation(Section, frozen=True):
+    """Evaluation before, during and after training, or by `sluice eval` alone."""
+
+    every: StepsOr0 = 0
+    """Steps between evaluations during training; 0: none."""
+    sets: list[EvaluationSet] = []
+    """Data sets besides `data.eval`."""
+    problems: ProblemsOr0 = 0
+    """The first so many of each set are asked; 0: all."""
+    samples: Samples = 1
+    """Replies to each problem; accuracy is over all of them."""
+    k: list[Positive] = field(default_factory=lambda: [1])
+    """Which pass@k and maj@k are reported; at most `samples`, and above 1 only with a `temperature` above 0."""
+    temperature: Rate = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this probability together; 1: from all."""
+    top_k: NonNegative = 0
+    """Sample from so many of the likeliest tokens; 0: from all."""
+    min_p: Fraction = 0.0
+    """Leave out tokens with less than this share of the likeliest one's probability; 0: none."""
+    max_new_tokens: TokensOr0 = 0
+    """Of a reply, at most. 0: `sampling.max_new_tokens`."""
+    before: bool = True
+    """Evaluate before training, when there are held-out problems."""
+    after: bool = True
+    """Evaluate after training, when there are held-out problems."""

@@ -1,11 +1,13 @@
-"""Checks of the folders of models: whether they are whole, and whether the engines that are to run them can. Loads no torch.
+"""Checks of model folders, of layouts on megatron-core, and of what processes hold against the memory that they have.
 
-What transformers, vLLM and megatron-core of an interpreter of its own can is left to the role's process.
+Loads neither torch, transformers nor megatron-core. What these can in an interpreter of its own is left to the role's process,
+and on accelerators, whose memory is not known before, the processes compare it themselves when they start.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -14,16 +16,24 @@ from typing import Any
 
 import msgspec
 
-from runtime.cluster.topology import fleets, model_key, uses_reference
-from runtime.config import Config, RewardModel, Spread, Warmup
+from runtime.cluster.topology import block_size, fleets, model_key, uses_reference
+from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.errors import UserError
 from runtime.models import hf_config, tiny_family
+from runtime.models.families import FAMILIES, family_for
+from runtime.models.families.memory import RankBytes
+from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, memory_fault, rank_memory, uncut
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 _MEANT = {_CAUSAL: "causal language model", _CLASSIFIERS: "sequence classifier"}
+_SHARDS = "engine torch spreads models over all its processes"
+_ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}
+_HINT = "; if it is to run on devices, cluster.nodes says so (name, devices)"
+PROBES = 1  # slots of a replica besides its own: of the probe that compares its log-probabilities with the trainer's
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def model_faults(config: Config, trains: bool) -> Iterator[str]:
@@ -213,3 +223,172 @@ def _json(path: Path) -> dict[str, Any] | None:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, msgspec.ValidationError):
         return None
+
+
+def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
+    """One line per fault. `models`: by role, the contents of its model's config.json, as far as it is known."""
+    for role, model in models.items():
+        settings: Spread = getattr(config.services, role)
+        key = f"services.{role}"
+        if settings.engine == "megatron":
+            yield from _blocks(key, settings)
+            yield from _unsupported(key, config, settings)
+            if model is not None:
+                yield from _layout(key, config, settings, model)
+        else:
+            if settings.parallel != Parallel():
+                yield f"{key}.parallel: is for engine megatron; {_ON_TORCH[role]}"
+            if isinstance(settings, Trainer):
+                yield from _megatrons_own(key, config, settings)
+            elif settings.backend != "auto":
+                yield f"{key}.backend: {settings.backend} is for engine megatron; {_ON_TORCH[role]}"
+
+
+def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]:
+    """What engine torch has not."""
+    if config.checkpoint.async_save:
+        yield f"checkpoint.async_save: true needs {key}.engine megatron; must be false for engine torch"
+    if not settings.overlap:
+        yield f"{key}.overlap: false is for engine megatron; engine torch always overlaps; must be true"
+    for kind in settings.offloaded if settings.cpu_offload else ():
+        yield f"{key}.offload_train_{kind}: true, but with cpu_offload it is in host memory at all times; must be false"
+    yield from _values_need_weights(key, settings)
+
+
+def _blocks(key: str, settings: Spread) -> Iterator[str]:
+    parallel, processes = settings.parallel, settings.processes
+    block = block_size(parallel)
+    product = f"parallel.tensor {parallel.tensor} x context {parallel.context} x pipeline {parallel.pipeline}"
+    if parallel.data is None and processes % block:
+        yield f"{key}.processes: {processes} is not a multiple of {product}"
+    if parallel.data is not None and processes != block * parallel.data:
+        expected = block * parallel.data
+        yield f"{key}.processes: {processes} is not {product} x data {parallel.data}; must be {expected}, or left out"
+    alike = processes // (parallel.tensor * parallel.pipeline)
+    if processes % block == 0 and alike % parallel.expert:
+        yield (
+            f"{key}.parallel.expert: {parallel.expert} does not divide the ranks that hold the same part of the model, of "
+            f"which {processes} processes of parallel.tensor {parallel.tensor} x pipeline {parallel.pipeline} make {alike}"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
+    # An interpreter of its own has other packages; the process says so itself.
+    if not settings.python and not _installed():
+        yield f"{key}.engine: {MEGATRON_NEEDS_CORE}"
+
+
+def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
+    if config.lora is not None and key == "services.trainer":
+        yield "lora: engine megatron trains whole models; take services.trainer.engine torch"
+    if not isinstance(settings, Trainer):
+        return
+    yield from _values_need_weights(key, settings)
+    if settings.cpu_offload:
+        yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
+
+
+def _values_need_weights(key: str, settings: Trainer) -> Iterator[str]:
+    if settings.offload_train_param and key == "services.critic":
+        yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
+
+
+def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any]) -> Iterator[str]:
+    parallel, stages = settings.parallel, settings.parallel.layers_per_stage
+    made: dict[str, Any] = {}
+    if config.warmup:
+        made = {
+            "model_type": "qwen2",
+            "vocab_size": 1,
+            "intermediate_size": config.warmup.intermediate_size,
+            "tie_word_embeddings": True,
+        }
+    where = model_key(config, key.removeprefix("services."))
+    try:
+        described = {**made, **policy} if not config.model.path else policy
+        family = family_for(described, where)
+        hf_config.parse(described, where, FAMILIES)
+    except UserError as error:
+        yield str(error)
+        return
+    for fault in layout_of(parallel).faults(family.shape):
+        yield f"{key}.parallel: {fault}"
+    if family.shape.experts is not None and parallel.tensor > 1 and not parallel.sequence:
+        yield f"{key}.parallel.sequence: must be true for a mixture of experts with parallel.tensor {parallel.tensor}"
+    if len(set(stages[1:-1])) > 1:
+        yield f"{key}.parallel.layers_per_stage: {stages}: all but the first and the last number must be equal in megatron-core"
+    version = "" if settings.python else _version()
+    if key != "services.critic" and (fault := uncut(family.tied, parallel.pipeline, version)):
+        yield f"{key}.{fault}"
+
+
+def _version() -> str:
+    """Of the installed package, without importing it; "" where there is none."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def memory_of_ranks(
+    config: Config, models: Mapping[str, Mapping[str, Any] | None], on_cpus: bool = False
+) -> dict[str, RankBytes]:
+    """By role, of those on megatron-core whose model is known: what a rank holds."""
+    return {
+        role: rank_memory(config, role, model, on_cpus)
+        for role, model in models.items()
+        if model is not None and "model_type" in model and getattr(config.services, role).engine == "megatron"
+    }
+
+
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
+    """By fleet, of those on engine torch whose model is known: bytes of a replica's KV cache."""
+    policy = policy_model(config)
+    if policy is None:
+        return {}
+    auto = "float32" if on_cpus else "bfloat16"
+    return {
+        path: kv_cache_bytes(
+            policy, fleet.slots + PROBES, _length(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype]
+        )
+        for path, fleet in fleets(config).items()
+        if fleet.engine == "torch"  # vLLM divides its own memory
+    }
+
+
+def kv_faults(config: Config, available: int | None) -> Iterator[str]:
+    """One line per fleet that does not fit. `available`: bytes on the machine on whose CPUs all runs; None where it is not
+    known."""
+    if available is None:
+        return
+    free = available
+    for path, each in kv_caches(config, on_cpus=True).items():
+        fleet = fleets(config)[path]
+        needed = fleet.replicas * each
+        if needed > free:
+            yield (
+                f"{path}.slots: {fleet.slots} slots of {_length(config)} tokens in {fleet.replicas} replica(s) need "
+                f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
+            )
+        free -= min(needed, free)
+
+
+def rank_faults(config: Config, available: int | None) -> Iterator[str]:
+    """The same of the roles on megatron-core, whose layouts are sound. The processes of a role share the memory."""
+    if available is None:
+        return
+    for role, held in memory_of_ranks(config, spread_models(config), on_cpus=True).items():
+        share = available // getattr(config.services, role).processes
+        if fault := memory_fault(config, role, held, share):
+            yield fault + _HINT
+
+
+def _length(config: Config) -> int:
+    """Tokens of a slot."""
+    return config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)

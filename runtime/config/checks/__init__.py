@@ -1,1 +1,0 @@
-"""Cross-checks of a well-typed configuration, by what they look at."""

@@ -1,0 +1,73 @@
+"""The policy, the adapters on it, and a warm-up that makes a tiny one with its data."""
+
+from __future__ import annotations
+
+from runtime.config.base import DType, Fraction, NonNegative, Positive, PositiveRate, Problems, Rate, Samples, Seconds, Section
+
+TINY_PREFIX = "tiny:"  # before the family of a tiny random model, in the place of a folder
+
+
+class Model(Section, frozen=True):
+    """The policy, and the frozen model that it is held against."""
+
+    path: str = ""
+    """The policy: a Hugging Face folder of the Llama, Qwen2 or Qwen3 family with `config.json`, safetensors and
+    `tokenizer.json`. Empty: the warm-up's."""
+    reference: str = ""
+    """The frozen model of the KL term; its vocabulary must be the policy's. Empty: `model.path`."""
+    dtype: DType = "auto"
+    """What the trainer computes in. `auto`: bfloat16 on accelerators, float32 on CPUs. Master weights are float32 always; those
+    that `lora` freezes stay bfloat16 where the folder declares that, the trainer then computes in it and has one rank."""
+    chat_template: str = ""
+    """A jinja file, for `data.prompt_type: model`. Empty: the tokenizer's own."""
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (PEFT): they alone are trained; what is published has them merged."""
+
+    rank: Positive = 16
+    """Of each adapter."""
+    alpha: PositiveRate = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    target_modules: list[str] = []
+    """Names of linear layers, as `q_proj`, or with as much of their path as tells them apart: `layers.1.mlp.up_proj`. Empty:
+    all but the head."""
+
+
+class Warmup(Section, frozen=True):
+    """Makes a tiny Qwen2 model and addition problems, and trains it by supervision until its greedy accuracy on held-out
+    problems lies between two bounds. The result replaces `model.path`, `data.train` and `data.eval` where these are empty.
+    """
+
+    cache: str = "runs/.cache"
+    """Where results are kept, under a key made of these settings (`cache` and `max_seconds` aside)."""
+    hidden_size: Positive = 128
+    """Of the model."""
+    layers: Positive = 4
+    """Of the model."""
+    heads: Positive = 4
+    """Attention heads of a layer."""
+    kv_heads: Positive = 2
+    """Key-value heads of a layer."""
+    intermediate_size: Positive = 384
+    """Of the model's MLPs."""
+    min_operand: NonNegative = 10
+    """The problems are all sums of two numbers from this one on."""
+    max_operand: Positive = 49
+    """The largest of these numbers."""
+    eval_problems: Problems = 256
+    """Held out; `a+b` and `b+a` are on the same side."""
+    accuracy: Fraction = 0.42
+    """From this accuracy on training stops."""
+    max_accuracy: Fraction = 0.58
+    """A model above it has learned too much, and is not taken."""
+    forgotten_carry: Fraction = 0.7
+    """The probability with which a training answer forgets its carry: what is left for reinforcement learning to mend."""
+    max_seconds: Seconds = 180.0
+    """Give up after."""
+    learning_rate: Rate = 2e-3
+    """Of the supervised training."""
+    batch_size: Samples = 64
+    """Of the supervised training."""
+    seed: NonNegative = 7
+    """Of model, problems and training."""

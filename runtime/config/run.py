@@ -1,0 +1,88 @@
+"""Where a run lives, what ends it, what is kept of it and where its metrics go."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from runtime.config.base import Bytes, Fraction, HoursOr0, NonNegative, Positive, Seconds, Section, StepsOr0, in_unit
+
+
+class Run(Section, frozen=True):
+    """Where a run lives, and whether it goes on from an earlier one."""
+
+    name: str
+    """Names the run; a plain folder name."""
+    dir: str = ""
+    """The folder in which everything is written. Empty: `runs/NAME`."""
+    seed: NonNegative = 1234
+    """Of the order of prompts, and of every sample."""
+    resume: str = "never"
+    """`never`; `auto`: go on from the newest whole checkpoint in `dir`, or begin anew where there is none and nothing was
+    trained; or a checkpoint's folder. A resumed run needs the same `seed`, `data.shuffle`, `data.curriculum` and training
+    data."""
+    overwrite: bool = False
+    """A new run refuses a folder that holds another; true replaces that run. With `resume: auto` only where there is no
+    checkpoint to go on from."""
+
+
+class StopConditions(Section, frozen=True):
+    """What ends a run besides `training.steps`, whichever comes first."""
+
+    hours: HoursOr0 = 0.0
+    """Of training since this start; 0: no limit."""
+    accuracy: Fraction = 0.0
+    """Stop when an evaluation during training reaches it (needs `evaluation.every`); 0: no such condition."""
+
+
+class Checkpoint(Section, frozen=True):
+    """Atomic checkpoints; one is written at the end always."""
+
+    every: StepsOr0 = 0
+    """Steps between two; 0: only at the end."""
+    keep: Positive = 2
+    """The newest so many stay."""
+    keep_best: bool = True
+    """And the one with the best evaluation, of those both evaluated and saved."""
+    async_save: bool = False
+    """Engine megatron: training goes on while the files are written, from a copy in host memory. One checkpoint at a time: the
+    next one waits for it, as does the end of the run."""
+
+
+class Ledger(Section, frozen=True):
+    """The journal of groups, and their payloads, from which a run goes on after a crash."""
+
+    tick: Seconds = 0.05
+    """One transaction at most this often."""
+    segment_bytes: Bytes = 64 << 20
+    """Of a payload file."""
+    retain_bytes: Bytes = 1 << 30
+    """Payloads that no restart needs, kept for `sluice samples`; trimmed at each checkpoint."""
+
+
+class Logs(Section, frozen=True):
+    """`logs/NAME.log` of each process, and older files of it."""
+
+    max_bytes: Bytes = 64 << 20
+    """Of a file; then a new one is begun."""
+    keep: NonNegative = 3
+    """So many older files stay for each process: `NAME.log.1` is the newest of them."""
+
+
+class Mismatch(Section, frozen=True):
+    """After each publication every rollout continues a short prompt, and the trainer computes the same log-probabilities: how
+    far the two are apart (`mismatch/*`), and whether each rollout has the weights that it should have."""
+
+    limit: Annotated[float, in_unit("nats", ge=0)] = 0.2
+    """An alarm is raised when one rollout's log-probabilities are further from the trainer's, on average over its continuation
+    (8 tokens). The run goes on; progress, `sluice status`, summary and the last line say so. 0: never."""
+
+
+class Tracker(Section, frozen=True):
+    """Where metrics go. `metrics.png` and the table are made from `jsonl`, so keep it."""
+
+    name: Literal["jsonl", "tensorboard", "wandb", "swanlab"]
+    """The last two need `pip install 'sluice-rl[wandb]'` or `'sluice-rl[swanlab]'`."""
+    project: str = "sluice"
+    """Of wandb and swanlab."""
+    mode: Literal["online", "offline", "disabled"] = "offline"
+    """Of wandb and swanlab."""

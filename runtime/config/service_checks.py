@@ -1,0 +1,345 @@
+"""Checks of the roles: their nodes, addresses, ports and devices, who shares these, rollout engines, and how weights travel.
+
+Loads neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from runtime.cluster.topology import (
+    Instance,
+    fleets,
+    has_several_nodes,
+    instances,
+    place_in_fleet,
+    processes,
+    replicas,
+    takes_turns,
+)
+from runtime.config import Cluster, Computing, Config, Placed, Publication, ReferenceScorer, Rollout, Scorer, Trainer
+from runtime.config.base import DType
+from runtime.process.network import is_loopback
+from runtime.rollout.vllm.arguments import own_faults
+from runtime.rollout.vllm.sampling import LEAST_TEMPERATURE
+from runtime.weights.transports import resolve
+
+RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
+_COLLECTIVE = ("collective", "delta")
+RESERVED = 1024  # ports below belong to the system
+HOSTS = ("rollout", "reward_model", "reference", "trainer", "critic")
+_VLLM_ALONE = ("tensor_parallel", "engine_args")
+_DEFAULT = Rollout()
+_OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "float32")]
+
+
+def network_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line per fault."""
+    yield from cluster_faults(config.cluster)
+    for path, role in processes(config).items():
+        if isinstance(role, Placed) and isinstance(role.placement, list):
+            yield from _placement(f"{path}.placement", role.placement)
+    several = has_several_nodes(config.cluster)
+    if several:
+        yield from _reachable(config)
+    if config.network.port_range is not None:
+        yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+
+
+def cluster_faults(cluster: Cluster) -> Iterator[str]:
+    """What is wrong with the nodes themselves, one line each."""
+    if cluster.nodes == "auto":
+        return
+    if not cluster.nodes:
+        yield "cluster.nodes: empty; must be auto, or name at least one node"
+        return
+    names = [node.name for node in cluster.nodes]
+    for index, name in enumerate(names):
+        if not name:
+            yield f"cluster.nodes.{index}.name: '' is no name; must be what its agent is called (--name, or its host name)"
+        elif name in names[:index]:
+            yield f"cluster.nodes.{index}.name: '{name}' is that of another node; must be its own"
+    if cluster.min_nodes > len(names):
+        yield f"cluster.min_nodes: {cluster.min_nodes}, but cluster.nodes names {len(names)}; must be at most that"
+
+
+def _placement(key: str, names: list[str]) -> Iterator[str]:
+    if not names:
+        yield f"{key}: empty; must be pack, spread, or name at least one node"
+    elif twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+        yield f"{key}: names '{twice}' twice; must name each node once"
+
+
+def _reachable(config: Config) -> Iterator[str]:
+    interface, coordinator = config.network.interface, config.services.coordinator
+    if is_loopback(interface):
+        yield (
+            f"network.interface: '{interface}' is loopback, by which no other node is reached; on several nodes it must be a "
+            "network (10.1.0.0/16), an interface (eth0), or auto"
+        )
+    if not coordinator.host:
+        yield "services.coordinator.host: missing; on several nodes it must be the address that all reach the coordinator by"
+    elif is_loopback(coordinator.host):
+        yield (
+            f"services.coordinator.host: '{coordinator.host}' is loopback; on several nodes it must be the address that all "
+            "reach the coordinator by"
+        )
+    if not coordinator.port:
+        yield "services.coordinator.port: 0 is any free port, on one node; on several it must be named"
+
+
+def _listeners(config: Config, trains: bool) -> int:
+    """How many sockets of the run's own listen at once, where all are on one machine."""
+    return len(instances(config, trains)) + (not config.services.coordinator.port) + trains * RENDEZVOUS
+
+
+def _port_range(config: Config, ports: tuple[int, int], needed: int) -> Iterator[str]:
+    """`needed`: the ports that the run takes of it; 0 where that is known only when its processes have been placed."""
+    (first, last), network = ports, config.network
+    if not RESERVED <= first <= last:
+        yield f"network.port_range: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+        return
+    if last - first + 1 < needed:
+        yield f"network.port_range: [{first}, {last}] has fewer ports than the run listens on, {needed}"
+    for name, (start, end) in (("hccl_host_ports", network.hccl_host_ports), ("hccl_npu_ports", network.hccl_npu_ports)):
+        if first <= end and start <= last:
+            yield f"network.port_range: [{first}, {last}] overlaps {name} [{start}, {end}]"
+
+
+def device_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line per fault."""
+    for path, role in processes(config).items():
+        if isinstance(role, Computing) and role.devices:
+            yield from _devices(path, role)
+    yield from _hccl_ports(config, trains)
+    if trains and not takes_turns(config):  # which has a check of its own
+        yield from _shared_device(config)
+
+
+def _devices(key: str, role: Computing) -> Iterator[str]:
+    count = len(role.devices)
+    if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
+        yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
+    if isinstance(role, Trainer) or (isinstance(role, ReferenceScorer) and role.engine == "megatron"):
+        if count != role.processes:
+            yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"
+    elif isinstance(role, Rollout) and role.engine != "torch":
+        needed = role.replicas * role.tensor_parallel
+        if count != needed:
+            yield (
+                f"{key}.devices: {count} of them for {role.replicas} replicas of tensor_parallel {role.tensor_parallel}; "
+                f"must be {needed}"
+            )
+    elif count != role.replicas:  # type: ignore[attr-defined]  # every other role has replicas
+        yield f"{key}.devices: {count} of them for {role.replicas} replicas; must be one each"  # type: ignore[attr-defined]
+
+
+def _shared_device(config: Config) -> Iterator[str]:
+    """NCCL and HCCL refuse two members on one device. Who names none has its own."""
+    settings = config.publication
+    transport = resolve(settings.transport, settings.backend, {"trainer-0": "this"})
+    if settings.backend == "gloo" or transport not in _COLLECTIVE:
+        return
+    taken: dict[int, str] = {}
+    for name, devices in _publishing(config):
+        if not devices:
+            continue
+        device = devices[0]
+        if device in taken:
+            key = f"transport: {transport}" if settings.backend == "auto" else f"backend: {settings.backend}"
+            yield (
+                f"publication.{key} takes one member a device, but {taken[device]} and {name} have {device}; must be backend "
+                "gloo, or transport shared_memory, or other services.*.devices"
+            )
+            return
+        taken[device] = name
+
+
+def _publishing(config: Config) -> Iterator[tuple[str, list[int]]]:
+    """The members of the publication group, and the devices that each has all for itself."""
+    yield "trainer-0", config.services.trainer.devices[:1]
+    for name, fleet in replicas(config).items():
+        place, size = place_in_fleet(config, Instance("rollout", name)), len(fleet.devices) // fleet.replicas
+        yield name, fleet.devices[place * size : (place + 1) * size]
+
+
+def hccl_beside_workers(config: Config) -> bool:
+    """Whether, on NPUs, a rollout receives weights over HCCL on the NPU on which the first of vLLM's workers meets the others
+    over HCCL too."""
+    settings = config.publication
+    if takes_turns(config) or settings.backend not in ("auto", "hccl"):
+        return False
+    machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
+    if settings.transport == "shared_memory" or resolve(settings.transport, settings.backend, machines) not in _COLLECTIVE:
+        return False
+    return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
+
+
+def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:
+    network, port = config.network, config.services.coordinator.port
+    ranges = {"hccl_host_ports": network.hccl_host_ports, "hccl_npu_ports": network.hccl_npu_ports}
+    needed = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
+    for name, (first, last) in ranges.items():
+        if not RESERVED <= first <= last:
+            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+        elif last - first + 1 < needed:
+            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
+        elif first <= port <= last:
+            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
+    (first, last), (other, end) = ranges.values()
+    if first <= end and other <= last:
+        yield f"network.hccl_npu_ports: [{other}, {end}] overlaps hccl_host_ports [{first}, {last}]"
+
+
+def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
+    """One line per fault."""
+    running = {instance.role for instance in instances(config)}
+    for path, settings in processes(config).items():
+        if isinstance(settings, Computing) and settings.colocate:
+            fault = _host_fault(config, path, settings, running)
+            if fault:
+                yield f"{path}.{fault}"
+    if trains and takes_turns(config):
+        yield from _turns(config)
+
+
+def _host_fault(config: Config, path: str, settings: Computing, running: set[str]) -> str:
+    role, host = path.split(".")[1], settings.colocate
+    others = ", ".join(name for name in HOSTS if name != role)
+    if role == "trainer":
+        return f"colocate: {host}: others lie on the trainer's devices; must be services.{host}.colocate: trainer instead"
+    if host not in HOSTS:
+        return f"colocate: '{host}' is no role with devices; must be one of {others}"
+    if host == role:
+        return f"colocate: {host} is the role itself; must be one of {others}"
+    if role in running and host not in running:
+        return f"colocate: this run has no {host}; must be another, or left out"
+    if further := sorted({one.colocate for one in _of_role(config, host) if one.colocate}):
+        return f"colocate: {host} lies on the devices of {further[0]} itself; must be a role with devices of its own"
+    if settings.devices:
+        return f"devices: {settings.devices}, but colocate says that they are those of {host}; must be one of both"
+    having = [device for one in _of_role(config, host) for device in one.devices]
+    needed = sum(_needed(one) for one in _of_role(config, role) if one.colocate == host)
+    if having and needed > len(having):
+        return f"colocate: needs {needed} devices, but {host} has {len(having)} (services.{host}.devices)"
+    return ""
+
+
+def _of_role(config: Config, role: str) -> list[Computing]:
+    return list(fleets(config).values()) if role == "rollout" else [getattr(config.services, role)]
+
+
+def _needed(settings: Computing) -> int:
+    """Devices of all its processes."""
+    if isinstance(settings, Rollout):
+        return settings.replicas * settings.tensor_parallel
+    if isinstance(settings, Trainer) or (isinstance(settings, ReferenceScorer) and settings.engine == "megatron"):
+        return settings.processes
+    assert isinstance(settings, Scorer)
+    return settings.replicas
+
+
+def _turns(config: Config) -> Iterator[str]:
+    """What does not go with rollouts and trainer on the same devices."""
+    staleness, publication = config.training.staleness, config.publication
+    if staleness > 1:
+        yield f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1"
+    for path, fleet in fleets(config).items():
+        if fleet.colocate != "trainer":
+            yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"
+    if not publication.overlap:
+        yield "publication.overlap: false sends a rollout that comes late no version while the trainer is off; must be true"
+    if publication.in_flight in ("keep", "recompute"):
+        yield (
+            f"publication.in_flight: {publication.in_flight}, but no sample is in flight at a swap where rollouts and trainer "
+            "take turns; must be auto"
+        )
+    if publication.backend in ("nccl", "hccl"):
+        yield (
+            f"publication.backend: {publication.backend} takes one member a device, and rollouts lie on the trainer's; must be "
+            "auto or gloo"
+        )
+
+
+def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[str]:
+    """One line per fault. `model`: the contents of the policy's config.json, as far as it is known."""
+    for key, fleet in fleets(config).items():
+        if fleet.engine == "torch":
+            given = [name for name in _VLLM_ALONE if getattr(fleet, name) != getattr(_DEFAULT, name)]
+            yield from (f"{key}.{name}: is for engine vllm" for name in given)
+            continue
+        # An interpreter of its own has other packages; the process says so itself.
+        if not fleet.python and importlib.util.find_spec("vllm") is None:
+            yield f"{key}.engine: vllm is not installed here; run make install-vllm, and name its interpreter in {key}.python"
+        yield from own_faults(fleet.engine_args, f"{key}.engine_args")
+        yield from _heads(key, fleet.tensor_parallel, model or {})
+    if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
+        yield from _temperatures(config)
+        if config.publication.staging == "inplace":
+            yield "publication.staging: inplace is for engine torch; vLLM takes whole versions alone, so that shadow is needed"
+
+
+def _heads(key: str, ways: int, model: Mapping[str, Any]) -> Iterator[str]:
+    heads = model.get("num_attention_heads")
+    if heads is not None and heads % ways:
+        yield f"{key}.tensor_parallel: {ways} does not divide the model's {heads} attention heads"
+
+
+def _temperatures(config: Config) -> Iterator[str]:
+    chosen = {"sampling.temperature": config.sampling.temperature, "evaluation.temperature": config.evaluation.temperature}
+    for index, each in enumerate(config.evaluation.sets):
+        if each.temperature is not None:
+            chosen[f"evaluation.sets.{index}.temperature"] = each.temperature
+    for key, temperature in chosen.items():
+        if 0 < temperature < LEAST_TEMPERATURE:
+            yield f"{key}: {temperature} is too low for engine vllm; must be 0 or at least {LEAST_TEMPERATURE}"
+
+
+def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
+    """`policy`: the contents of its config.json, None when there is none to be read."""
+    settings = config.publication
+    if settings.transport == "filesystem":
+        yield from _folder(settings.folder)
+    if settings.transport in ("filesystem", "shared_memory") and settings.backend != "auto":
+        none = f"transport {settings.transport} has none"
+        yield f"publication.backend: {settings.backend} is for a collective; {none}, so must be auto"
+    if settings.senders == "all" and settings.transport == "filesystem":
+        yield "publication.senders: all is not for transport filesystem, whose folder one process writes; must be one"
+    if settings.folder and settings.transport != "filesystem":
+        yield f"publication.folder: '{settings.folder}' is for transport filesystem alone, and it is {settings.transport}"
+    if not settings.overlap and config.services.trainer.processes > 1 and settings.transfer_timeout >= config.deadlines.train:
+        yield (
+            f"publication.transfer_timeout: {settings.transfer_timeout:g} must be below deadlines.train "
+            f"({config.deadlines.train:g}): without overlap the trainer's ranks wait for each other while buckets are taken"
+        )
+    if settings.transport != "delta" and settings.full_every != Publication().full_every:
+        yield f"publication.full_every: {settings.full_every} is for transport delta alone, and it is {settings.transport}"
+    if settings.transport == "delta" and policy is not None and _on_the_wire(config, policy) == "float32":
+        of = " (the policy's own)" if settings.dtype == "auto" else ""
+        yield (
+            f"publication.dtype: float32{of} changes in nearly every element, and transport delta would send it all; "
+            f"must be {' or '.join(_OF_16_BITS)}"
+        )
+
+
+def _on_the_wire(config: Config, policy: Mapping[str, Any]) -> str:
+    """The dtype that weights are published in."""
+    chosen = (dtype for dtype in (config.publication.dtype, config.model.dtype) if dtype != "auto")
+    return next(chosen, str(policy.get("dtype") or policy.get("torch_dtype") or "float32"))
+
+
+def _folder(folder: str) -> Iterator[str]:
+    if not folder:
+        yield "publication.folder: missing; transport filesystem needs a folder that trainer and rollouts share"
+        return
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        yield f"publication.folder: '{folder}' cannot be made, as {there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"publication.folder: '{folder}' cannot be written"
