@@ -45,6 +45,7 @@ RUN if command -v apt-get; then \
 WORKDIR /opt/sluice
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY launcher launcher
+COPY sluice sluice
 COPY services services
 COPY runtime runtime
 COPY configs configs
@@ -117,6 +118,7 @@ RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^tor
 
 COPY pyproject.toml README.md LICENSE ./
 COPY launcher launcher
+COPY sluice sluice
 COPY services services
 COPY runtime runtime
 # The package takes its presets from here, by links.

@@ -40,7 +40,7 @@ check: install-dev docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' runtime services launcher benchmarks
+	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' sluice runtime services launcher benchmarks
 	$(MAKE) test
 
 format: install-dev

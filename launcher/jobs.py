@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from launcher.view import View
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.models.warmup import cache_folder
+from sluice import start
 
 STARTUP = 60.0  # seconds that a job may need beside its own work
 
@@ -32,7 +32,7 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
     folder = cache_folder(settings)
     if not folder.exists():
         view.phase("warm-up", detail="a tiny model, by supervised training")
-        command = (sys.executable, "-m", "runtime.models.warmup", msgspec.json.encode(settings).decode())
+        command = start.command("runtime.models.warmup", msgspec.json.encode(settings).decode())
         child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
         await _wait(child, _follow(child, view), settings.max_seconds + STARTUP)
     data = config.data
@@ -56,7 +56,7 @@ async def _follow(child: Child, view: View) -> None:
 
 async def plot(supervisor: Supervisor, folder: Path) -> None:
     """Draw the run's PNG from its metrics."""
-    command = (sys.executable, "-m", "runtime.telemetry.figures", str(folder))
+    command = start.command("runtime.telemetry.figures", str(folder))
     child = await supervisor.start(ProcessSpec(name="figure", role="figure", command=command, env={}))
     await _wait(child, asyncio.sleep(0), STARTUP)
 

@@ -30,11 +30,12 @@ def known_names() -> dict[str, list[str]]:
 
 
 def faults_of_own_files(config: Config) -> Iterator[str]:
-    """What keeps the functions that are named FILE.py:NAME from being found.
+    """What keeps the functions that are named FILE.py:NAME from being found, and from being called with their options.
 
     Imports their files, as the processes would that call them; those for another interpreter than this one are left to it.
     """
     from runtime.algorithms import interfaces
+    from runtime.chosen_algorithm import choose
     from runtime.data.handlers import HANDLERS
     from runtime.errors import UserError
     from runtime.registry import OWN, Registry
@@ -57,3 +58,9 @@ def faults_of_own_files(config: Config) -> Iterator[str]:
                 registry.find(name, key)
             except UserError as error:
                 yield str(error)
+                return
+    if not services.coordinator.python:
+        try:
+            choose(config)
+        except UserError as error:
+            yield str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
 from runtime.algorithms.aggregation import masked_sample
@@ -21,6 +21,7 @@ from runtime.algorithms.interfaces import (
     KlEstimator,
     LossOptions,
     PolicyLoss,
+    with_options,
 )
 from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
 from runtime.config import Algorithm, Config
@@ -50,11 +51,15 @@ class ChosenAlgorithm:
 
 
 def choose(config: Config) -> ChosenAlgorithm:
-    """Raises UserError for a name that is not registered, or a file of the user's that cannot be imported."""
+    """Raises UserError for a name that is not registered, a file of the user's that cannot be imported, or options that its
+    function does not take."""
     algorithm = config.algorithm
     aggregation_options = AggregationOptions(norm=algorithm.aggregation_norm or config.sampling.max_new_tokens)
+    advantage, loss = ADVANTAGES.find(algorithm.advantage), POLICY_LOSSES.find(algorithm.loss)
+    estimate = with_options(advantage.compute, algorithm.advantage_options, "algorithm.advantage_options")
+    lose = with_options(loss.compute, algorithm.loss_options, "algorithm.loss_options")
     return ChosenAlgorithm(
-        advantage=ADVANTAGES.find(algorithm.advantage),
+        advantage=replace(advantage, compute=estimate),
         advantage_options=AdvantageOptions(
             group_std=algorithm.group_std,
             ddof=algorithm.group_std_ddof,
@@ -63,7 +68,7 @@ def choose(config: Config) -> ChosenAlgorithm:
             gae_lambda=algorithm.gae_lambda,
             gae_whitened=algorithm.gae_whitened,
         ),
-        loss=POLICY_LOSSES.find(algorithm.loss),
+        loss=replace(loss, compute=lose),
         loss_options=LossOptions(
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,

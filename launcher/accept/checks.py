@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from runtime.errors import ServiceFault, UserError
 from runtime.telemetry.summary import Summary
+from sluice import start
 
 Device = Literal["cpu", "cuda", "npu"]
 
@@ -119,7 +120,7 @@ def _begin(folder: Path, config: Path) -> None:
 
 
 def _worker(check: str, device: Device, model: Path) -> tuple[str, ...]:
-    return (sys.executable, "-m", "launcher.accept.worker", check, device, str(model))
+    return start.command("launcher.accept.worker", check, device, str(model))
 
 
 def placement(device: Device, count: int) -> list[str]:
@@ -153,7 +154,7 @@ async def _quickstart(device: Device, count: int, folder: Path, config: Path, st
     overrides = [*placement(device, count), f"run.dir={folder / 'run'}", f"training.steps={steps}", "run.overwrite=true"]
     if device == "npu":
         overrides.append("services.environment=ascend")
-    command = (sys.executable, "-m", "launcher.cli", "train", str(config), *overrides)
+    command = start.command("launcher.cli", "train", str(config), *overrides)
     outcome = await _run("quickstart", command, folder / "quickstart.log", figures=False)
     if outcome.result == "passed":
         outcome.figures = msgspec.to_builtins(Summary.read(folder / "run"))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from runtime.errors import DeadlineExceeded, UserError
+from sluice import start
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,7 @@ def _manifest() -> Manifest:
 @contextmanager
 def _receiver(device: str, folder: Path, address: GroupAddress) -> Iterator[subprocess.Popen[str]]:
     other = msgspec.json.encode(msgspec.structs.replace(address, rank=1)).decode()
-    command = [sys.executable, "-m", "launcher.accept.worker", "receiver", device, str(folder), other]
+    command = start.command("launcher.accept.worker", "receiver", device, str(folder), other)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -1,6 +1,6 @@
 """A machine's agent, one for each node of a run::
 
-    torchrun --standalone --nproc-per-node 1 --max-restarts 0 -m launcher.node CONFIG [--name NAME] [key=value ...]
+    torchrun --standalone --nproc-per-node 1 --max-restarts 0 -m sluice.node CONFIG [--name NAME] [key=value ...]
 
 The node that has the address `services.coordinator.host` runs the coordinator, as `sluice train` does; the others do what it
 says. Exit codes are those of `sluice`; torchrun makes 1 of whatever is not 0.
@@ -99,7 +99,7 @@ class FollowerNode:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(prog="python -m launcher.node", description="Run one node of a cluster.")
+    parser = CommandParser(prog="python -m sluice.node", description="Run one node of a cluster.")
     parser.add_argument("config", type=Path, help="a YAML file, the same on every node")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="the same on every node")
     parser.add_argument("--name", default="", help="what cluster.nodes calls this node (default: its host name)")

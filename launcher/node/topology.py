@@ -14,6 +14,7 @@ from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, settings_of
 from runtime.config import Config, Restarts
 from runtime.config.service_checks import hccl_beside_workers
+from sluice import start
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -41,7 +42,7 @@ def coordinator_spec(
     return ProcessSpec(
         name="coordinator",
         role="coordinator",
-        command=(settings.python or python, "-m", "services.coordinator", *arguments),
+        command=start.command("services.coordinator", *arguments, python=settings.python or python),
         env={"SLUICE_LAUNCHED": repr(launched), **environment(settings, 1, machine)},
         cpus=affinity(settings),
     )
@@ -70,10 +71,7 @@ def service_specs(
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
-            command=(
-                *(role.python or python, "-m", *_torchrun(launch)),
-                *(f"services.{launch.role}", "--name", launch.name, *arguments),
-            ),
+            command=_command(launch, role.python or python, *arguments),
             env={**ports.get(launch.name, {}), **env},
             cpus=affinity(role),
         )
@@ -86,15 +84,16 @@ def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
     return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
 
 
-def _torchrun(launch: Launch) -> tuple[str, ...]:
-    """What starts the ranks of a group that are on this node; nothing for a process alone."""
+def _command(launch: Launch, python: str, *arguments: str) -> tuple[str, ...]:
+    """Starts a process alone, or, by torchrun, the ranks of a group that are on this node."""
+    command = start.command(f"services.{launch.role}", "--name", launch.name, *arguments, python=python)
     meeting = launch.rendezvous
     if len(launch.ranks) < 2 and meeting is None:
-        return ()
+        return command
     where: tuple[str, ...] = ("--standalone",)
     if meeting is not None:
         where = ("--nnodes", str(meeting.nodes), "--node-rank", str(meeting.node_rank))
         where += ("--master-addr", meeting.host, "--master-port", str(meeting.port))
     ranks = ("--nproc-per-node", str(len(launch.ranks)), "--max-restarts", "0")
     # What ranks print is in the group's log; a folder that torchrun makes for logs would stay in the temporary one.
-    return ("torch.distributed.run", *where, *ranks, "--log-dir", os.devnull, "-m")
+    return (python, "-m", "torch.distributed.run", *where, *ranks, "--log-dir", os.devnull, *command[1:])

@@ -23,7 +23,7 @@ GRACE = 45  # seconds
 RETURNS = 3  # times that a node may come back by itself
 HOME = PurePosixPath("/home/sluice")  # the images' working folder
 CONFIG_PATH = "/etc/sluice/config.yaml"
-AGENT = ("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "launcher.node")
+AGENT = ("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LONGEST_LABEL = 63
 

@@ -6,10 +6,18 @@ finite and meaningless.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from runtime.errors import UserError
 from runtime.registry import Registry
 
 if TYPE_CHECKING:
@@ -188,3 +196,42 @@ def policy_loss(name: str, *, zero_without_advantage: bool) -> Callable[[LossFun
         return compute
 
     return add
+
+
+def with_options(compute: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """`compute` with the `options` that the configuration gives it at `key`, as keyword arguments.
+
+    Its signature is what they are checked by: those parameters behind the first two that may be given by name, and their
+    annotations where these are types of YAML. Raises UserError, naming the option, the value and what is allowed.
+    """
+    own = [one for one in list(inspect.signature(compute).parameters.values())[2:] if one.kind is not one.VAR_POSITIONAL]
+    known = {one.name: one for one in own if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    name = getattr(compute, "__name__", "the function")
+    for option, value in options.items():
+        if option not in known and not any(one.kind is one.VAR_KEYWORD for one in own):
+            allowed = f"allowed: {', '.join(known)}" if known else "it takes none"
+            raise UserError(f"{key}.{option}: {value!r}: {name} takes no such option; {allowed}")
+    for option, one in known.items():
+        if one.default is one.empty and option not in options:
+            raise UserError(f"{key}.{option}: is missing, and {name} needs it")
+    given = {
+        option: _of_type(value, _annotation(compute, known.get(option)), f"{key}.{option}") for option, value in options.items()
+    }
+    return partial(compute, **given) if given else compute
+
+
+def _annotation(compute: Callable[..., Any], parameter: inspect.Parameter | None) -> Any:
+    if parameter is not None and parameter.annotation is not parameter.empty:
+        with suppress(Exception):  # it is no type here, such as one that is imported for type checking alone
+            written = SimpleNamespace(__annotations__={"it": parameter.annotation})
+            return typing.get_type_hints(written, getattr(compute, "__globals__", {}))["it"]
+    return Any
+
+
+def _of_type(value: Any, kind: Any, path: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise UserError(f"{path}: {value!r} is not {getattr(kind, '__name__', kind)}") from None
+    except TypeError:  # not a type of YAML: the function's own to check
+        return value

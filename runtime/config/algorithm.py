@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from runtime.config.base import Fraction, Positive, PositiveRate, Rate, Samples, Section, TokensOr0
 
@@ -17,6 +17,8 @@ class Algorithm(Section, frozen=True):
     """`group_norm`: (reward − mean of the group) / (its deviation + eps); `rloo`: reward − mean of the others in the group;
     `reinforce_plus_plus`: discounted return per token, whitened over the batch; `reinforce_plus_plus_baseline`: reward − mean
     of the group, whitened over the batch; `gae`: generalised advantage estimation, with a `critic`."""
+    advantage_options: dict[str, Any] = {}
+    """Of an advantage of your own: what its function takes besides its two arguments, by name."""
     group_std: Literal["group", "batch", "none"] = "group"
     """What `group_norm` divides by: the deviation of the `group`, of the whole `batch`, or `none`."""
     group_std_ddof: Literal[0, 1] = 1
@@ -45,6 +47,8 @@ class Algorithm(Section, frozen=True):
     """`decoupled`: clipped about the policy at the start of the step, weighted by proximal / behaviour probability; `ppo`:
     clipped about the policy that sampled; `gspo`: the same with one ratio a sample; `cispo`: the ratio is a clipped weight, and
     every token keeps its gradient; `sapo`: a smooth gate in place of the clip."""
+    loss_options: dict[str, Any] = {}
+    """Of a loss of your own: what its function takes besides its two arguments, by name."""
     aggregation: str = "token_mean"
     """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (samples ·
     `aggregation_norm`)). `gspo` needs `seq_mean_token_mean`."""

@@ -19,7 +19,7 @@ class Node(Section, frozen=True):
 
 
 class Cluster(Section, frozen=True):
-    """The machines of a run, each with an agent (`python -m launcher.node CONFIG`)."""
+    """The machines of a run, each with an agent (`python -m sluice.node CONFIG`)."""
 
     nodes: Literal["auto"] | list[Node] = "auto"
     """`auto`: the run's machines are those whose agents come. Or a list: nobody else may come."""

@@ -1,6 +1,6 @@
 """What a reward rule is, and how one is added.
 
-    from runtime.rewards.rules import RuleContext, rule
+    from sluice import RuleContext, rule
 
     @rule("polite")
     def polite(text: str, label: str, context: RuleContext) -> bool:

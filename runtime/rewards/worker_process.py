@@ -16,6 +16,7 @@ import msgspec
 from runtime.errors import ServiceFault
 from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import LENGTH, Task, Verdict, frame
+from sluice import start
 
 START_TIMEOUT = 60.0  # from the start of a worker until its rules are imported
 REAP_TIMEOUT = 10.0  # from SIGKILL until the process is gone
@@ -123,7 +124,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         """Start a process that finds modules where this one does. Raises OSError when the system gives none."""
         _, worker = await asyncio.get_running_loop().subprocess_exec(
             lambda: cls(limits, employer),
-            *(sys.executable, "-m", "runtime.rewards.worker", str(os.getpid())),
+            *start.command("runtime.rewards.worker", str(os.getpid())),
             *(repr(limits.cpu_seconds), str(limits.memory_bytes), *rules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -1,11 +1,19 @@
-"""How a step is cut into updates, and when it may be given in parts."""
+"""How a step is cut into updates, when it may be given in parts, and what functions of the user's are called with."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
-from runtime.chosen_algorithm import groups_per_update, streams, updates_per_epoch
+from launcher.known import faults_of_own_files
+from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch
 from runtime.config import Algorithm, Config, Run, Training
+from runtime.errors import UserError
 
 
 @pytest.mark.parametrize(("mini_batch", "size", "updates"), [(0, 8, 1), (8, 8, 1), (2, 2, 4)])
@@ -29,3 +37,73 @@ def test_only_one_update_of_local_advantages_is_given_in_parts(
 ) -> None:
     algorithm, steps = Algorithm(advantage=advantage), Training(groups_per_step=8, **training)
     assert streams(Config(run=Run(name="a"), algorithm=algorithm, training=steps)) is streamed
+
+
+OWN = """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice import LossOutputs, advantage, policy_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@policy_loss("{name}", zero_without_advantage=True)
+def scaled(inputs: Tensor, options, scale: float, *, signed: bool = True, {more}):
+    return LossOutputs(-scale * inputs.logp * inputs.advantages)
+
+
+@advantage("{name}", streamable=True)
+def of_group(inputs, options, share: float = 0.5):
+    return share * inputs.rewards[:, None]
+"""
+
+
+def with_own(folder: Path, more: str = "offset: int = 0", **options: Any) -> Config:
+    """A configuration with the functions above, which have a name of their own in each test."""
+    path = folder / "own.py"
+    path.write_text(OWN.format(name=folder.name, more=more))
+    name = f"{path}:{folder.name}"
+    return Config(run=Run(name="a"), algorithm=Algorithm(loss=name, advantage=name, **options))
+
+
+def test_a_function_of_the_users_gets_the_options_of_the_configuration(tmp_path: Path) -> None:
+    chosen = choose(with_own(tmp_path, loss_options={"scale": 3, "offset": 2}, advantage_options={"share": 0.25}))
+    inputs = SimpleNamespace(logp=2.0, advantages=5.0, rewards=np.array([4.0, 8.0]))
+    assert chosen.loss.compute(inputs, chosen.loss_options).loss == -30.0  # type: ignore[arg-type]
+    assert chosen.advantage.compute(inputs, chosen.advantage_options).tolist() == [[1.0], [2.0]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"loss_options": {}}, "algorithm.loss_options.scale: is missing, and scaled needs it"),
+        ({"loss_options": {"scale": "high"}}, "algorithm.loss_options.scale: 'high' is not float"),
+        ({"loss_options": {"scale": 1.0, "signed": 1}}, "algorithm.loss_options.signed: 1 is not bool"),
+        (
+            {"loss_options": {"scale": 1.0, "sacle": 2.0}},
+            "algorithm.loss_options.sacle: 2.0: scaled takes no such option; allowed: scale, signed, offset",
+        ),
+        (
+            {"loss_options": {"scale": 1.0}, "advantage_options": {"part": 1}},
+            "algorithm.advantage_options.part: 1: of_group takes no such option; allowed: share",
+        ),
+    ],
+)
+def test_options_that_a_function_does_not_take_are_refused(tmp_path: Path, options: dict[str, Any], fault: str) -> None:
+    config = with_own(tmp_path, **options)
+    with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
+        choose(config)
+    assert list(faults_of_own_files(config)) == [fault]
+
+
+def test_a_function_may_take_whatever_it_is_given(tmp_path: Path) -> None:
+    choose(with_own(tmp_path, more="**others", loss_options={"scale": 1.0, "anything": [1]}))
+
+
+def test_a_built_in_loss_takes_no_options_there() -> None:
+    config = Config(run=Run(name="a"), algorithm=Algorithm(loss="ppo", loss_options={"clip": 0.1}))
+    with pytest.raises(UserError, match=r"^algorithm\.loss_options\.clip: 0\.1: \w+ takes no such option; it takes none$"):
+        choose(config)

@@ -83,7 +83,7 @@ def test_python_runs(block: Block, workplace: Workplace, monkeypatch: pytest.Mon
     """What imports from this project is run, which registers what it has; the rest can be compiled."""
     monkeypatch.setitem(sys.modules, "httpx", SimpleNamespace(AsyncClient=lambda: None))  # the reader's own choice
     code = compile(block.text, str(block), "exec")
-    if re.search(r"^from (runtime|services|launcher)\b", block.text, re.MULTILINE):
+    if re.search(r"^from sluice\b", block.text, re.MULTILINE):
         exec(code, {})
 
 
@@ -251,7 +251,7 @@ def targets() -> set[str]:
 @cache
 def files() -> list[str]:
     """All of this repository that a page may name, from its root."""
-    folders = ("runtime", "services", "launcher", "tests", "configs", "docs", "proto", "requirements")
+    folders = ("sluice", "runtime", "services", "launcher", "tests", "configs", "docs", "proto", "requirements")
     return [str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.*")]
 
 

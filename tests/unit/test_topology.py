@@ -15,6 +15,7 @@ from runtime.cluster.placement import NodeOffer, place
 from runtime.cluster.topology import Instance, group_of, instances, replicas, uses_reference
 from runtime.config import Config
 from runtime.coordinator.run_context import accelerators
+from sluice import start
 
 
 def make(**sections: Any) -> Config:
@@ -65,7 +66,7 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
     ]
     (spec,) = (spec for spec in specs(group) if spec.role == "reference")
     assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
-    assert spec.command[8:12] == ("--log-dir", os.devnull, "-m", "services.reference")
+    assert spec.command[8:12] == ("--log-dir", os.devnull, start.__file__, "services.reference")
     assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
@@ -135,7 +136,7 @@ def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
     (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"
     options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", os.devnull)
-    torchrun = ("torch.distributed.run", "--standalone", *options, "-m")
+    torchrun = ("torch.distributed.run", "--standalone", *options, start.__file__)
     arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
     assert spec.command == ("/own/python", "-m", *torchrun, "services.critic", *arguments)
     assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
@@ -170,7 +171,7 @@ def test_a_reward_model_is_a_service_that_computes() -> None:
     config = make(rewards={"model": {"path": "x"}}, services={"reward_model": settings})
     found = [spec for spec in specs(config) if spec.role == "reward_model"]
     assert [spec.name for spec in found] == ["reward_model-0", "reward_model-1"]
-    assert found[1].command[:5] == ("/own/python", "-m", "services.reward_model", "--name", "reward_model-1")
+    assert found[1].command[:5] == ("/own/python", start.__file__, "services.reward_model", "--name", "reward_model-1")
     assert (found[1].env["OMP_NUM_THREADS"], found[1].env["A"]) == ("2", "1")
     assert accelerators(config) == 4
 

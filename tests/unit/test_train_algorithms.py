@@ -309,3 +309,22 @@ def test_the_guides_example_trains(policy: str, tmp_path: Path, monkeypatch: pyt
     plain = run_step(TorchTrainEngine(preset_config(tmp_path, policy)), make_groups(9)).metrics
     assert metrics["actor/ratio"] == pytest.approx(1.0)  # taken against the proximal policy, as there is a correction
     assert metrics["actor/pg_loss"] != pytest.approx(plain["actor/pg_loss"])
+
+
+def test_an_option_of_a_loss_reaches_the_gradient(policy: str, tmp_path: Path):
+    """Twice the loss has twice the gradient, exactly: scaling by a power of two rounds nothing."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from sluice import LossOutputs, policy_loss\n"
+        "@policy_loss('scaled_by_option', zero_without_advantage=True)\n"
+        "def scaled(inputs, options, scale):\n"
+        "    return LossOutputs(-scale * inputs.logp * inputs.advantages)\n"
+    )
+    own = {"loss": f"{path}:scaled_by_option", "correction": "none", "kl_coefficient": 0.0}
+    norms = [
+        run_step(
+            TorchTrainEngine(make_config(policy, algorithm={**own, "loss_options": {"scale": scale}})), make_groups(9)
+        ).metrics
+        for scale in (1.0, 2.0)
+    ]
+    assert norms[1]["grad_norm"] == 2 * norms[0]["grad_norm"] > 0

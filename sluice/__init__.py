@@ -1,0 +1,142 @@
+"""Sluice for those who use it: what a file of your own imports, and how a run is started from Python.
+
+Everything is imported when it is first asked for, and nothing here loads torch. Whatever is not named here may change with any
+version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from sluice.start import own_packages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from runtime.algorithms.groups import GroupSums
+    from runtime.algorithms.interfaces import (
+        AGGREGATIONS,
+        CORRECTIONS,
+        KL_ESTIMATORS,
+        AdvantageInputs,
+        AdvantageOptions,
+        Aggregate,
+        CorrectionOutputs,
+        LossInputs,
+        LossOptions,
+        LossOutputs,
+        advantage,
+        policy_loss,
+    )
+    from runtime.algorithms.whitening import whiten
+    from runtime.config import Config
+    from runtime.data.fields import FieldColumns, Fields, Rejected
+    from runtime.data.handlers import handler
+    from runtime.errors import UserError
+    from runtime.rewards.rules import GroupContext, RuleContext, group_rule, rule, up_to
+    from runtime.telemetry.summary import Summary
+
+_MODULES = {
+    "runtime.algorithms.groups": ("GroupSums",),
+    "runtime.algorithms.interfaces": (
+        *("AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "AdvantageInputs", "AdvantageOptions", "Aggregate"),
+        *("CorrectionOutputs", "LossInputs", "LossOptions", "LossOutputs", "advantage", "policy_loss"),
+    ),
+    "runtime.algorithms.whitening": ("whiten",),
+    "runtime.config": ("Config",),
+    "runtime.data.fields": ("FieldColumns", "Fields", "Rejected"),
+    "runtime.data.handlers": ("handler",),
+    "runtime.errors": ("UserError",),
+    "runtime.rewards.rules": ("GroupContext", "RuleContext", "group_rule", "rule", "up_to"),
+    "runtime.telemetry.summary": ("Summary",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "KL_ESTIMATORS",
+    "AdvantageInputs",
+    "AdvantageOptions",
+    "Aggregate",
+    "Config",
+    "CorrectionOutputs",
+    "FieldColumns",
+    "Fields",
+    "GroupContext",
+    "GroupSums",
+    "LossInputs",
+    "LossOptions",
+    "LossOutputs",
+    "Rejected",
+    "RuleContext",
+    "Summary",
+    "UserError",
+    "advantage",
+    "group_rule",
+    "handler",
+    "load_config",
+    "policy_loss",
+    "rule",
+    "train",
+    "up_to",
+    "whiten",
+]
+
+
+def load_config(path: Path | str, *overrides: str) -> Config:
+    """The configuration in a YAML file, with `overrides` of the form `key.path=value`, as `sluice train` reads it.
+
+    Raises UserError, with one line for each fault.
+    """
+    own_packages()
+    from pathlib import Path
+
+    from runtime.config import loading
+
+    return loading.resolve(loading.load(Path(path), overrides))
+
+
+def train(config: Config | Path | str, *overrides: str) -> Summary:
+    """What `sluice train` does: run the whole topology on this machine to its end. `config`: a YAML file, which `overrides`
+    change, or what `load_config` returned.
+
+    To be called in the main thread, where no event loop runs: Ctrl-C and SIGTERM stop the run in order, and it saves. No
+    process is left in any case. Raises UserError for what the user can mend, ServiceFault for a fault of the system, and
+    KeyboardInterrupt where the run was stopped before there was anything to save, or at once.
+    """
+    import asyncio
+
+    own_packages()
+    from rich.console import Console
+
+    from launcher.commands.train import train as run
+    from launcher.job import Interrupted
+    from launcher.view import View
+    from runtime.config import Config
+
+    if not isinstance(config, Config):
+        config = load_config(config, *overrides)
+    elif overrides:
+        raise TypeError(f"train: overrides {overrides} change a file, not a Config")
+    try:
+        with View(Console()) as view:
+            return asyncio.run(run(config, view))
+    except Interrupted as how:
+        raise KeyboardInterrupt(str(how)) from None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("sluice-rl")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    own_packages()
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,58 @@
+"""Starts a module of Sluice as a process, whatever packages the working folder has: `python FILE MODULE [ARGUMENT ...]`.
+
+`python -m MODULE` would look into the working folder first. A project that has a package called `services`, `runtime` or
+`launcher` would then be taken for Sluice, and the process would end with "No module named services.trainer". Here Sluice's own
+packages are imported first, and the working folder comes last on the path, for what the user's own files import.
+"""
+
+from __future__ import annotations
+
+import sys
+
+PACKAGES = ("sluice", "runtime", "services", "launcher")
+
+
+def command(module: str, *arguments: str, python: str = sys.executable) -> tuple[str, ...]:
+    """The command line that runs `module` as a process: `python` is an interpreter that has what the module imports."""
+    return (python, __file__, module, *arguments)
+
+
+def own_packages() -> None:
+    """Import Sluice's packages from beside this one, wherever else on the path there are others of these names.
+
+    Raises ImportError when another package of such a name has been imported already.
+    """
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = PathFinder.find_spec(name, [str(root)])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"Sluice's package {name!r} is not in {root}: install Sluice again")
+        if (known := sys.modules.get(name)) is None:
+            sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        elif list(known.__path__) != spec.submodule_search_locations:
+            raise ImportError(
+                f"the package {name!r} of {list(known.__path__)} has the name of one of Sluice's: import sluice before it"
+            )
+
+
+def main() -> None:
+    import runpy
+    from contextlib import suppress
+    from pathlib import Path
+
+    own_packages()
+    with suppress(FileNotFoundError):
+        sys.path.append(str(Path.cwd()))  # for what the user's own files import
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    here = __file__.rpartition("/")[0]
+    sys.path[:] = [folder for folder in sys.path if folder != here]  # Python puts a script's folder first
+    main()
