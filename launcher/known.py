@@ -52,14 +52,15 @@ def faults_of_own_files(config: Config) -> Iterator[str]:
     ]
     for index, rule in enumerate(config.rewards.rules):
         named.append((RULES, f"rewards.rules.{index}.name", rule.name, services.reward.python))
+    found = True
     for registry, key, name, python in named:
         if OWN in name and not python:
             try:
                 registry.find(name, key)
             except UserError as error:
+                found = False
                 yield str(error)
-                return
-    if not services.coordinator.python:
+    if found and not services.coordinator.python:
         try:
             choose(config)
         except UserError as error:

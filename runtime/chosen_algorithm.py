@@ -23,7 +23,7 @@ from runtime.algorithms.interfaces import (
     PolicyLoss,
     with_options,
 )
-from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
+from runtime.algorithms.kl import AdaptiveKl, FixedKl
 from runtime.config import Algorithm, Config
 
 NO_CORRECTION = "none"

@@ -15,7 +15,6 @@ from sluice.start import own_packages
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from runtime.algorithms.groups import GroupSums
     from runtime.algorithms.interfaces import (
         AGGREGATIONS,
         CORRECTIONS,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
         advantage,
         policy_loss,
     )
-    from runtime.algorithms.whitening import whiten
+    from runtime.algorithms.sums import GroupSums, whiten
     from runtime.config import Config
     from runtime.data.fields import FieldColumns, Fields, Rejected
     from runtime.data.handlers import handler
@@ -39,12 +38,11 @@ if TYPE_CHECKING:
     from runtime.telemetry.summary import Summary
 
 _MODULES = {
-    "runtime.algorithms.groups": ("GroupSums",),
+    "runtime.algorithms.sums": ("GroupSums", "whiten"),
     "runtime.algorithms.interfaces": (
         *("AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "AdvantageInputs", "AdvantageOptions", "Aggregate"),
         *("CorrectionOutputs", "LossInputs", "LossOptions", "LossOutputs", "advantage", "policy_loss"),
     ),
-    "runtime.algorithms.whitening": ("whiten",),
     "runtime.config": ("Config",),
     "runtime.data.fields": ("FieldColumns", "Fields", "Rejected"),
     "runtime.data.handlers": ("handler",),

@@ -1,7 +1,7 @@
-"""Weights for the gap between the engine that sampled and the one that trains.
+"""Weights for the gap between the engine that sampled and the one that trains, and the proximal policy between both.
 
-Each takes `log_weight` = proximal - behaviour log-probabilities [B, T], and gives weights without gradient. The policy
-loss is multiplied by them; its average stays over the original mask.
+Each correction takes `log_weight` = proximal - behaviour log-probabilities [B, T], and gives weights without gradient. The
+policy loss is multiplied by them; its average stays over the original mask.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import CORRECTIONS, CorrectionOptions, CorrectionOutputs
-from runtime.algorithms.rows import row_mean, row_sum
+from runtime.algorithms.sums import row_mean, row_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,3 +44,13 @@ def geometric_mask(log_weight: Tensor, mask: Tensor, options: CorrectionOptions)
     weight = row_mean(log_weight.detach(), mask).exp()
     outside = (weight < options.low) | (weight > options.high)
     return CorrectionOutputs((~outside).to(weight.dtype), outside)
+
+
+def interpolated_proximal(logp: Tensor, behaviour_logp: Tensor, staleness: Tensor) -> Tensor:
+    """`α behaviour + (1 - α) logp`, `α = 1 / d` where a token is d >= 1 versions old and 0 where it is fresh
+    (A-3PO, arXiv:2512.06547): the policy one version before `logp`, were versions steps on a straight line.
+
+    All [B, T], `staleness` the integer d of each token by the version that sampled it. Without gradient.
+    """
+    share = staleness.clamp(min=1).to(logp.dtype).reciprocal().masked_fill(staleness < 1, 0.0)
+    return logp.detach() + share * (behaviour_logp - logp.detach())

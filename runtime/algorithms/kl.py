@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import KL_ESTIMATORS
@@ -54,3 +55,32 @@ def importance_weighted(estimate: Tensor, logp: Tensor, behaviour_logp: Tensor) 
     Of k3 as in DeepSeek-V3.2, arXiv:2512.02556. The exponent is held within ±20.
     """
     return (logp - behaviour_logp).clamp(-20.0, 20.0).exp() * estimate
+
+
+LARGEST_ERROR = 0.2
+
+
+@dataclass(frozen=True)
+class FixedKl:
+    """β stays."""
+
+    coefficient: float
+
+    def after(self, kl: float, samples: float) -> FixedKl:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """`β ← β (1 + clip(kl / target - 1, ±0.2) · n / horizon)` (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    `kl` is the step's mean estimate per token, n its number of samples, `horizon` in samples.
+    """
+
+    coefficient: float
+    target: float
+    horizon: float
+
+    def after(self, kl: float, samples: float) -> AdaptiveKl:
+        error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime.algorithms.shaping import has_signal
+from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.states import Mark
 

@@ -18,9 +18,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from runtime import run_files
-from runtime.algorithms.maj_at_k import maj_at_k
-from runtime.algorithms.pass_at_k import pass_at_k
-from runtime.algorithms.standard_error import clustered_standard_error
+from runtime.algorithms.evaluation import clustered_standard_error, maj_at_k, pass_at_k
 from runtime.errors import UserError
 from runtime.evaluation.sets import EvaluationData
 from runtime.telemetry.metrics import Metrics

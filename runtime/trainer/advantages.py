@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from runtime.algorithms.gae import value_targets
+from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, value_targets
 from runtime.algorithms.interfaces import AdvantageInputs
-from runtime.algorithms.shaping import missing_eos_penalty, soft_overlong_penalty
 from runtime.algorithms.token_returns import token_rewards
 from runtime.chosen_algorithm import ChosenAlgorithm
 from runtime.config import Config

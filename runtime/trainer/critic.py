@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from runtime.algorithms.value_losses import clipped_value_loss
+from runtime.algorithms.losses import clipped_value_loss
 from runtime.chosen_algorithm import choose
 from runtime.config import Config
 from runtime.trainer import rows as train_rows

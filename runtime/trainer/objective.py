@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from runtime.algorithms.corrections import interpolated_proximal
 from runtime.algorithms.interfaces import LossInputs
 from runtime.algorithms.kl import importance_weighted, k3
-from runtime.algorithms.logprobs import token_logprobs
-from runtime.algorithms.proximal import interpolated_proximal
+from runtime.algorithms.losses import token_logprobs
 from runtime.chosen_algorithm import ChosenAlgorithm
 from runtime.config import Config
 from runtime.trainer.batch import MicroBatch

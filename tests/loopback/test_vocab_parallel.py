@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.algorithms.logprobs import token_logprobs
+from runtime.algorithms.losses import token_logprobs
 from runtime.trainer.megatron import vocab_parallel
 from tests.closeness import assert_close
 from tests.loopback.ranks import run_two

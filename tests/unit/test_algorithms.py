@@ -30,10 +30,8 @@ from runtime.algorithms.interfaces import (
     advantage,
     policy_loss,
 )
-from runtime.algorithms.kl import absolute, importance_weighted, k1, k2, k3, k3_clamped, k3_plain
-from runtime.algorithms.kl_control import AdaptiveKl, FixedKl
-from runtime.algorithms.logprobs import token_logprobs
-from runtime.algorithms.policy_losses import clipped_surrogate, decoupled, ppo
+from runtime.algorithms.kl import AdaptiveKl, FixedKl, absolute, importance_weighted, k1, k2, k3, k3_clamped, k3_plain
+from runtime.algorithms.losses import clipped_surrogate, decoupled, ppo, token_logprobs
 from runtime.algorithms.token_returns import token_rewards
 from runtime.errors import UserError
 

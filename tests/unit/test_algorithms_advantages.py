@@ -11,13 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.advantages import group_norm, rloo
-from runtime.algorithms.gae import value_targets
+from runtime.algorithms.advantages import (
+    group_norm,
+    has_signal,
+    missing_eos_penalty,
+    rloo,
+    soft_overlong_penalty,
+    value_targets,
+)
+from runtime.algorithms.evaluation import pass_at_k
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions
-from runtime.algorithms.pass_at_k import pass_at_k
-from runtime.algorithms.shaping import has_signal, missing_eos_penalty, soft_overlong_penalty
+from runtime.algorithms.sums import whiten
 from runtime.algorithms.token_returns import gae, returns_to_go, token_rewards
-from runtime.algorithms.whitening import whiten
 
 pytestmark = pytest.mark.numeric
 

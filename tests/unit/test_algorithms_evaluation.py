@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.algorithms.maj_at_k import maj_at_k
-from runtime.algorithms.standard_error import clustered_standard_error
+from runtime.algorithms.evaluation import clustered_standard_error, maj_at_k
 
 RIGHT = {"a"}
 

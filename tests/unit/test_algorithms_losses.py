@@ -12,14 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.cispo import cispo
-from runtime.algorithms.corrections import geometric_mask, icepop, sequence_tis, token_tis
-from runtime.algorithms.gspo import gspo
+from runtime.algorithms.corrections import geometric_mask, icepop, interpolated_proximal, sequence_tis, token_tis
 from runtime.algorithms.interfaces import CORRECTIONS, POLICY_LOSSES, CorrectionOptions, LossInputs, LossOptions
-from runtime.algorithms.policy_losses import ppo
-from runtime.algorithms.proximal import interpolated_proximal
-from runtime.algorithms.sapo import sapo
-from runtime.algorithms.value_losses import clipped_value_loss
+from runtime.algorithms.losses import cispo, clipped_value_loss, gspo, ppo, sapo
 
 pytestmark = pytest.mark.numeric
 

@@ -1,11 +1,24 @@
-"""Sums within groups of samples, of those that are valid."""
+"""Sums and means over rows of tokens, groups of samples and the whole batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from runtime.algorithms.interfaces import own_part
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] from [B, T]; 0 in a row without masked tokens."""
+    return (values * mask).sum(-1, keepdim=True)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] from [B, T]; 0 in a row without masked tokens."""
+    return row_sum(values, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 class GroupSums:
@@ -43,3 +56,19 @@ class GroupSums:
         mean = (self.sum / self.size.clamp(min=1)).masked_fill(single, 0.0)
         # Rounding leaves the mean of equal rewards off by an ulp, which eps would not hide.
         return ((self.rewards - mean) * self.weight).where(~self.equal() | single, 0.0)
+
+
+EPS = 1e-8
+
+
+def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] = own_part) -> Tensor:
+    """`(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
+
+    `batch_sum` adds up a tensor over the parts of the batch. Mean and squares take a sum each, as the square of a sum
+    loses digits where the mean is large.
+    """
+    count = batch_sum(mask.sum())
+    mean = batch_sum((values * mask).sum()) / count.clamp(min=1)
+    centred = (values - mean) * mask
+    variance = batch_sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    return centred / (variance + EPS).sqrt()
