@@ -39,7 +39,6 @@ from runtime.types import (
     Logprobs,
     PolicyVersion,
     Sample,
-    Segment,
     StepResult,
     TrainGroup,
 )
@@ -116,10 +115,9 @@ def _generated(request: GroupRequest, version: PolicyVersion) -> GeneratedGroup:
         loss_mask=np.ones(REPLY, np.uint8),
         logprobs=np.full(REPLY, -1.0, np.float32),
         versions=np.full(REPLY, version.pack(), np.int64),
-        segments=[Segment("model", REPLY)],
         finish_reason="stop",
     )
-    payload = GroupPayload(group_id=request.group_id, prompt=request.prompt, samples=[sample] * request.n)
+    payload = GroupPayload.of(request.group_id, request.prompt, [sample] * request.n)
     return GeneratedGroup(
         group_id=request.group_id,
         prompt_tokens=len(request.prompt),

@@ -1,22 +1,27 @@
 """What travels between the roles: versions, prompts, samples, scores.
 
-Arrays are numpy, little-endian, one-dimensional. R is the length of a reply (all its segments), P of a prompt,
+Arrays are numpy, little-endian, one-dimensional. R is the length of a reply, P of a prompt,
 n the number of samples in a group. The coordinator forwards `GeneratedGroup.payload` without decoding it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from runtime.errors import InvalidMessage
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval", "probe"]
+
+_DTYPES = {
+    name: np.dtype(kind) for name, kind in (("tokens", "<i4"), ("loss_mask", "|u1"), ("logprobs", "<f4"), ("versions", "<i8"))
+}
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -61,36 +66,123 @@ class GroupRequest(msgspec.Struct, kw_only=True):
     purpose: Purpose = "train"
 
 
-class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of `length` tokens that the model sampled or that an environment inserted."""
-
-    source: Literal["model", "environment"]
-    length: int
-
-
-class Sample(msgspec.Struct, kw_only=True):
-    """One reply. Where a segment came from the environment, mask and log-probability are 0."""
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One reply. Of tokens that an environment inserted, mask and log-probability are 0."""
 
     tokens: np.ndarray  # int32 [R]; ends with the stop token when finish_reason is "stop"
     loss_mask: np.ndarray  # uint8 [R]
     logprobs: np.ndarray  # float32 [R], of the distribution sampled from
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
-    segments: list[Segment]
     finish_reason: FinishReason
 
 
+class Runs(msgspec.Struct, frozen=True, array_like=True):
+    """An array whose values seldom change along it: each value, and for how many entries it holds (run-length encoding)."""
+
+    values: np.ndarray
+    lengths: np.ndarray  # uint32
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> Runs:
+        starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(array)), bool), array[1:] != array[:-1]]))
+        return cls(array[starts], np.diff(starts, append=len(array)).astype(np.uint32))
+
+    def expand(self) -> np.ndarray:
+        return np.repeat(self.values, self.lengths)
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+class TokenColumns(NamedTuple):
+    """One entry for each token of a group's replies, which follow one another: the arrays of `Sample`, concatenated."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
 class GroupPayload(msgspec.Struct, kw_only=True):
-    """The bulk of a group: what reward, reference and trainer decode and the coordinator does not."""
+    """The bulk of a group: what reward, reference and trainer decode and the coordinator does not. T is the sum of R.
+
+    A token takes 8 bytes when the model sampled it and 4 when an environment inserted it; masks and versions are runs.
+    Raises InvalidMessage for columns that do not fit one another.
+    """
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
-    samples: list[Sample]
+    lengths: np.ndarray  # uint32 [n]: R of each reply
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32, of those tokens whose mask is 1
+    loss_mask: Runs  # uint8 [T]
+    versions: Runs  # int64 [T]
+    finish_reasons: list[FinishReason]
+
+    @classmethod
+    def of(cls, group_id: int, prompt: np.ndarray, samples: Sequence[Sample]) -> GroupPayload:
+        """Raises InvalidMessage for a sample whose arrays differ in length, or with log-probabilities where its mask is 0."""
+        columns = {name: [getattr(sample, name) for sample in samples] for name in _DTYPES}
+        for name, dtype in _DTYPES.items():
+            for index, (array, tokens) in enumerate(zip(columns[name], columns["tokens"], strict=True)):
+                if array.dtype != dtype or array.shape != tokens.shape:
+                    raise InvalidMessage(
+                        f"group {group_id}, sample {index}: {name} is {array.dtype} of shape {array.shape}, "
+                        f"not {dtype} of shape {tokens.shape}"
+                    )
+        tokens, mask, logprobs, versions = (np.concatenate([np.zeros(0, _DTYPES[name]), *columns[name]]) for name in _DTYPES)
+        if logprobs[mask == 0].any():
+            raise InvalidMessage(f"group {group_id}: log-probabilities of tokens whose mask is 0")
+        return cls(
+            group_id=group_id,
+            prompt=prompt,
+            lengths=np.array([len(sample.tokens) for sample in samples], np.uint32),
+            tokens=tokens,
+            logprobs=logprobs[mask != 0],
+            loss_mask=Runs.of(mask),
+            versions=Runs.of(versions),
+            finish_reasons=[sample.finish_reason for sample in samples],
+        )
+
+    def __post_init__(self) -> None:
+        total = len(self.tokens)
+        sampled = int(self.loss_mask.lengths[self.loss_mask.values != 0].sum(dtype=np.int64))
+        given = (
+            len(self.lengths),
+            int(self.lengths.sum(dtype=np.int64)),
+            len(self.logprobs),
+            len(self.loss_mask),
+            len(self.versions),
+        )
+        needed = (len(self.finish_reasons), total, sampled, total, total)
+        dtypes = (self.tokens.dtype, self.loss_mask.values.dtype, self.logprobs.dtype, self.versions.values.dtype)
+        if given != needed or dtypes != tuple(_DTYPES.values()):
+            raise InvalidMessage(f"group {self.group_id}: its columns have {given} entries of {dtypes}, not {needed}")
+
+    def columns(self) -> TokenColumns:
+        """Tokens and, where all of them are the model's, log-probabilities are views."""
+        mask = self.loss_mask.expand()
+        logprobs = self.logprobs
+        if len(logprobs) < len(mask):
+            logprobs = np.zeros(len(mask), np.float32)
+            logprobs[mask != 0] = self.logprobs
+        return TokenColumns(self.tokens, mask, logprobs, self.versions.expand())
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The replies, as views into `columns`."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)[:-1]
+        parts = zip(*(np.split(column, ends) for column in self.columns()), self.finish_reasons, strict=False)
+        return [
+            Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason=reason)
+            for tokens, mask, logprobs, versions, reason in parts
+        ]
 
     def check(self, vocabulary: int) -> None:
         """Raises InvalidMessage for a group without a prompt, or with token ids outside of a vocabulary of so many."""
         if not len(self.prompt):
             raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
-        if outside(np.concatenate([self.prompt, *(sample.tokens for sample in self.samples)]), vocabulary):
+        if outside(self.prompt, vocabulary) or outside(self.tokens, vocabulary):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
 

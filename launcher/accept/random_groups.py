@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.config import Config
-from runtime.types import GroupPayload, PolicyVersion, Sample, Segment, TrainGroup
+from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
 
 BATCHES = 2  # different ones; what measures goes over all of them, so that everything has the same work
 REPLY_MEDIAN, REPLY_SIGMA, REPLY_SHORTEST = 96, 0.9, 16
@@ -59,13 +59,12 @@ def draw_groups(config: Config) -> list[list[TrainGroup]]:
             loss_mask=np.ones(length, np.uint8),
             logprobs=random.normal(-math.log(vocabulary), 0.3, length).astype(np.float32),
             versions=np.full(length, PolicyVersion(0, 0).pack(), np.int64),
-            segments=[Segment("model", length)],
             finish_reason="stop",
         )
 
     def group(number: int, lengths: GroupLengths) -> TrainGroup:
         prompt = random.integers(0, vocabulary, lengths.prompt).astype(np.int32)
-        payload = GroupPayload(group_id=number, prompt=prompt, samples=[reply(length) for length in lengths.replies])
+        payload = GroupPayload.of(number, prompt, [reply(length) for length in lengths.replies])
         size = len(lengths.replies)
         return TrainGroup(
             group_id=number,

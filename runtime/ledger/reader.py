@@ -18,7 +18,7 @@ from runtime.ledger.payloads import Handle
 from runtime.types import PolicyVersion, Scores
 
 DATABASE = "ledger.sqlite"
-FORMAT = 1  # of the database, kept as its user_version; another one whenever columns change
+FORMAT = 2  # kept as the user_version: another one whenever the columns or the payloads change
 PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 

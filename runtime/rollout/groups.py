@@ -8,7 +8,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, Segment, outside
+from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, outside
 
 
 def check_request(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
@@ -34,13 +34,12 @@ def check_request(request: GroupRequest, known: Container[int], context: int, vo
 
 
 def make_sample(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason) -> Sample:
-    """A reply of one segment, all of it the model's."""
+    """A reply, all of it the model's."""
     return Sample(
         tokens=tokens,
         loss_mask=np.ones(len(tokens), np.uint8),
         logprobs=logprobs,
         versions=versions,
-        segments=[Segment("model", len(tokens))],
         finish_reason=reason,
     )
 
@@ -54,5 +53,5 @@ def finished_group(request: GroupRequest, samples: Sequence[Sample]) -> Generate
         truncated=sum(each.finish_reason == "length" for each in samples),
         oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
         newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
-        payload=codec.encode(GroupPayload(group_id=request.group_id, prompt=request.prompt, samples=list(samples))),
+        payload=codec.encode(GroupPayload.of(request.group_id, request.prompt, samples)),
     )

@@ -71,7 +71,7 @@ class TorchScorer:
             payload = codec.decode(GroupPayload, request.payload)
             self._check(request, payload)
             rows += _rows(index, request.temperature, payload)
-            values = np.empty(sum(len(sample.tokens) for sample in payload.samples), np.float32)
+            values = np.empty(len(payload.tokens), np.float32)
             results.append(Logprobs(group_id=request.group_id, values=values))
         if rows:
             self._decoder.reserve_positions(max(row.length for row in rows))
@@ -141,10 +141,11 @@ class TorchScorer:
 
 def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]:
     """Pack the replies of a group into rows, first fit, the longest first."""
-    ends = np.cumsum([len(sample.tokens) for sample in payload.samples])
+    ends = np.cumsum(payload.lengths, dtype=np.int64)
+    replies = np.split(payload.tokens, ends[:-1])
     rows: list[_Row] = []
-    for index in sorted(range(len(payload.samples)), key=lambda i: -len(payload.samples[i].tokens)):
-        reply = payload.samples[index].tokens
+    for index in sorted(range(len(replies)), key=lambda i: -len(replies[i])):
+        reply = replies[index]
         if not len(reply):
             continue
         row = next((row for row in rows if row.length + len(reply) <= _ROW_TOKENS), None)

@@ -16,8 +16,6 @@ from runtime.errors import InvalidMessage
 from runtime.trainer import ragged
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
 
-_SAMPLE_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "logprobs": "float32", "versions": "int64"}
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -90,8 +88,8 @@ def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size
             group_id=request.group_id,
             tokens=0,  # which nobody asks for
             payload=request.payload,
-            rewards=np.zeros(len(payload.samples), np.float32),
-            valid=np.ones(len(payload.samples), np.uint8),
+            rewards=np.zeros(len(payload.lengths), np.float32),
+            valid=np.ones(len(payload.lengths), np.uint8),
         )
         for request, payload in zip(requests, payloads, strict=True)
     ]
@@ -106,9 +104,9 @@ def _rows(
     references: Sequence[Logprobs] | None,
     values: Sequence[Values] | None,
 ) -> Rows:
-    samples = [sample for payload in payloads for sample in payload.samples]
-    sizes = np.array([len(payload.samples) for payload in payloads], np.int64)
-    length = np.array([len(sample.tokens) for sample in samples], np.int64)
+    columns = [payload.columns() for payload in payloads]
+    sizes = np.array([len(payload.lengths) for payload in payloads], np.int64)
+    length = _concatenate([payload.lengths for payload in payloads], np.uint32).astype(np.int64)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
     valid = _concatenate([group.valid for group in groups], np.uint8) != 0
     return Rows(
@@ -121,14 +119,14 @@ def _rows(
         sample=ragged.ramps(sizes),
         start=ragged.starts(length),
         length=length,
-        tokens=_concatenate([sample.tokens for sample in samples], np.int32),
-        mask=(_concatenate([sample.loss_mask for sample in samples], np.uint8) != 0) & np.repeat(valid, length),
-        behaviour=_concatenate([sample.logprobs for sample in samples], np.float32),
-        steps=_concatenate([sample.versions for sample in samples], np.int64) & 0xFFFFFFFF,
+        tokens=_concatenate([column.tokens for column in columns], np.int32),
+        mask=(_concatenate([column.loss_mask for column in columns], np.uint8) != 0) & np.repeat(valid, length),
+        behaviour=_concatenate([column.logprobs for column in columns], np.float32),
+        steps=_concatenate([column.versions for column in columns], np.int64) & 0xFFFFFFFF,
         reference=None if references is None else _concatenate([part.values for part in references], np.float32),
         values=None if values is None else _concatenate([part.values for part in values], np.float32),
         rewards=_concatenate([group.rewards for group in groups], np.float32),
-        truncated=np.array([sample.finish_reason == "length" for sample in samples], bool),
+        truncated=np.array([reason == "length" for payload in payloads for reason in payload.finish_reasons], bool),
         valid=valid,
     )
 
@@ -166,21 +164,13 @@ def _values(group: TrainGroup) -> Values:
 
 def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values]) -> None:
     where = f"group {group.group_id}"
-    n = len(payload.samples)
+    n = len(payload.lengths)
     if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
         raise InvalidMessage(
             f"{where}: the payload is of group {payload.group_id} with {n} samples, "
             f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
         )
-    for index, sample in enumerate(payload.samples):
-        lengths = {len(sample.tokens), len(sample.loss_mask), len(sample.logprobs), len(sample.versions)}
-        if len(lengths) != 1:
-            raise InvalidMessage(f"{where}, sample {index}: arrays of different lengths {sorted(lengths)}")
-        for field, dtype in _SAMPLE_DTYPES.items():
-            if getattr(sample, field).dtype != dtype:
-                raise InvalidMessage(f"{where}, sample {index}: {field} is {getattr(sample, field).dtype}, not {dtype}")
     payload.check(vocab_size)
-    tokens = sum(len(sample.tokens) for sample in payload.samples)
     for part in given:
-        if len(part.values) != tokens:
+        if len(part.values) != len(payload.tokens):
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} for other replies")

@@ -45,7 +45,6 @@ from runtime.types import (
     Sample,
     ScoreRequest,
     Scores,
-    Segment,
 )
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.losable import Losable
@@ -101,8 +100,7 @@ class FakeRollout(FakeReplica):
         """Its log-probabilities are the step of the weights that it has."""
         self.probes.append(request)
         payload = codec.decode(GroupPayload, replies(request, self.version, self.version))
-        for sample in payload.samples:
-            sample.logprobs = np.full_like(sample.logprobs, self.has.step)
+        payload.logprobs = np.full_like(payload.logprobs, self.has.step)
         return generated(request, self.version, self.version, codec.encode(payload))
 
     async def _generate(self, request: GroupRequest) -> GeneratedGroup:
@@ -164,11 +162,10 @@ def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion)
                 loss_mask=np.ones(size, np.uint8),
                 logprobs=np.full(size, -0.5, np.float32),
                 versions=versions,
-                segments=[Segment("model", size)],
                 finish_reason="stop",
             )
         )
-    return codec.encode(GroupPayload(group_id=request.group_id, prompt=request.prompt, samples=samples))
+    return codec.encode(GroupPayload.of(request.group_id, request.prompt, samples))
 
 
 class Numbers:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from runtime.types import LogprobRequest
+from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.rpc import contract
 from services.rpc.generated import common_pb2, reference_pb2
 from services.rpc.server import OPTIONS, Handler, Server
@@ -96,7 +96,7 @@ async def raw_stream(address: str) -> AsyncIterator[Any]:
         rpc.cancel()
 
 
-def frame(*calls: common_pb2.Call, peer: str = "raw", schema: int = 1) -> common_pb2.CallFrame:
+def frame(*calls: common_pb2.Call, peer: str = "raw", schema: int = SCHEMA_VERSION) -> common_pb2.CallFrame:
     return common_pb2.CallFrame(schema=schema, peer=peer, calls=calls)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.types import LogprobRequest
+from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.rpc import stream
 from services.rpc.generated import common_pb2, reference_pb2
 from tests.loopback.session_peers import (
@@ -53,7 +53,9 @@ def test_calls_posted_together_travel_in_few_frames() -> None:
             async for one in received:
                 frames.append(len(one.calls))
                 body = reference_pb2.LogprobReply(logprobs=b"x").SerializeToString()
-                yield common_pb2.ReplyFrame(schema=1, replies=[common_pb2.Reply(id=call.id, body=body) for call in one.calls])
+                yield common_pb2.ReplyFrame(
+                    schema=SCHEMA_VERSION, replies=[common_pb2.Reply(id=call.id, body=body) for call in one.calls]
+                )
 
         async with raw_peer(serve) as address, connected(address) as session:
             calls = [session.post("Logprobs", request(), PATIENCE) for _ in range(100)]

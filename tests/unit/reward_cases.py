@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime import codec
-from runtime.types import GroupPayload, Sample, ScoreRequest, Segment
+from runtime.types import GroupPayload, Sample, ScoreRequest
 
 
 def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
@@ -18,7 +18,6 @@ def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
         loss_mask=np.ones(count, np.uint8),
         logprobs=np.zeros(count, np.float32),
         versions=np.zeros(count, np.int64),
-        segments=[Segment("model", count)],
         finish_reason="stop",
     )
 
@@ -31,7 +30,7 @@ def make_request(
     label: str = "5",
     extra: dict[str, Any] | None = None,
 ) -> ScoreRequest:
-    payload = GroupPayload(group_id=group_id, prompt=np.asarray(prompt, np.int32), samples=list(map(make_sample, replies)))
+    payload = GroupPayload.of(group_id, np.asarray(prompt, np.int32), list(map(make_sample, replies)))
     return ScoreRequest(
         group_id=group_id,
         label=label,

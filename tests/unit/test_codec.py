@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, Sample, Scores, Segment
+from runtime.types import GroupPayload, Runs, Sample, Scores
 
 DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")
 
@@ -61,17 +61,78 @@ def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
             loss_mask=np.ones(size, np.uint8),
             logprobs=np.linspace(-1, 0, size, dtype=np.float32),
             versions=np.full(size, 1 << 33, np.int64),
-            segments=[Segment("model", size), Segment("environment", 2)],
             finish_reason="length",
         )
         for size in (0, 1, 7)
     ]
-    payload = GroupPayload(group_id=1 << 40, prompt=np.array([-1, 5], np.int32), samples=samples)
+    payload = GroupPayload.of(1 << 40, np.array([-1, 5], np.int32), samples)
     data = codec.encode(payload)
     decoded = codec.decode(GroupPayload, data)
     assert codec.encode(decoded) == data
     assert [len(sample.tokens) for sample in decoded.samples] == [0, 1, 7]
-    assert decoded.samples[2].segments == [Segment("model", 7), Segment("environment", 2)]
+    np.testing.assert_array_equal(decoded.samples[2].logprobs, samples[2].logprobs)
+
+
+def _reply(mask: np.ndarray, versions: np.ndarray) -> Sample:
+    random = np.random.default_rng(len(mask))
+    return Sample(
+        tokens=random.integers(0, 1 << 31, len(mask), np.int32),
+        loss_mask=mask,
+        logprobs=(-random.random(len(mask), np.float32) * mask).astype(np.float32),
+        versions=versions,
+        finish_reason="stop",
+    )
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.booleans(), st.sampled_from([0, 1, 1 << 32])), max_size=20), max_size=5).map(
+        lambda replies: [
+            _reply(np.array([mask for mask, _ in reply], np.uint8), np.array([version for _, version in reply], np.int64))
+            for reply in replies
+        ]
+    )
+)
+def test_the_replies_of_a_group_arrive_as_they_were(samples: list[Sample]) -> None:
+    """Whatever masks and versions they have, which travel as runs."""
+    payload = codec.decode(GroupPayload, codec.encode(GroupPayload.of(7, np.zeros(1, np.int32), samples)))
+    assert len(payload.samples) == len(samples)
+    for arrived, sent in zip(payload.samples, samples, strict=True):
+        for name in ("tokens", "loss_mask", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(arrived, name), getattr(sent, name), strict=True)
+
+
+def test_a_sampled_token_takes_8_bytes_and_an_inserted_one_4() -> None:
+    """Besides some hundred bytes a group: a version that changes now and then, and a tool's output, cost next to nothing."""
+    size, n = 1024, 8
+    mask = np.ones(size, np.uint8)
+    mask[100:300] = 0
+    versions = np.where(np.arange(size) < 600, 1, 2)
+    data = codec.encode(GroupPayload.of(7, np.zeros(1, np.int32), [_reply(mask, versions) for _ in range(n)]))
+    sampled = n * int(mask.sum())
+    assert len(data) < 8 * sampled + 4 * (n * size - sampled) + 1024
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": np.full(3, -1.0, np.float32), "loss_mask": np.array([1, 0, 1], np.uint8)}, "whose mask is 0"),
+        ({"tokens": np.zeros(2, np.int32)}, r"sample 0: loss_mask is uint8 of shape \(3,\), not uint8 of shape \(2,\)"),
+        ({"logprobs": np.zeros(3, np.float64)}, "sample 0: logprobs is float64 of shape .*, not float32"),
+    ],
+)
+def test_a_reply_that_a_payload_cannot_hold_is_refused(change: dict[str, np.ndarray], message: str) -> None:
+    sample = msgspec.structs.replace(_reply(np.ones(3, np.uint8), np.zeros(3, np.int64)), **change)
+    with pytest.raises(InvalidMessage, match=message):
+        GroupPayload.of(7, np.zeros(1, np.int32), [sample])
+
+
+@pytest.mark.parametrize("name", ["lengths", "tokens", "logprobs", "loss_mask", "versions", "finish_reasons"])
+def test_a_payload_whose_columns_do_not_fit_one_another_is_refused(name: str) -> None:
+    payload = GroupPayload.of(7, np.zeros(1, np.int32), [_reply(np.ones(3, np.uint8), np.zeros(3, np.int64))])
+    kept = getattr(payload, name)
+    setattr(payload, name, Runs(kept.values, kept.lengths + np.uint32(1)) if isinstance(kept, Runs) else kept[1:])
+    with pytest.raises(InvalidMessage, match="group 7: its columns have"):
+        codec.decode(GroupPayload, codec.encode(payload))
 
 
 @pytest.mark.parametrize(

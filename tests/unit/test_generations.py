@@ -14,7 +14,7 @@ from runtime.data.handlers import Problem
 from runtime.errors import ServiceFault, UserError
 from runtime.evaluation import generations
 from runtime.evaluation.generations import Generation, Transcript
-from runtime.types import GroupPayload, PolicyVersion, Sample, Scores, Segment
+from runtime.types import GroupPayload, PolicyVersion, Sample, Scores
 
 PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")
 
@@ -38,13 +38,12 @@ def sample(text: str, versions: tuple[int, int] = (2, 3)) -> Sample:
         loss_mask=np.array([1] * (size - 1) + [0], np.uint8),
         logprobs=np.array([-0.5] * (size - 1) + [0.0], np.float32),
         versions=steps,
-        segments=[Segment("model", size)],
         finish_reason="length",
     )
 
 
 def part(*texts: str, values: list[float], valid: list[int], answers: list[str | None]) -> tuple[GroupPayload, Scores]:
-    payload = GroupPayload(group_id=-1, prompt=np.array([ord("?")], np.int32), samples=[sample(text) for text in texts])
+    payload = GroupPayload.of(-1, np.array([ord("?")], np.int32), [sample(text) for text in texts])
     rules = {"mine": np.array(values, np.float32)}
     rewards = np.nan_to_num(rules["mine"] * 2)
     return payload, Scores(group_id=-1, rewards=rewards, valid=np.array(valid, np.uint8), rules=rules, answers=answers)

@@ -102,7 +102,7 @@ def test_a_probe_is_compared_under_the_weights_before_the_update(policy: str, ro
     for index, moved in enumerate(moves):
         payload = codec.decode(GroupPayload, probe(rollout(), -1 - index))
         (sample,) = payload.samples
-        sample.logprobs = sample.logprobs + np.resize(moved, len(sample.tokens)).astype(np.float32)
+        payload.logprobs = sample.logprobs + np.resize(moved, len(sample.tokens)).astype(np.float32)
         probes.append(codec.encode(payload))
     size = len(sample.tokens)
     gaps = [np.resize(moved, size) for moved in moves]
@@ -178,7 +178,7 @@ def test_adapters_that_did_not_arrive_are_over_the_limit(policy: str, rollout: M
 def test_a_probe_that_is_none_is_refused_and_changes_nothing(policy: str, rollout: Make) -> None:
     engine = TorchTrainEngine(make_config(policy))
     payload = codec.decode(GroupPayload, probe(rollout()))
-    payload.samples[0].tokens = payload.samples[0].tokens + VOCAB
+    payload.tokens = payload.tokens + np.int32(VOCAB)
     engine.begin_step(0)
     for broken in (codec.encode(payload), b"\x93 no group"):
         with pytest.raises(InvalidMessage):

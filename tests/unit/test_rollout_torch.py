@@ -182,7 +182,6 @@ def test_the_header_describes_the_payload(make: Make) -> None:
     for sample in payload.samples:
         assert sample.versions.tolist() == [PolicyVersion(2, 7).pack()] * len(sample.tokens)
         assert sample.loss_mask.tolist() == [1] * len(sample.tokens)
-        assert [(segment.source, segment.length) for segment in sample.segments] == [("model", len(sample.tokens))]
 
 
 def test_filters_and_greedy_rows_share_a_batch_with_plain_ones(make: Make) -> None:

@@ -25,7 +25,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Transcript
 from runtime.ledger.journal import LedgerWriter
 from runtime.models.tiny_model import write_tokenizer
-from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores, Segment
+from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
 from tests.unit.test_buffer import ticket
 
 
@@ -36,7 +36,6 @@ def generated(group_id: int, *replies: str) -> GeneratedGroup:
             loss_mask=np.ones(len(reply), np.uint8),
             logprobs=np.full(len(reply), -0.5, np.float32),
             versions=np.zeros(len(reply), np.int64),
-            segments=[Segment("model", len(reply))],
             finish_reason="stop",
         )
         for reply in replies
@@ -49,7 +48,7 @@ def generated(group_id: int, *replies: str) -> GeneratedGroup:
         truncated=0,
         oldest=PolicyVersion(),
         newest=PolicyVersion(),
-        payload=codec.encode(GroupPayload(group_id=group_id, prompt=prompt, samples=found)),
+        payload=codec.encode(GroupPayload.of(group_id, prompt, found)),
     )
 
 

@@ -15,7 +15,7 @@ from runtime.errors import InvalidMessage
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.scoring import scorer_torch
 from runtime.scoring.scorer_torch import TorchScorer
-from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams, Segment
+from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Sample, SamplingParams
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.tiny_models import VOCABULARY, save_model
 
@@ -31,18 +31,15 @@ def make_sample(tokens: np.ndarray) -> Sample:
         loss_mask=np.ones(count, np.uint8),
         logprobs=np.zeros(count, np.float32),
         versions=np.zeros(count, np.int64),
-        segments=[Segment("model", count)],
         finish_reason="stop",
     )
 
 
 def make_group(group_id: int, prompt: int, lengths: list[int], temperature: float = 1.0) -> tuple[LogprobRequest, GroupPayload]:
     rng = np.random.default_rng(group_id)
-    payload = GroupPayload(
-        group_id=group_id,
-        prompt=rng.integers(0, VOCABULARY, prompt).astype(np.int32),
-        samples=[make_sample(rng.integers(0, VOCABULARY, length)) for length in lengths],
-    )
+    tokens = rng.integers(0, VOCABULARY, prompt).astype(np.int32)
+    samples = [make_sample(rng.integers(0, VOCABULARY, length)) for length in lengths]
+    payload = GroupPayload.of(group_id, tokens, samples)
     return LogprobRequest(group_id=group_id, payload=codec.encode(payload), temperature=temperature), payload
 
 

@@ -111,10 +111,11 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
 def masked(group: TrainGroup, which: Callable[[int], bool]) -> TrainGroup:
     """`group` without training on the samples `which` says; their rewards count all the same."""
     payload = codec.decode(GroupPayload, group.payload)
-    for index, sample in enumerate(payload.samples):
-        if which(index):
-            sample.loss_mask = np.zeros_like(sample.loss_mask)
-    return structs.replace(group, payload=codec.encode(payload))
+    samples = [
+        structs.replace(sample, loss_mask=0 * sample.loss_mask, logprobs=0 * sample.logprobs) if which(index) else sample
+        for index, sample in enumerate(payload.samples)
+    ]
+    return structs.replace(group, payload=codec.encode(GroupPayload.of(payload.group_id, payload.prompt, samples)))
 
 
 @pytest.mark.parametrize("budget", [8192, 1])
@@ -163,7 +164,7 @@ def test_dr_grpo_leaves_the_others_as_they_are_where_a_sample_is_masked(policy: 
 def test_every_option_changes_the_gradient(policy: str, algorithm: dict[str, Any], key: str, value: Any):
     groups = make_groups(12)
     payload = codec.decode(GroupPayload, groups[2].payload)
-    payload.samples[0].finish_reason = "length"
+    payload.finish_reasons[0] = "length"
     groups[2].payload = codec.encode(payload)
     norms = []
     for section in (algorithm, {**algorithm, key: value}):
@@ -250,7 +251,7 @@ def test_length_penalties_are_added_to_the_rewards(policy: str):
     sampling = {"max_new_tokens": 12}
     for group, other in zip(groups, shaped, strict=True):
         payload = codec.decode(GroupPayload, group.payload)
-        payload.samples[0].finish_reason = "length"
+        payload.finish_reasons[0] = "length"
         group.payload = other.payload = codec.encode(payload)
         lengths = np.array([len(sample.tokens) for sample in payload.samples])
         other.rewards = other.rewards + 0.1 * np.clip((6 - lengths) / 6, -1, 0).astype(np.float32)

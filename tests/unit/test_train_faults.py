@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -38,7 +37,7 @@ class TestFaults:
             (lambda group: setattr(group, "reference", None), "group 0: has no reference log-probabilities"),
             (lambda group: setattr(group, "rewards", group.rewards[1:]), "group 0: .* 4 samples, with 3 rewards"),
             (lambda group: setattr(group, "payload", b"\x00"), "not a GroupPayload"),
-            (lambda group: edit_sample(group, tokens=np.array([VOCAB], np.int32)), "lengths"),
+            (lambda group: edit_payload(group, tokens=np.zeros(1, np.int32)), "group 0: its columns have .* entries"),
             (lambda group: edit_tokens(group, VOCAB), rf"token ids outside of 0\.\.{VOCAB - 1}"),
         ],
     )
@@ -78,11 +77,11 @@ class TestFaults:
 
 
 def edit_tokens(group: TrainGroup, token: int) -> None:
-    payload = codec.decode(GroupPayload, group.payload)
-    edit_sample(group, tokens=np.full_like(payload.samples[0].tokens, token))
+    edit_payload(group, tokens=np.full_like(codec.decode(GroupPayload, group.payload).tokens, token))
 
 
-def edit_sample(group: TrainGroup, **fields: np.ndarray) -> None:
+def edit_payload(group: TrainGroup, **fields: np.ndarray) -> None:
     payload = codec.decode(GroupPayload, group.payload)
-    payload.samples[0] = msgspec.structs.replace(payload.samples[0], **fields)
+    for name, array in fields.items():
+        setattr(payload, name, array)
     group.payload = codec.encode(payload)

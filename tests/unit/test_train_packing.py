@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from runtime import codec
 from runtime.config import Algorithm
 from runtime.trainer.fsdp.policy import TorchTrainEngine
-from runtime.types import GroupPayload, Logprobs, Sample, Segment, TrainGroup
+from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, comparable, run_step, weights
@@ -139,20 +139,21 @@ def mute(group: TrainGroup, samples: range) -> None:
     tokens, the losses are constants and the gradients 0, and yet the samples run packed with the others."""
     payload = codec.decode(GroupPayload, group.payload)
     mean = group.rewards[group.valid == 1].mean()
+    replies = payload.samples
     for index in samples:
         far = -40.0 if group.rewards[index] > mean else 40.0
-        payload.samples[index].logprobs = np.full_like(payload.samples[index].logprobs, far)
-    group.payload = codec.encode(payload)
+        replies[index] = msgspec.structs.replace(replies[index], logprobs=np.float32(far) * replies[index].loss_mask)
+    group.payload = codec.encode(GroupPayload.of(payload.group_id, payload.prompt, replies))
 
 
 def alter(group: TrainGroup, samples: range, *, prompt: bool) -> None:
     """Other tokens in the replies of `samples`, and in the prompt."""
     payload = codec.decode(GroupPayload, group.payload)
-    if prompt:
-        payload.prompt = (payload.prompt + 7) % VOCAB
+    changed = (payload.prompt + 7) % VOCAB if prompt else payload.prompt
+    replies = payload.samples
     for index in samples:
-        payload.samples[index].tokens = (payload.samples[index].tokens + 7) % VOCAB
-    group.payload = codec.encode(payload)
+        replies[index] = msgspec.structs.replace(replies[index], tokens=(replies[index].tokens + 7) % VOCAB)
+    group.payload = codec.encode(GroupPayload.of(payload.group_id, changed, replies))
 
 
 @pytest.mark.parametrize(("samples", "prompt"), [(range(2, 3), False), (range(SIZES[0]), True)], ids=["reply", "group"])
@@ -182,11 +183,11 @@ def reordered(group: TrainGroup, order: list[int]) -> TrainGroup:
     payload = codec.decode(GroupPayload, group.payload)
     ends = np.cumsum([len(sample.tokens) for sample in payload.samples])
     references = np.split(codec.decode(Logprobs, group.reference).values, ends[:-1])
-    payload.samples = [payload.samples[i] for i in order]
+    samples = payload.samples
     values = np.concatenate([references[i] for i in order])
     return msgspec.structs.replace(
         group,
-        payload=codec.encode(payload),
+        payload=codec.encode(GroupPayload.of(payload.group_id, payload.prompt, [samples[i] for i in order])),
         rewards=group.rewards[order],
         valid=group.valid[order],
         reference=codec.encode(Logprobs(group_id=group.group_id, values=values)),
@@ -229,20 +230,18 @@ def test_cuts_and_orders_change_nothing(
 def test_padding_waste_is_what_attention_rows_hold_beyond_their_tokens(policy: str):
     """Rows of prompt and reply less its last token, in buckets whose longest is at most 1.5 times the shortest."""
     (group,) = make_groups(0, (4,))
-    payload = codec.decode(GroupPayload, group.payload)
     prompt, lengths = 4, (5, 9, 7, 21)  # rows of 8, 10 and 12 tokens side by side, and one of 24
-    payload.prompt = np.arange(prompt, dtype=np.int32)
-    payload.samples = [
+    samples = [
         Sample(
             tokens=np.arange(length, dtype=np.int32),
             loss_mask=np.ones(length, np.uint8),
             logprobs=np.full(length, -4.0, np.float32),
             versions=np.zeros(length, np.int64),
-            segments=[Segment("model", length)],
             finish_reason="stop",
         )
         for length in lengths
     ]
+    payload = GroupPayload.of(group.group_id, np.arange(prompt, dtype=np.int32), samples)
     group = msgspec.structs.replace(group, payload=codec.encode(payload), valid=np.ones(4, np.uint8))
     metrics = run_step(make_engine(policy, {}), [group]).metrics
     assert metrics["padding_waste"] == pytest.approx((4 + 2) / (3 * 12 + 24))

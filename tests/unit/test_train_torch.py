@@ -194,18 +194,6 @@ def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.Monk
     assert_metrics(comparable(run_step(TorchTrainEngine(make_config(policy)), groups)), expected)
 
 
-def test_what_lies_outside_the_mask_has_no_say(policy: str):
-    groups, altered = make_groups(12), make_groups(12)
-    for group in altered:
-        payload = codec.decode(GroupPayload, group.payload)
-        for sample in payload.samples:
-            sample.logprobs = np.where(sample.loss_mask == 0, np.float32(-1e4), sample.logprobs)
-        group.payload = codec.encode(payload)
-    config = make_config(policy, algorithm={**LOSS_TERMS, "loss": "ppo"})
-    left, right = (comparable(run_step(TorchTrainEngine(config), each)) for each in (groups, altered))
-    assert left == right
-
-
 def test_sliding_windows_are_kept(tmp_path: Path):
     path = make_policy(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     config = make_config(path, algorithm=LOSS_TERMS)

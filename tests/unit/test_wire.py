@@ -17,6 +17,7 @@ from runtime.actor import MailboxStats, Priority
 from runtime.cluster import nodes
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
+    SCHEMA_VERSION,
     GeneratedGroup,
     GroupRequest,
     LogprobRequest,
@@ -401,7 +402,9 @@ def test_no_bytes_do_worse_than_InvalidMessage(key: tuple[str, str], data: bytes
 
 
 def test_another_schema_is_refused() -> None:
-    contract.check_schema(1)
-    for schema in (0, 2):
-        with pytest.raises(errors.InvalidMessage, match=f"schema {schema} is not supported; this process speaks 1"):
+    contract.check_schema(SCHEMA_VERSION)
+    for schema in (0, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1):
+        with pytest.raises(
+            errors.InvalidMessage, match=f"schema {schema} is not supported; this process speaks {SCHEMA_VERSION}"
+        ):
             contract.check_schema(schema)

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
-from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, Segment, TrainGroup, Values
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, Values
 
 VOCAB = 61
 
@@ -79,7 +79,6 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
                 loss_mask=mask,
                 logprobs=(rng.normal(-4.0, 0.5, length) * mask).astype(np.float32),
                 versions=versions,
-                segments=[Segment("model", length)],
                 finish_reason="stop",
             )
         )
@@ -91,7 +90,7 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
     return TrainGroup(
         group_id=group_id,
         tokens=total + size * len(prompt),
-        payload=codec.encode(GroupPayload(group_id=group_id, prompt=prompt, samples=samples)),
+        payload=codec.encode(GroupPayload.of(group_id, prompt, samples)),
         rewards=rng.normal(size=size).astype(np.float32),
         valid=valid,
         reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
