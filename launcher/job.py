@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
-from launcher import jobs, run_folder
+from launcher import run_folder
 from launcher.known import known_names
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
@@ -21,6 +21,7 @@ from launcher.node.here import Here, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.view import View
+from launcher.warm_up import warm_up
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
@@ -108,7 +109,7 @@ class Job(ABC, Generic[Result]):
     async def warmed_up(self, config: Config) -> Config:
         """The configuration with what the warm-up makes."""
         before = time.monotonic()
-        config = await self.guarded(jobs.warm_up(self.supervisor, config, self.view))
+        config = await self.guarded(warm_up(self.supervisor, config, self.view))
         self.launched += time.monotonic() - before  # it is no part of the start-up
         config = loading.resolve(config)
         self.check(config)

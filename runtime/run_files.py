@@ -12,10 +12,9 @@ MODEL = "model"
 EVALUATIONS = "evaluations"
 NONFINITE = "nonfinite"
 METRICS = "metrics.jsonl"
-FIGURE = "metrics.png"
 TENSORBOARD = "tensorboard"
 SUMMARY = "summary.json"
 STARTUP = "startup.json"
 
-OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, FIGURE, TENSORBOARD, SUMMARY, STARTUP)
+OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, TENSORBOARD, SUMMARY, STARTUP)
 """What a new run must not find."""

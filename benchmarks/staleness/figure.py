@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,8 +14,23 @@ from matplotlib.ticker import PercentFormatter
 
 from benchmarks.staleness.report import Cell, StalenessReport
 from benchmarks.staleness.runs import RunOutcome
-from runtime.telemetry.figures import STYLE
 
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#333333",
+    "axes.labelcolor": "#333333",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
 COLOURS = {"naive": "#D55E00", "decoupled": "#0072B2"}  # Okabe and Ito's palette, told apart with any colour vision
 MARKERS = {"naive": "s", "decoupled": "o"}
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 
 from msgspec.structs import replace
 
-from launcher import jobs, run_folder
-from launcher.job import Interrupted, Job
+from launcher import run_folder
+from launcher.job import Job
 from launcher.node.here import Here
 from launcher.view import View
 from runtime.config import Config
@@ -51,9 +50,6 @@ class _TrainJob(Job[Summary]):
 
     async def outcome(self) -> Summary:
         summary = Summary.read(self.folder)
-        if summary.steps:
-            with suppress(Interrupted):  # everything is saved: only the picture is missing
-                await self.guarded(jobs.plot(self.supervisor, self.folder))
         memory = self._memory
         summary = replace(
             summary,

@@ -78,7 +78,7 @@ class Mismatch(Section, frozen=True):
 
 
 class Tracker(Section, frozen=True):
-    """Where metrics go. `metrics.png` and the table are made from `jsonl`, so keep it."""
+    """Where metrics go. `sluice report` and the table are made from `jsonl`, so keep it."""
 
     name: Literal["jsonl", "tensorboard", "wandb", "swanlab"]
     """The last two need `pip install 'sluice-rl[wandb]'` or `'sluice-rl[swanlab]'`."""

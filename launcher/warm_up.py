@@ -1,10 +1,9 @@
-"""Work that is done once, beside the services, in a process of its own: the warm-up before, the figure after."""
+"""The warm-up, which is done once before the services start, in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -52,13 +51,6 @@ async def _follow(child: Child, view: View) -> None:
             view.phase("warm-up", min(target, round(100 * told["accuracy"])), target, detail)
         elif told["event"] == "error":
             raise UserError(told["message"])
-
-
-async def plot(supervisor: Supervisor, folder: Path) -> None:
-    """Draw the run's PNG from its metrics."""
-    command = start.command("runtime.telemetry.figures", str(folder))
-    child = await supervisor.start(ProcessSpec(name="figure", role="figure", command=command, env={}))
-    await _wait(child, asyncio.sleep(0), STARTUP)
 
 
 async def _wait(child: Child, following: object, timeout: float) -> None:
