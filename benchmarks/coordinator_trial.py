@@ -27,10 +27,10 @@ from runtime import codec
 from runtime.config import Config, loading
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
-from runtime.scoring.lent_scorer import LentScorer
+from runtime.scoring.offloadable_scorer import OffloadableScorer
 from runtime.telemetry.startup import Phases
-from runtime.trainer.engine import TrainEngine
 from runtime.trainer.rank import TrainRank
+from runtime.trainer.step import ModelTrainer
 from runtime.types import (
     GeneratedGroup,
     GroupPayload,
@@ -129,7 +129,7 @@ def _generated(request: GroupRequest, version: PolicyVersion) -> GeneratedGroup:
     )
 
 
-class InstantTrainer(TrainEngine):
+class InstantTrainer(ModelTrainer):
     """Takes every group, and makes a version of one small tensor."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class InstantTrainerService(TrainerService):
 
 class InstantReference(ReferenceService):
     def load(self) -> None:
-        self._scorer = LentScorer(InstantScoring(), away=False)
+        self._scorer = OffloadableScorer(InstantScoring(), away=False)
 
 
 SERVICES: dict[str, Callable[[Config, str, int], process.Service]] = {

@@ -13,7 +13,7 @@ from launcher.accept.random_groups import draw_groups, draw_lengths
 from runtime.config import Config
 
 if TYPE_CHECKING:
-    from runtime.trainer.engine import TrainEngine
+    from runtime.trainer.step import ModelTrainer
     from runtime.types import TrainGroup
 
 STEP = 1  # which the engine stands at: the optimizer has its moments from the one before
@@ -58,13 +58,10 @@ class EngineTrial:
         return draw_groups(self._config)[0]
 
     @cached_property
-    def _engine(self) -> TrainEngine:
-        import torch
+    def _engine(self) -> ModelTrainer:
+        from runtime.trainer.step import policy_trainer
 
-        from runtime.trainer import rank as train_rank
-
-        device = torch.device("cpu")
-        engine = train_rank.engine_type(self._config, device)(self._config, device=device)
+        engine = policy_trainer(self._config)
         for step in range(STEP):
             engine.begin_step(step)
             engine.accumulate(self._batch)

@@ -15,7 +15,7 @@ from runtime.trainer import batching
 from runtime.types import GroupPayload, TrainGroup
 
 if TYPE_CHECKING:
-    from runtime.trainer.fsdp.policy import TorchTrainEngine
+    from runtime.trainer.step import ModelTrainer
 
 PACKED, SORTED, UNSORTED = "packed", "padded, sorted", "padded, unsorted"
 WAYS = (PACKED, SORTED, UNSORTED)
@@ -72,10 +72,10 @@ class PackingTrial:
         return [[sample for group in batch for sample in padded_samples(group)] for batch in self.groups]
 
     @cached_property
-    def _engine(self) -> TorchTrainEngine:
-        from runtime.trainer.fsdp.policy import TorchTrainEngine
+    def _engine(self) -> ModelTrainer:
+        from runtime.trainer.step import policy_trainer
 
-        return TorchTrainEngine(self._config)
+        return policy_trainer(self._config)
 
     @cached_property
     def _padding(self) -> dict[str, PaddedTrainer]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from benchmarks.plain_loop import PlainLoop
     from runtime.rollout.torch.engine import TorchRolloutEngine
     from runtime.scoring.scorer_torch import TorchScorer
-    from runtime.trainer.fsdp.policy import TorchTrainEngine
+    from runtime.trainer.step import ModelTrainer
     from runtime.types import GeneratedGroup, TrainGroup
 
 BATCHES = 16  # different batches that the trainer and the reference are measured on
@@ -249,10 +249,10 @@ class Bench:
         )
 
     @cached_property
-    def trainer(self) -> TorchTrainEngine:
-        from runtime.trainer.fsdp.policy import TorchTrainEngine
+    def trainer(self) -> ModelTrainer:
+        from runtime.trainer.step import policy_trainer
 
-        return TorchTrainEngine(self._config)
+        return policy_trainer(self._config)
 
     @cached_property
     def _train_batches(self) -> list[list[TrainGroup]]:

@@ -20,7 +20,7 @@ from services.frozen_model import FrozenModelService
 from services.spmd_service import Follower, Leader, SpmdRole
 
 if TYPE_CHECKING:
-    from runtime.scoring.lent_scorer import LentScorer
+    from runtime.scoring.offloadable_scorer import OffloadableScorer
     from runtime.scoring.reference_rank import ReferenceRank
 
 
@@ -31,11 +31,11 @@ class ReferenceService(FrozenModelService):
     service = "Reference"
     libraries = process.TORCH
 
-    _scorer: LentScorer
+    _scorer: OffloadableScorer
 
     def load(self) -> None:
         from runtime.process import platform
-        from runtime.scoring.lent_scorer import LentScorer
+        from runtime.scoring.offloadable_scorer import OffloadableScorer
         from runtime.scoring.scorer_torch import TorchScorer
 
         device = platform.device()
@@ -46,7 +46,7 @@ class ReferenceService(FrozenModelService):
             dtype=platform.resolve_dtype(settings.dtype, device),
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
         )
-        self._scorer = LentScorer(scorer, away=reference_takes_part(self.config))
+        self._scorer = OffloadableScorer(scorer, away=reference_takes_part(self.config))
 
     async def receive(self, letters: Sequence[Letter]) -> None:
         """In order: log-probabilities that are asked for one after the other are computed together."""

@@ -16,12 +16,12 @@ import torch
 from benchmarks.publication.trial import PublicationTrial, Receiver, Sender, run
 from benchmarks.worker import Bench
 from runtime.config import Config
-from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.trainer.rank import TrainRank
+from runtime.trainer.step import ModelTrainer
 
 
 class TrainingSender(Sender):
-    def __init__(self, config: Config, engine: TorchTrainEngine):
+    def __init__(self, config: Config, engine: ModelTrainer):
         super().__init__(config, ())
         self._engine = engine
 

@@ -225,7 +225,7 @@ def trainer(device: str, folder: Path) -> Figures:
     from launcher.accept.random_groups import draw_groups
     from runtime.process import platform as own
     from runtime.config import Config
-    from runtime.trainer.fsdp.policy import TorchTrainEngine
+    from runtime.trainer.step import policy_trainer
 
     sections = {
         "run": {"name": "accept"},
@@ -239,7 +239,7 @@ def trainer(device: str, folder: Path) -> Figures:
     found: dict[str, list[float]] = {}
     began = 0.0
     for where in (torch.device("cpu"), own.device(device)):
-        engine = TorchTrainEngine(config, device=where)
+        engine = policy_trainer(config, device=where)
         began = time.monotonic()
         for step, batch in enumerate(groups):
             engine.begin_step(step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -125,6 +125,43 @@ def write_description(source: str | Path, folder: Path, dtype: torch.dtype | Non
     raw: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
     config.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_model(
+    folder: Path,
+    like: Mapping[str, torch.Tensor],
+    whole: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes.
+
+    `whole` are its tensors, which come with the names and sizes of `like`, in its order.
+    """
+    write_tensors(folder, "model", like, whole, rank, dtype)
+    if rank == 0:
+        write_description(source, folder, dtype)
+
+
+def write_tensors(
+    folder: Path,
+    stem: str,
+    like: Mapping[str, torch.Tensor],
+    whole: Iterable[tuple[str, torch.Tensor]],
+    rank: int,
+    dtype: torch.dtype,
+) -> None:
+    """As `write_model`, tensors alone: files named after `stem`."""
+    if rank == 0:
+        declared = str(dtype).removeprefix("torch.")
+        specs = [TensorSpec(name, declared, tuple(tensor.shape)) for name, tensor in like.items()]
+        with ShardWriter(folder, stem, specs) as writer:
+            for name, tensor in whole:
+                writer.write(name, tensor.to("cpu", dtype))
+    else:
+        for _ in whole:  # take part in the gathering
+            pass
 
 
 class ShardWriter:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 
-class Shelf:
+class HostOffload:
     """The storages of some tensors, on their device or on the host. Every view of them is valid again once they are back.
 
     The host's memory, page-locked where the device is an accelerator, is kept from one time to the next: it takes long to get.
@@ -16,13 +16,13 @@ class Shelf:
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True, frozen: bool = False):
         """Without `keep` what they hold is lost, and they come back as zeros. Of a storage that several share there is one.
         `frozen`: what they hold never changes, and is copied to the host once."""
-        self._tensors = list(tensors)  # until they are put away for the first time
+        self._tensors = list(tensors)  # until the first `offload`
         self._storages: list[torch.UntypedStorage] = []
         self._nbytes: list[int] = []
         self._keep, self._frozen = keep, frozen
         self._hosts: list[torch.Tensor] = []
 
-    def put(self) -> None:
+    def offload(self) -> None:
         """Copy to the host, and free the device's memory. For tensors that are on the device."""
         if self._tensors:
             storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in self._tensors)}
@@ -37,8 +37,8 @@ class Shelf:
         for storage in self._storages:
             storage.resize_(0)
 
-    def take(self) -> None:
-        """Bring back what `put` put away."""
+    def onload(self) -> None:
+        """Bring back what `offload` took off."""
         for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
             storage.resize_(nbytes)
         for storage, host in zip(self._storages, self._hosts, strict=False):

@@ -9,8 +9,9 @@ from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
 from runtime.errors import InvalidMessage
-from runtime.scoring.lent_scorer import LentScorer
-from runtime.trainer.group_rank import GroupRank, join_group, require_memory, use_megatron
+from runtime.scoring.offloadable_scorer import OffloadableScorer
+from runtime.trainer.backend import use_megatron
+from runtime.trainer.group_rank import GroupRank, join_group, require_memory
 
 if TYPE_CHECKING:
     from runtime.scoring.scorer_megatron import MegatronScorer
@@ -22,7 +23,7 @@ class ReferenceRank(GroupRank):
 
     def __init__(self, scorer: MegatronScorer, config: Config, rank: int, world_size: int):
         super().__init__(config, rank, world_size, config.deadlines.score)
-        self._scorer = LentScorer(scorer, away=reference_takes_part(config))
+        self._scorer = OffloadableScorer(scorer, away=reference_takes_part(config))
 
     def execute(self, command: Any) -> Any:
         """The encoded Logprobs of this rank's groups, in their order."""

@@ -15,9 +15,8 @@ import torch
 from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.value_model import LABEL
-from runtime.trainer import ragged
 from runtime.trainer.batch import attention_rows
-from runtime.trainer.batching import micro_batches
+from runtime.trainer.batching import micro_batches, ramps, spans, starts
 
 KEY = "rewards.model.path"
 
@@ -59,11 +58,11 @@ class TorchRewardModel:
         head = shared[owners]
         own_head = head[group]
         tail = np.array([len(text) for text in texts], np.int64) - own_head
-        head_begin, tail_begin = ragged.starts(head), int(head.sum()) + ragged.starts(tail)
+        head_begin, tail_begin = starts(head), int(head.sum()) + starts(tail)
         heads = [texts[index][:length] for index, length in zip(first, head, strict=True)]
         tails = [text[length:] for text, length in zip(texts, own_head, strict=True)]
         tokens = np.concatenate([*heads, *tails]).astype(np.int64)
-        positions = np.concatenate([ragged.ramps(head), ragged.spans(own_head, tail)])
+        positions = np.concatenate([ramps(head), spans(own_head, tail)])
         packing = attention_rows(head_begin[group], own_head, tail_begin, tail, len(tokens), self._device)
         hidden = self._body(
             input_ids=self._send(tokens[None]), position_ids=self._send(positions[None]), packing=packing, use_cache=False

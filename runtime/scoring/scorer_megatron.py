@@ -9,14 +9,16 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from runtime import codec
 from runtime.config import Config
 from runtime.errors import InvalidMessage
-from runtime.models.offload import Shelf
+from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer import batch as train_batch
 from runtime.trainer import rows as train_rows
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.batch import MicroBatch
 from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -25,7 +27,7 @@ from runtime.types import LogprobRequest, Logprobs
 _LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
 
 
-class MegatronScorer(MegatronPasses):
+class MegatronScorer:
     """Every block of ranks that holds the model has its own share of the requests: that of its first rank.
 
     `megatron.facade.prepare` has been called in this process.
@@ -36,19 +38,21 @@ class MegatronScorer(MegatronPasses):
         settings = config.services.reference
         source = config.model.reference or config.model.path
         compute = platform.resolve_dtype(settings.dtype, device)
-        self._build(source, settings, compute, device, seed=config.run.seed, timeout=config.deadlines.score)
+        seed, timeout = config.run.seed, config.deadlines.score
+        self._passes = MegatronPasses(source, settings, compute, device, seed=seed, timeout=timeout)
+        self._model, self._grid, self._shape = self._passes.model, self._passes.grid, self._passes.shape
         self._model.eval().requires_grad_(False)
         self._budget = settings.max_tokens_per_microbatch
-        self._world_size = world_size
-        self._shelf = Shelf(self._model.parameters() if device.type != "cpu" else (), frozen=True)
+        self._rank_info = RankInfo(dist.get_rank(), world_size, device)
+        self._on_host = HostOffload(self._model.parameters() if device.type != "cpu" else (), frozen=True)
 
     def offload(self) -> None:
         """Take the model off the device: nothing is scored until `onload`."""
-        self._shelf.put()
+        self._on_host.offload()
         platform.release(self._grid.device)
 
     def onload(self) -> None:
-        self._shelf.take()
+        self._on_host.onload()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other
@@ -65,8 +69,8 @@ class MegatronScorer(MegatronPasses):
         values = np.zeros(len(rows.tokens), np.float32)
         temperatures = np.array([request.temperature for request in shared], np.float32)[rows.group]
         columns = {"temperature": np.repeat(temperatures, rows.length)}
-        batches = train_batch.micro_batches(rows, rows.trained(), columns, self._budget, self._grid.device, self._world_size)
-        for batch, numbers in self._inferred(batches, self._logprobs):
+        batches = train_batch.micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
+        for batch, numbers in self._passes.infer(batches, self._logprobs):
             values[batch.places] = numbers.cpu().numpy()[: len(batch.places)]
         if not self._grid.leads:
             return []

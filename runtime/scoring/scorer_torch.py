@@ -14,7 +14,7 @@ import torch
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.models.offload import Shelf
+from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
 from runtime.types import GroupPayload, LogprobRequest, Logprobs
@@ -46,15 +46,15 @@ class TorchScorer:
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
         self._device = device
         self._budget = max_tokens_per_microbatch
-        self._shelf = Shelf(self._decoder.weights.tensors() if device.type != "cpu" else (), frozen=True)
+        self._on_host = HostOffload(self._decoder.weights.tensors() if device.type != "cpu" else (), frozen=True)
 
     def offload(self) -> None:
         """Take the model off the device: nothing is scored until `onload`."""
-        self._shelf.put()
+        self._on_host.offload()
         platform.release(self._device)
 
     def onload(self) -> None:
-        self._shelf.take()
+        self._on_host.onload()
 
     @property
     def vocab_size(self) -> int:

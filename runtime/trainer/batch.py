@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from runtime.models.packed_attention import Packing
-from runtime.trainer import batching, ragged
-from runtime.trainer.fsdp import sharding
+from runtime.trainer import batching
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rows import Rows
 
 BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls
@@ -46,15 +46,14 @@ class MicroBatch:
         return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
 
 
-def micro_batches(
-    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, device: torch.device, world_size: int
-) -> Iterator[MicroBatch]:
+def micro_batches(rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo) -> Iterator[MicroBatch]:
     """The samples `chosen` (bool [B]), each micro-batch within `budget` tokens.
 
     As many on every rank, so that all take part in the collectives of each.
     """
     made = plan(rows, np.flatnonzero(chosen), budget)
-    for index in range(sharding.largest([len(made)], device, world_size)[0]):
+    device = rank_info.device
+    for index in range(rank_info.largest([len(made)])[0]):
         yield pack(rows, made[index], columns, device) if index < len(made) else nothing(columns, device)
 
 
@@ -71,17 +70,17 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     """
     prompts, prompt_of = np.unique(rows.group[chosen], return_inverse=True)
     prompt_length, fed = rows.prompt_length[prompts], rows.length[chosen] - 1
-    prompt_begin = ragged.starts(prompt_length)
-    reply_begin = int(prompt_length.sum()) + ragged.starts(fed)
+    prompt_begin = batching.starts(prompt_length)
+    reply_begin = int(prompt_length.sum()) + batching.starts(fed)
     own_prompt = prompt_length[prompt_of]
-    of_prompts = rows.prompts[ragged.spans(rows.prompt_start[prompts], prompt_length)]
-    tokens = np.concatenate([of_prompts, rows.tokens[ragged.spans(rows.start[chosen], fed)]])
-    positions = np.concatenate([ragged.ramps(prompt_length), ragged.spans(own_prompt, fed)])
+    of_prompts = rows.prompts[batching.spans(rows.prompt_start[prompts], prompt_length)]
+    tokens = np.concatenate([of_prompts, rows.tokens[batching.spans(rows.start[chosen], fed)]])
+    positions = np.concatenate([batching.ramps(prompt_length), batching.spans(own_prompt, fed)])
 
-    where = ragged.spans(rows.start[chosen], rows.length[chosen])
+    where = batching.spans(rows.start[chosen], rows.length[chosen])
     kept = rows.mask[where]
     row = np.repeat(np.arange(len(chosen)), rows.length[chosen])[kept]
-    offset = ragged.ramps(rows.length[chosen])[kept]
+    offset = batching.ramps(rows.length[chosen])[kept]
     last_of_prompt = (prompt_begin + prompt_length - 1)[prompt_of]
     predictors = np.where(offset == 0, last_of_prompt[row], reply_begin[row] + offset - 1)
     mask = rows.grid(rows.mask, chosen)
@@ -121,9 +120,9 @@ def attention_rows(
     length = prompt + reply
     sizes = np.array(batching.length_buckets(length.tolist(), BUCKET_RATIO), np.int64)
     widths = length[np.cumsum(sizes) - 1]  # rows ascend, so a bucket's last is its longest
-    row_begin = ragged.starts(np.repeat(widths, sizes))
-    cell = np.concatenate([ragged.spans(row_begin, prompt), ragged.spans(row_begin + prompt, reply)])
-    source = np.concatenate([ragged.spans(prompt_begin, prompt), ragged.spans(reply_begin, reply)])
+    row_begin = batching.starts(np.repeat(widths, sizes))
+    cell = np.concatenate([batching.spans(row_begin, prompt), batching.spans(row_begin + prompt, reply)])
+    source = np.concatenate([batching.spans(prompt_begin, prompt), batching.spans(reply_begin, reply)])
     gather = np.zeros(int((sizes * widths).sum()), np.int64)
     gather[cell] = source
     take = np.empty(tokens, np.int64)

@@ -1,12 +1,14 @@
-"""Which samples run together. Pure.
+"""Which samples run together, and where each lies in arrays that hold runs of different lengths back to back. Pure.
 
-Lengths are tokens of a whole sequence; results are indices into `lengths`.
+Lengths are tokens of a whole sequence; results of `micro_batches` and `balance` are indices into them.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+
+import numpy as np
 
 SLACK = 0.005  # by how much the largest part may exceed what is possible before `balance` tries harder
 
@@ -104,3 +106,18 @@ def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> li
         for share, chosen in zip(shares, balance([costs[index] for index in items], parts), strict=True):
             share += [items[index] for index in chosen]
     return [sorted(share) for share in shares]
+
+
+def starts(lengths: np.ndarray) -> np.ndarray:
+    """int64 [n]: where each run begins."""
+    return np.cumsum(lengths) - lengths
+
+
+def ramps(lengths: np.ndarray) -> np.ndarray:
+    """0 .. length-1 of every run, [sum of lengths]."""
+    return np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
+
+
+def spans(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """begin .. begin+length-1 of every run, [sum of lengths]."""
+    return np.repeat(begins, lengths) + ramps(lengths)

@@ -88,13 +88,3 @@ def require_memory(role: str, config: Config, source: str, device: torch.device)
     held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
     if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
         raise UserError(fault)
-
-
-def use_megatron(settings: Spread, device: torch.device) -> bool:
-    """Whether the engine is on megatron-core, which is then ready to be imported. Raises UserError when it is missing."""
-    if settings.engine != "megatron":
-        return False
-    from runtime.trainer.megatron import facade
-
-    facade.prepare(device)
-    return True

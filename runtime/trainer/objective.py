@@ -1,56 +1,109 @@
-"""What is minimised: the configured algorithm, evaluated on one micro-batch."""
+"""What is learned from the samples of a step: the configured algorithm, evaluated on one micro-batch. The policy's is here, the
+critic's in `critic.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, value_targets
 from runtime.algorithms.corrections import interpolated_proximal
-from runtime.algorithms.interfaces import LossInputs
+from runtime.algorithms.interfaces import AdvantageInputs, LossInputs
 from runtime.algorithms.kl import importance_weighted, k3
 from runtime.algorithms.losses import token_logprobs
-from runtime.chosen_algorithm import ChosenAlgorithm
+from runtime.algorithms.token_returns import token_rewards
+from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
 from runtime.config import Config
+from runtime.trainer.backend import ModelBackend
 from runtime.trainer.batch import MicroBatch
-from runtime.trainer.rows import Rows
-from runtime.trainer.statistics import StepStatistics
+from runtime.trainer.rows import Needs, Rows
+from runtime.trainer.statistics import Reduced, StepStatistics
 
 CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 FAR = 0.1  # nats: of a token whose log-probability is counted as far off
 
-TokenLogprobs = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(logits, tokens, temperature, *, entropy_gradient) -> log-probabilities and entropies, [N] each."""
+
+class Objective(ABC):
+    """What a role's model learns, whatever its backend: a loss, and what it is computed on."""
+
+    role: ClassVar[str]
+    averaged: ClassVar[str]  # the statistic whose count losses are averaged over
+    timed_as: ClassVar[tuple[str, ...]] = ()  # the phases of a step that `columns` is
+    compares_with_start: ClassVar[bool] = False
+    """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step, which is
+    that of the loss's own forward pass unless the step made updates before."""
+    reference_is_base = False  # the reference is the policy without its adapters
+    needs: Needs
+
+    def __init__(self, config: Config, backend: ModelBackend):
+        self._config = config
+        self._algorithm = choose(config)
+        self.kl_control = kl_control(config.algorithm)
+        self.advantages = RowAdvantages(config, self._algorithm, backend)
+
+    @abstractmethod
+    def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """What the loss is computed on, by name, and which samples are live, bool [B]: false where a sample's gradient is
+        exactly 0, so that its backward pass can be left out."""
+
+    @abstractmethod
+    def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        """[N] of the trained tokens, from what the model gives for them."""
+
+    @abstractmethod
+    def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
+        """The unnormalised loss, a sum. Adds what the step reports to `statistics`."""
+
+    def count_masked(self, samples: int, statistics: StepStatistics) -> None:  # noqa: B027 - a critic counts none
+        """What samples without a trained token, of which no pass is made, add to what the losses are averaged over."""
+
+    def named(self, metrics: dict[str, float]) -> dict[str, float]:
+        """A step's metrics under the names of this role."""
+        return metrics
+
+    def adapt_kl(self, divergence: float, reduced: Reduced) -> float:
+        """Between steps the KL term's coefficient adapts to the `divergence` of the samples; returns the one before."""
+        before = self.kl_control.coefficient
+        self.kl_control = self.kl_control.after(divergence, reduced.means["response_length/mean"].count)
+        return before
+
+    def resume(self, kl_coefficient: float | None) -> None:
+        self.kl_control = kl_control(self._config.algorithm, kl_coefficient)
 
 
-class Objective:
-    """Policy loss + β · KL − c · entropy, aggregated. `kl_coefficient` is β as it is now.
+class PolicyObjective(Objective):
+    """Policy loss + β · KL − c · entropy, aggregated. The outputs of its model are the logits that give the trained tokens,
+    [N, V] or this rank's part of V."""
 
-    `logprobs` says how `algorithms.logprobs.token_logprobs` is computed of a model's logits.
-    """
+    role = "trainer"
+    averaged = "actor/pg_loss"
+    timed_as = ("adv", "non_overlap_adv")
+    compares_with_start = True
 
-    def __init__(self, config: Config, chosen: ChosenAlgorithm, logprobs: TokenLogprobs | None = None):
-        self._chosen = chosen
-        self._token_logprobs = logprobs or in_chunks
-        self.kl_coefficient = config.algorithm.kl_coefficient
-        self._kl_in_loss = config.algorithm.kl_coefficient != 0 and config.algorithm.kl_placement == "loss"
-        self._kl_importance_weighted = config.algorithm.kl_importance_weighted
-        self._entropy_coefficient = config.algorithm.entropy_coefficient
+    def __init__(self, config: Config, backend: ModelBackend):
+        super().__init__(config, backend)
+        algorithm = config.algorithm
+        self._backend = backend
+        diverges = algorithm.kl_coefficient != 0
+        self.reference_is_base = diverges and config.reference.mode == "adapter_off"
+        self.needs = Needs(reference=diverges and not self.reference_is_base, values=self._algorithm.advantage.needs_values)
+        self._kl_in_loss = diverges and algorithm.kl_placement == "loss"
+        self._kl_importance_weighted = algorithm.kl_importance_weighted
+        self._entropy_coefficient = algorithm.entropy_coefficient
         self._temperature = config.sampling.temperature
-        self._interpolated = config.algorithm.proximal == "interpolated"
+        self._interpolated = algorithm.proximal == "interpolated"
 
-    def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
-        """bool [B]: false where the gradient of a sample is exactly 0, so that its backward pass can be left out."""
-        if self._kl_in_loss or self._entropy_coefficient or not self._chosen.loss.zero_without_advantage:
-            return np.ones(len(advantages), bool)
-        return (advantages != 0).any(1)
-
-    def columns(self, rows: Rows, advantages: np.ndarray, step: int) -> dict[str, np.ndarray]:
-        """What `__call__` computes on, but for "proximal": the log-probabilities under the policy at the start of the step,
-        which are those of the loss's own forward pass unless the step made updates before.
-        """
+    def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        _report_rows(rows, step, statistics)
+        advantages = self.advantages(rows, self.kl_control.coefficient, statistics)
+        if self._config.critic is not None:
+            _report_advantages(rows, advantages, statistics)
         age = step - rows.steps
         columns = {
             "advantages": advantages,
@@ -60,17 +113,29 @@ class Objective:
         }
         if rows.reference is not None:
             columns["reference"] = rows.reference * rows.mask
-        return columns
+        return columns, self.has_gradient(advantages)
 
-    def __call__(self, batch: MicroBatch, logits: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
-        """The unnormalised loss, a sum, from logits [N, V], or the part of V that is this rank's. Adds what the step reports to
-        `statistics`."""
-        logp, entropy = (batch.grid(values) for values in self.logprobs(logits, batch.targets))
+    def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
+        """bool [B]: false where the gradient of a sample is exactly 0."""
+        if self._kl_in_loss or self._entropy_coefficient or not self._algorithm.loss.zero_without_advantage:
+            return np.ones(len(advantages), bool)
+        return (advantages != 0).any(1)
+
+    def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        return self._logprobs(batch, outputs)[0]
+
+    def _logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy, [N] each."""
+        learns_entropy = self._entropy_coefficient != 0
+        return self._backend.token_logprobs(logits, batch.targets, self._temperature, entropy_gradient=learns_entropy)
+
+    def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
+        logp, entropy = (batch.grid(values) for values in self._logprobs(batch, outputs))
         tokens = batch.mask.sum()
         behaviour, reference = batch.columns["behaviour"], batch.columns.get("reference")
         start = batch.columns.get("proximal", logp.detach())
         proximal = interpolated_proximal(logp, behaviour, batch.columns["age"]) if self._interpolated else start
-        correction = self._chosen.correction
+        correction = self._algorithm.correction
         inputs = LossInputs(
             logp=logp,
             old_logp=behaviour if correction is None else proximal,
@@ -79,10 +144,10 @@ class Objective:
             advantages=batch.columns["advantages"],
             mask=batch.mask,
         )
-        outputs = self._chosen.loss.compute(inputs, self._chosen.loss_options)
-        values, metrics = outputs.loss, outputs.metrics
+        computed = self._algorithm.loss.compute(inputs, self._algorithm.loss_options)
+        values, metrics = computed.loss, computed.metrics
         if correction is not None:
-            corrected = correction(proximal - behaviour, batch.mask, self._chosen.correction_options)
+            corrected = correction(proximal - behaviour, batch.mask, self._algorithm.correction_options)
             values = corrected.weight * values
             metrics = metrics | {"correction/weight": corrected.weight, "correction/altered": corrected.altered}
         for name, metric in metrics.items():
@@ -90,33 +155,111 @@ class Objective:
         self._report("actor/pg_loss", values, batch, statistics)
         self._report("actor/entropy", entropy, batch, statistics)
         if self._kl_in_loss and reference is not None:
-            divergence = self._chosen.kl(logp - reference)
+            divergence = self._algorithm.kl(logp - reference)
             if self._kl_importance_weighted:
                 divergence = importance_weighted(divergence, logp, behaviour)
             self._report("actor/kl_loss", divergence, batch, statistics)
             statistics.mean("actor/kl", (divergence.detach() * batch.mask).sum(), tokens)
-            values = values + self.kl_coefficient * divergence
+            values = values + self.kl_control.coefficient * divergence
         if self._entropy_coefficient:
             values = values - self._entropy_coefficient * entropy
         fresh = batch.columns["fresh"]
         add_mismatch(statistics, behaviour, start, fresh)
         statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
-        return self._chosen.aggregation(values, batch.mask, self._chosen.aggregation_options).total
+        return self._algorithm.aggregation(values, batch.mask, self._algorithm.aggregation_options).total
 
     def count_masked(self, samples: int, statistics: StepStatistics) -> None:
-        """What samples without a trained token, of which no pass is made, add to what the losses are averaged over."""
-        count = samples * self._chosen.masked_sample
-        if self._chosen.masked_sample:
+        count = samples * self._algorithm.masked_sample
+        if self._algorithm.masked_sample:
             for name in ("actor/pg_loss", "actor/entropy", *(["actor/kl_loss"] if self._kl_in_loss else [])):
                 statistics.mean(name, 0.0, count)
 
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:
-        aggregate = self._chosen.aggregation(values.detach(), batch.mask, self._chosen.aggregation_options)
+        aggregate = self._algorithm.aggregation(values.detach(), batch.mask, self._algorithm.aggregation_options)
         statistics.mean(name, aggregate.total, aggregate.count)
 
-    def logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy, [N] each."""
-        return self._token_logprobs(logits, targets, self._temperature, entropy_gradient=self._entropy_coefficient != 0)
+    def named(self, metrics: dict[str, float]) -> dict[str, float]:
+        metrics["actor/lr"] = metrics.pop("lr")
+        if "grad_norm" in metrics:
+            metrics["actor/grad_norm"] = metrics["grad_norm"]  # MindSpeed-RL's documentation has the one, its code the other
+        return metrics
+
+
+def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
+    prompts = rows.prompt_length[rows.group]
+    for name, values in (
+        ("response_length", rows.length),
+        ("prompt_length", prompts),
+        ("grpo/score", rows.rewards[rows.valid]),
+    ):
+        statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
+        statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
+        statistics.minimum(f"{name}/min", float(values.min()) if len(values) else math.inf)
+    age = (step - rows.steps)[rows.mask]
+    statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
+
+
+def _report_advantages(rows: Rows, advantages: np.ndarray, statistics: StepStatistics) -> None:
+    mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
+    counted = np.broadcast_to(advantages, mask.shape)[mask]
+    statistics.mean("critic/advantages/mean", float(counted.sum()), float(len(counted)))
+    statistics.maximum("critic/advantages/max", float(counted.max(initial=-math.inf)))
+    statistics.minimum("critic/advantages/min", float(counted.min(initial=math.inf)))
+
+
+class RowAdvantages:
+    """Shapes rewards, places the KL among them where the configuration says so, and asks the estimator. float64 on the host."""
+
+    def __init__(self, config: Config, chosen: ChosenAlgorithm, backend: ModelBackend):
+        self._chosen = chosen
+        self._backend = backend  # adds up over the trainer's ranks: what an estimator that is not streamable needs
+        self._max_length = config.sampling.max_new_tokens
+        self._buffer = round(config.algorithm.overlong_buffer * self._max_length)
+        self._overlong = config.algorithm.overlong_penalty
+        self._missing_eos = config.algorithm.missing_eos_penalty
+        self._kl_in_reward = config.algorithm.kl_placement == "reward"
+
+    def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
+        """[B, R] or [B, 1] float64, of all samples of `rows`."""
+        return self._chosen.advantage.compute(
+            self._inputs(rows, kl_coefficient, statistics), self._chosen.advantage_options
+        ).numpy()
+
+    def value_targets(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
+        """What the critic learns, from the same inputs: [B, R] float64."""
+        return value_targets(self._inputs(rows, kl_coefficient, statistics), self._chosen.advantage_options).numpy()
+
+    def _inputs(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> AdvantageInputs:
+        every = np.arange(len(rows.length))
+        mask = torch.from_numpy(rows.grid(rows.mask, every)).double()
+        rewards, penalties = self._shaped(rows, statistics), None
+        if self._kl_in_reward and rows.reference is not None:
+            # The tokens are the behaviour policy's, and so is the divergence: it needs no forward pass.
+            divergence = self._chosen.kl(torch.from_numpy(rows.grid(rows.behaviour - rows.reference, every)).double() * mask)
+            statistics.mean("actor/kl", (divergence * mask).sum(), mask.sum())
+            penalties = kl_coefficient * divergence * mask
+        return AdvantageInputs(
+            rewards=rewards if penalties is None else rewards - penalties.sum(1),
+            groups=torch.from_numpy(rows.group),
+            valid=torch.from_numpy(rows.valid),
+            mask=mask,
+            token_rewards=token_rewards(rewards, mask, penalties),
+            values=None if rows.values is None else torch.from_numpy(rows.grid(rows.values, every)).double() * mask,
+            batch_sum=self._backend.batch_sum,
+        )
+
+    def _shaped(self, rows: Rows, statistics: StepStatistics) -> torch.Tensor:
+        """[B]: the rewards and what is added for length, 0 where a sample is not valid."""
+        valid = torch.from_numpy(rows.valid)
+        added = torch.zeros(len(valid), dtype=torch.float64)
+        if self._buffer:
+            lengths = torch.from_numpy(rows.length).double()
+            added += self._overlong * soft_overlong_penalty(lengths, self._max_length, self._buffer)
+        if self._missing_eos:
+            added += missing_eos_penalty(torch.from_numpy(rows.truncated).double(), self._missing_eos)
+        if self._buffer or self._missing_eos:
+            statistics.mean("grpo/length_penalty", added[valid].sum(), valid.double().sum())
+        return (torch.from_numpy(rows.rewards).double() + added).where(valid, 0.0)
 
 
 def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:

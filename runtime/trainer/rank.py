@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from runtime.commands import (
 from runtime.config import Config
 from runtime.ledger import checkpoint
 from runtime.process import platform
-from runtime.trainer.engine import TrainEngine
-from runtime.trainer.group_rank import join_group, require_memory, use_megatron
+from runtime.trainer.group_rank import join_group, require_memory
+from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.trainer.update_rank import UpdateRank
 from runtime.weights.part import SenderPart
 from runtime.weights.plan import Manifest, TensorSpec, roots
@@ -37,7 +36,7 @@ from runtime.weights.sender import WeightSender
 _ASIDE = MeetWeights | AbortWeights | ResendWeights  # past those that wait
 
 
-class TrainRank(UpdateRank[TrainEngine]):
+class TrainRank(UpdateRank):
     role = "trainer"
     relayed = Restore | BeginStep | Accumulate | ApplyProbed | SendWeights | Save | Export | Onload | Offload | _ASIDE
     last = SendWeights
@@ -47,7 +46,7 @@ class TrainRank(UpdateRank[TrainEngine]):
         "save": "timing/save",
     }
 
-    def __init__(self, engine: TrainEngine, config: Config, rank: int, world_size: int, device: torch.device):
+    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int, device: torch.device):
         super().__init__(engine, config, rank, world_size, takes_turns(config) or alternates(config))
         # Members that share a device have neither NCCL nor HCCL.
         backend = "gloo" if takes_turns(config) else config.publication.backend
@@ -122,16 +121,5 @@ def make(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
     device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
     require_memory("trainer", config, config.model.path, device)
-    engine = engine_type(config, device)(config, rank=rank, world_size=world_size, device=device)
+    engine = policy_trainer(config, rank=rank, world_size=world_size, device=device)
     return TrainRank(engine, config, rank, world_size, device)
-
-
-def engine_type(config: Config, device: torch.device) -> Callable[..., TrainEngine]:
-    """Raises UserError when the engine's package is missing."""
-    if use_megatron(config.services.trainer, device):
-        from runtime.trainer.megatron.policy import MegatronTrainEngine
-
-        return MegatronTrainEngine
-    from runtime.trainer.fsdp.policy import TorchTrainEngine
-
-    return TorchTrainEngine

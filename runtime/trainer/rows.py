@@ -6,14 +6,14 @@ B rows (samples), R reply tokens of one sample, `flat` arrays hold all replies b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.trainer import ragged
+from runtime.trainer import batching
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
 
 
@@ -44,13 +44,13 @@ class Rows:
         """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
         lengths = self.length[rows]
         out = np.zeros((len(rows), int(lengths.max(initial=0))), np.float32)
-        out[np.repeat(np.arange(len(rows)), lengths), ragged.ramps(lengths)] = flat[ragged.spans(self.start[rows], lengths)]
+        out[np.repeat(np.arange(len(rows)), lengths), batching.ramps(lengths)] = flat[batching.spans(self.start[rows], lengths)]
         return out
 
     def by_group(self, flat: np.ndarray) -> list[np.ndarray]:
         """`flat` of the replies of each group."""
         sizes = np.bincount(self.group, weights=self.length, minlength=len(self.group_id)).astype(np.int64)
-        return [flat[begin : begin + size] for begin, size in zip(ragged.starts(sizes), sizes, strict=True)]
+        return [flat[begin : begin + size] for begin, size in zip(batching.starts(sizes), sizes, strict=True)]
 
     def trained(self) -> np.ndarray:
         """bool [B]: whether the sample has a token to train on."""
@@ -111,13 +111,13 @@ def _rows(
     valid = _concatenate([group.valid for group in groups], np.uint8) != 0
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
-        prompt_start=ragged.starts(prompt_length),
+        prompt_start=batching.starts(prompt_length),
         prompt_length=prompt_length,
         group_id=np.array([group.group_id for group in groups], np.int64),
         mini_batch=np.array([group.mini_batch for group in groups], np.int64),
         group=np.repeat(np.arange(len(payloads)), sizes),
-        sample=ragged.ramps(sizes),
-        start=ragged.starts(length),
+        sample=batching.ramps(sizes),
+        start=batching.starts(length),
         length=length,
         tokens=_concatenate([column.tokens for column in columns], np.int32),
         mask=(_concatenate([column.loss_mask for column in columns], np.uint8) != 0) & np.repeat(valid, length),
@@ -138,10 +138,17 @@ def join(parts: Sequence[Rows]) -> Rows:
     joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
     # What points into other arrays moves by what lies before the part.
     for name, target in (("prompt_start", "prompts"), ("group", "prompt_start"), ("start", "tokens")):
-        before = ragged.starts(np.array([len(array) for array in joined[target]], np.int64))
+        before = batching.starts(np.array([len(array) for array in joined[target]], np.int64))
         joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
     whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
     return Rows(**whole)
+
+
+def share_prompts(rows: Rows) -> Rows:
+    """As if samples of equal prompts were of one group, whose prompt is computed once."""
+    spans = zip(rows.prompt_start, rows.prompt_length, strict=True)
+    prompts = [rows.prompts[start : start + length].tobytes() for start, length in spans]
+    return replace(rows, group=np.array([prompts.index(prompt) for prompt in prompts], np.int64)[rows.group])
 
 
 def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:

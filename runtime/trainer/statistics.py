@@ -1,19 +1,36 @@
-"""Sums and extremes that an update gathers over its micro-batches and ranks, read back once at its end."""
+"""Sums, extremes and histograms that an update gathers over its micro-batches and ranks, read back once at its end; and which
+samples made a loss or a gradient NaN or infinite.
+
+A histogram is counts in logarithmic bins, which add up: however the numbers are split over micro-batches, updates and ranks,
+the counts are the same, and so is what is read off them. A bin spans a sixteenth of an octave, so that a quantile is at most
+4.3 % (1 - 2^(-1/16)) below the exact one, and never above it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime.trainer import histogram as train_histogram
+from runtime import run_files
+from runtime.trainer.backend import RankInfo
+from runtime.trainer.batch import MicroBatch
+from runtime.trainer.rows import Rows
 
 Number = torch.Tensor | float
+
+BINS_PER_OCTAVE = 16
+LOWEST, HIGHEST = -30, 8  # exponents of 2; what is below counts as 0, what is above as 2^HIGHEST
+BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE + 2
+NAMED = 8  # samples that a message about NaN or infinity names
 
 
 @dataclass(frozen=True)
@@ -33,7 +50,7 @@ class Mean:
 class Reduced:
     """What `StepStatistics.reduce` found; `+` joins those of several updates. Minima are the maxima of what is negated.
 
-    `bins` are the counts of `train_histogram` by name and bin, without empty bins.
+    `bins` are the counts of histograms by name and bin, without empty bins.
     """
 
     means: dict[str, Mean] = field(default_factory=dict)
@@ -66,7 +83,7 @@ class Reduced:
         """By name; of a histogram NAME the 99th percentile, as NAME_p99."""
         means = {name: mean.value for name, mean in self.means.items()}
         extremes = {name.removeprefix("-"): -value if name.startswith("-") else value for name, value in self.maxima.items()}
-        tails = {f"{name}_p99": train_histogram.quantile(counts, 0.99) for name, counts in self.bins.items()}
+        tails = {f"{name}_p99": quantile(counts, 0.99) for name, counts in self.bins.items()}
         return means | extremes | self.totals | tails
 
 
@@ -101,7 +118,7 @@ class StepStatistics:
 
     def histogram(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
         """Of `values` >= 0 where `counted`, tensors of one shape."""
-        counts = train_histogram.counts(values, counted, self._dtype)
+        counts = bin_counts(values, counted, self._dtype)
         self._bins[name] = self._bins[name] + counts if name in self._bins else counts
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
@@ -116,7 +133,7 @@ class StepStatistics:
         numbers = iter(sums.tolist())
         means = {name: Mean(next(numbers), next(numbers)) for name in self._sums}
         totals = {name: next(numbers) for name in self._totals}
-        bins = {name: dict(enumerate(islice(numbers, train_histogram.BINS))) for name in self._bins}
+        bins = {name: dict(enumerate(islice(numbers, BINS))) for name in self._bins}
         extremes = dict(zip(self._maxima, maxima.tolist(), strict=True))
         return Reduced(
             {name: mean for name, mean in means.items() if mean.count},
@@ -129,3 +146,70 @@ class StepStatistics:
         if not numbers:
             return torch.zeros(0, dtype=self._dtype, device=self._device)
         return torch.stack([torch.as_tensor(number, dtype=self._dtype, device=self._device) for number in numbers])
+
+
+def bin_counts(values: torch.Tensor, counted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[BINS] of `dtype`: how many of `values` (>= 0, any shape) are in each bin, of those where `counted` (the same shape)."""
+    exponents = values.detach().float().nan_to_num(nan=torch.inf).log2()
+    places = ((exponents - LOWEST) * BINS_PER_OCTAVE).floor().clamp(-1, BINS - 2).long() + 1
+    found = torch.zeros(BINS, dtype=dtype, device=values.device)
+    return found.index_add_(0, places.flatten(), counted.to(dtype).flatten())
+
+
+def quantile(counts: Mapping[int, float], share: float) -> float:
+    """The lower edge of the bin that holds the number of rank ceil(`share` · n) among all n; `counts` by bin, not all 0."""
+    rank, below = math.ceil(share * sum(counts.values())), 0.0
+    for place, number in sorted(counts.items()):
+        below += number
+        if below >= rank:
+            return 2.0 ** (LOWEST + (place - 1) / BINS_PER_OCTAVE) if place else 0.0
+    raise ValueError("a quantile of nothing")
+
+
+class NonFiniteReport:
+    """Which samples made a loss or a gradient NaN or infinite: found by training on one micro-batch at a time, and written to
+    `RUN/nonfinite/ROLE-step-00000012.json`: `{"step": 12, "micro_batches": [[[GROUP, SAMPLE], ...], ...]}`.
+
+    Every rank makes the same calls.
+    """
+
+    def __init__(self, role: str, step: int, rank_info: RankInfo):
+        self._role, self._step, self._rank_info = role, step, rank_info
+        self._tried: list[np.ndarray] = []  # int64 [samples, (micro-batch, group, sample)] of this rank
+        self._guilty: list[np.ndarray] = []
+
+    def add(self, rows: Rows, batch: MicroBatch, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+        """One micro-batch of each rank, with its `loss` and this rank's shards of the gradients that it alone left.
+
+        Gradients are sums over ranks: one that is not finite though all losses are is every rank's.
+        """
+        bad_loss = not torch.isfinite(loss)
+        bad_gradient = not all(torch.isfinite(gradient).all() for gradient in gradients)
+        any_loss, any_gradient = self._rank_info.largest([bad_loss, bad_gradient])
+        chosen = batch.samples
+        names = np.stack(
+            [np.full(len(chosen), len(self._tried)), rows.group_id[rows.group[chosen]], rows.sample[chosen]], axis=1
+        )
+        self._tried.append(names)
+        if bad_loss or (any_gradient and not any_loss):
+            self._guilty.append(names)
+
+    def write(self, folder: Path) -> str:
+        """Write the file of the run's `folder`, and say in a line whose loss or gradient it was."""
+        named = self._gather(self._guilty)
+        # Finite one by one, and not together: no micro-batch is to blame more than another.
+        named = named if len(named) else self._gather(self._tried)
+        path = folder / run_files.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
+        if self._rank_info.rank == 0:
+            batches = [[[group, sample] for _, group, sample in rows] for _, rows in groupby(named, lambda row: row[0])]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"step": self._step, "micro_batches": batches}) + "\n", encoding="utf-8")
+        samples = ", ".join(f"{group}:{sample}" for _, group, sample in named[:NAMED])
+        more = f" and {len(named) - NAMED} more" * (len(named) > NAMED)
+        return f"the loss or its gradient is NaN or infinite in the micro-batch of samples {samples}{more} (see {path})"
+
+    def _gather(self, parts: list[np.ndarray]) -> list[tuple[int, int, int]]:
+        own = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, 3, dtype=torch.int64)
+        rows = self._rank_info.gathered(own).tolist()
+        # Ranks that hold parts of one model name the same samples.
+        return list(dict.fromkeys((batch, group, sample) for batch, group, sample in rows))

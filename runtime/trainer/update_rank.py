@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -17,34 +17,34 @@ from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onlo
 from runtime.config import Config, Trainer
 from runtime.errors import DeadlineExceeded, InvalidMessage
 from runtime.ledger import checkpoint
-from runtime.trainer.engine import UpdateEngine
 from runtime.trainer.group_rank import GroupRank
+from runtime.trainer.step import ModelTrainer
 from runtime.weights.sender import in_thread
 
 log = logging.getLogger("sluice")
 
 BETWEEN_STEPS = (Export, Save)
-Engine = TypeVar("Engine", bound=UpdateEngine)
 
 
-class UpdateRank(GroupRank, Generic[Engine]):
+class UpdateRank(GroupRank):
     """A subclass adds the commands that are its own to `carry_out`."""
 
     last: ClassVar[type]  # of the commands of a step
     seconds_of: ClassVar[dict[str, str]]  # the metrics of what `onload`, `offload` and `save` take of the engine's time
 
-    def __init__(self, engine: Engine, config: Config, rank: int, world_size: int, told: bool):
-        """`told`: its device is another's as well, so that the coordinator says when to take it and when to give it up."""
+    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int, managed_externally: bool):
+        """`managed_externally`: its device is another role's as well, and the coordinator says when to take it and when to give
+        it up."""
         super().__init__(config, rank, world_size, config.deadlines.train)
         self.engine = engine
         settings: Trainer = getattr(config.services, self.role)
-        self._told = told
-        self._offloads, self._away = bool(settings.offloaded) and not told, False
+        self._managed_externally = managed_externally
+        self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
         self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
         self._saving: Future[None] | None = None
-        if told:
-            self._give_up()
+        if managed_externally:
+            self._offload()
 
     def state(self, folder: Path) -> Path:
         """Where in the checkpoint `folder` this role's state lies. Raises UserError when it is not there."""
@@ -53,7 +53,7 @@ class UpdateRank(GroupRank, Generic[Engine]):
     def execute(self, command: Any) -> Any:
         """Carry out one command; returns its answer, or the future of one that comes while others are carried out. Raises
         InvalidMessage for what is no command of this role."""
-        with self._at_hand(command):
+        with self._ensure_on_device(command):
             return self.carry_out(command)
 
     def carry_out(self, command: Any) -> Any:
@@ -74,7 +74,7 @@ class UpdateRank(GroupRank, Generic[Engine]):
         elif isinstance(command, Restore):
             self._restore(Path(command.folder))
         elif isinstance(command, Offload):
-            self._give_up()
+            self._offload()
         elif not isinstance(command, Onload):  # for which everything is at hand already
             raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
         return None
@@ -93,11 +93,11 @@ class UpdateRank(GroupRank, Generic[Engine]):
                 write()
                 return None
 
-        def told() -> None:
+        def write_to_disk() -> None:
             with checkpoint.full_disk_told(folder):
                 write()
 
-        self._saving = in_thread("save", told)
+        self._saving = in_thread("save", write_to_disk)
         return self._saving
 
     def _require_saved(self) -> None:
@@ -110,7 +110,7 @@ class UpdateRank(GroupRank, Generic[Engine]):
             raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "still writes the one before", timeout) from error
 
     @contextlib.contextmanager
-    def _at_hand(self, command: Any) -> Iterator[None]:
+    def _ensure_on_device(self, command: Any) -> Iterator[None]:
         """Around a command that needs all of the engine's state: between steps the device may be lent out."""
         if self._away and not isinstance(command, Offload):
             with self._counted("onload"):
@@ -118,11 +118,11 @@ class UpdateRank(GroupRank, Generic[Engine]):
             self._away = False
         yield
         if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
-            self._give_up()
-        if self._told and isinstance(command, Restore):
-            self._give_up()  # nobody has said yet that it is this role's turn
+            self._offload()
+        if self._managed_externally and isinstance(command, Restore):
+            self._offload()  # nobody has said yet that it is this role's turn
 
-    def _give_up(self) -> None:
+    def _offload(self) -> None:
         """Off the device with what the configuration says."""
         if not self._away:
             with self._counted("offload"):

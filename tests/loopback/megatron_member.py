@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
-from runtime.trainer import critic_rank
-from runtime.trainer import rank as train_rank
 from runtime.trainer import rows as train_rows
+from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
@@ -94,10 +93,10 @@ def groups_of(step: int) -> list[TrainGroup]:
 def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> None:
     config = layout.config(folder, role)
     device = torch.device("cpu")
-    kind: Any = train_rank.engine_type if role == "trainer" else critic_rank.engine_type
-    engine: Any = kind(config, device)(config, rank=rank, world_size=layout.processes, device=device)
+    make: Any = policy_trainer if role == "trainer" else critic_trainer
+    engine: Any = make(config, rank=rank, world_size=layout.processes, device=device)
     if role == "trainer":  # fixed, and their sum is not 0
-        engine._advantages = lambda rows, *_: rows.rewards[:, None].astype(np.float64) + 0.5
+        engine.objective.advantages = lambda rows, *_: rows.rewards[:, None].astype(np.float64) + 0.5
     if resumed:
         engine.load(str(folder / f"saved-by-{resumed}"))
     leaders = data_leaders(getattr(config.services, role))
@@ -112,8 +111,8 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
             else:
                 write()
         groups = groups_of(step)
-        rows = train_rows.decode_groups(groups, engine._vocab_size, engine._needs)
-        numbers.append(torch.from_numpy(engine._forward_only(rows)))
+        rows = train_rows.decode_groups(groups, engine.backend.vocab_size, engine.objective.needs)
+        numbers.append(torch.from_numpy(engine._per_token_output(rows)))
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         if role == "critic":
             check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)

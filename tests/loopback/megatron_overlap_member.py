@@ -17,7 +17,7 @@ import torch
 
 from runtime.config import Trainer
 from runtime.errors import ServiceFault
-from runtime.trainer import rank as train_rank
+from runtime.trainer.step import policy_trainer
 from tests.unit.training_cases import make_config, make_groups
 from tests.unit.training_steps import comparable, make_probes, weights
 
@@ -36,7 +36,7 @@ def make_engine(folder: Path, rank: int, overlap: bool, dtype: str, **training: 
     sections = SECTIONS | {"training": SECTIONS["training"] | training}
     config = make_config(str(folder / "policy"), dtype=dtype, trainer=settings, **sections)
     device = torch.device("cpu")
-    return train_rank.engine_type(config, device)(config, rank=rank, world_size=BLOCKS, device=device)
+    return policy_trainer(config, rank=rank, world_size=BLOCKS, device=device)
 
 
 def run(engine: Any, rank: int) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def run(engine: Any, rank: int) -> list[dict[str, Any]]:
         result = comparable(engine.apply())
         assert result.pop("grad_norm") == result.pop("actor/grad_norm") > 0
         found.append({"metrics": result, "gaps": gaps, "weights": published(engine, rank) if step % 2 else {}})
-        if engine._shelves:
+        if engine.backend.on_host:
             lend_device(engine)
     return found
 
@@ -68,16 +68,16 @@ def published(engine: Any, rank: int) -> dict[str, torch.Tensor]:
         assert list(engine.gather()) == []
     else:
         sent = weights(engine)
-        assert torch.equal(sent["model.norm.weight"], engine._model.decoder.final_layernorm.weight)
-    return {name: parameter.detach().clone() for name, parameter in engine._model.named_parameters()}
+        assert torch.equal(sent["model.norm.weight"], engine.backend.model.decoder.final_layernorm.weight)
+    return {name: parameter.detach().clone() for name, parameter in engine.backend.model.named_parameters()}
 
 
 def lend_device(engine: Any) -> None:
-    engine._updates.settle()
-    held = [tensor for kind in ("param", "grad", "optimizer") for tensor in engine._updates.tensors(kind)]
-    weights = {parameter: parameter.clone() for parameter in engine._model.parameters()}
+    engine.backend.optimizer.settle()
+    held = [tensor for kind in ("param", "grad", "optimizer") for tensor in engine.backend.optimizer.tensors(kind)]
+    weights = {parameter: parameter.clone() for parameter in engine.backend.model.parameters()}
     engine.offload()
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *weights, *engine._gradients()))
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (*held, *weights, *engine.backend.gradients()))
     engine.onload()
     assert all(torch.equal(parameter, before) for parameter, before in weights.items())
 
@@ -96,7 +96,7 @@ class Watch:
     def __init__(self, engine: Any):
         self.updates: list[tuple[Counter[int], int]] = []
         self._begun: Counter[int] = Counter()
-        updates = engine._updates
+        updates = engine.backend.optimizer
         self.buckets = len(updates.model.bucket_groups)
         for number, bucket in enumerate(updates.model.bucket_groups):
             bucket.start_grad_sync = partial(self._start, number, bucket, bucket.start_grad_sync)

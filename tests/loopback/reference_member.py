@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer
-from runtime.trainer.group_rank import use_megatron
+from runtime.trainer.backend import use_megatron
 from runtime.types import LogprobRequest
 from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups

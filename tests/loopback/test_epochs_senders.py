@@ -17,8 +17,8 @@ from runtime import config
 from runtime.commands import ApplyProbed, BeginStep
 from runtime.errors import ServiceFault
 from runtime.spmd import Relay
-from runtime.trainer.engine import TrainEngine
 from runtime.trainer.rank import TrainRank
+from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
 from runtime.weights.plan import TensorSpec
 from services.spmd_service import Follower, SpmdRole
@@ -30,7 +30,7 @@ ALL = replace(PUBLICATION, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
 RANKS = 2
 
 
-class Stages(TrainEngine):
+class Stages(ModelTrainer):
     """Two pipeline stages, each of which has every second tensor; the weights of a version are made from its number."""
 
     def __init__(self, rank: int) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, Apply, BeginStep, MeetWeights, SendWeights
 from runtime.config import Config, Publication, Trainer
-from runtime.trainer import rank as train_rank
 from runtime.trainer.rank import TrainRank
+from runtime.trainer.step import policy_trainer
 from runtime.types import PolicyVersion
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
@@ -86,7 +86,7 @@ def published(
 ) -> list[dict[str, torch.Tensor]]:
     """After a step, in the middle of the next if `within`, and after that."""
     config, device = config_of(folder, engine, processes, overlap, senders), torch.device("cpu")
-    made = train_rank.engine_type(config, device)(config, rank=rank, world_size=processes, device=device)
+    made = policy_trainer(config, rank=rank, world_size=processes, device=device)
     worker = TrainRank(made, config, rank, processes, device)
     leaders = data_leaders(config.services.trainer)
     found = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.config import Trainer
-from runtime.trainer import rank as train_rank
+from runtime.trainer.step import policy_trainer
 from tests.closeness import FLOAT32, gamma
 from tests.loopback.ranks import run_ranks
 from tests.unit.training_cases import make_config, make_policy
@@ -34,22 +34,22 @@ def member(rank: int, folder: Path) -> None:
     settings = Trainer(engine="megatron")
     config = make_config(str(folder / "policy"), dtype="bfloat16", trainer=settings, optimizer=optimizer)
     device = torch.device("cpu")
-    engine: Any = train_rank.engine_type(config, device)(config, rank=rank, world_size=1, device=device)
-    parameters = dict(engine._model.named_parameters())
+    engine: Any = policy_trainer(config, rank=rank, world_size=1, device=device)
+    parameters = dict(engine.backend.model.named_parameters())
     assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     expected = {name: Adam(start) for name, start in before.items()}
     torch.manual_seed(1)
     for _ in range(UPDATES):
-        engine._clear_gradients()
+        engine.backend.clear_gradients()
         for name, parameter in parameters.items():
             # Of one sign, so that what is lost at each update adds up to what is easily seen.
             parameter.main_grad.copy_(torch.rand(parameter.shape))
             expected[name].step(parameter.main_grad.double())
-        engine._updates.finish()
-        engine._updates.step(1.0, RATE)
+        engine.backend.optimizer.finish()
+        engine.backend.optimizer.step(1.0, RATE)
     for name, parameter in parameters.items():
-        master = engine._updates.gather(parameter)["master"]
+        master = engine.backend.optimizer.gather(parameter)["master"]
         moved = (expected[name].weights - before[name].double()).abs()
         assert moved.min() > 0.5 * RATE * UPDATES
         torch.testing.assert_close(master.double(), expected[name].weights, rtol=ROUNDING, atol=UPDATE, msg=name)

@@ -25,7 +25,7 @@ from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.spmd import Relay
 from runtime.trainer.critic_rank import CriticRank
-from runtime.trainer.engine import CriticEngine
+from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 from services.rpc import contract
 from services.rpc.client import CriticClient
@@ -37,7 +37,7 @@ from tests.loopback.session_peers import PATIENCE, run
 RANKS = 2
 
 
-class NotingEngine(CriticEngine):
+class NotingEngine(ModelTrainer):
     """The value of a group is its id. Values are told once they `may` be."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.trainer.fsdp import sharding
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import StepResult, TrainGroup
 from tests.loopback.ranks import run_two
 from tests.unit.training_cases import make_config, make_groups, make_policy
@@ -44,7 +45,7 @@ def step_groups(step: int) -> list[TrainGroup]:
     return make_groups(step, step=step)
 
 
-def run_step(engine: TorchTrainEngine, calls: Sequence[list[TrainGroup]]) -> StepResult:
+def run_step(engine: ModelTrainer, calls: Sequence[list[TrainGroup]]) -> StepResult:
     engine.begin_step(engine.step)
     for groups in calls:
         engine.accumulate(groups)
@@ -55,12 +56,12 @@ def run_step(engine: TorchTrainEngine, calls: Sequence[list[TrainGroup]]) -> Ste
     return result
 
 
-def flat_weights(engine: TorchTrainEngine, rank: int) -> torch.Tensor:
+def flat_weights(engine: ModelTrainer, rank: int) -> torch.Tensor:
     parts = [tensor.flatten().float() for tensor in engine.gather()]
     return torch.cat(parts) if rank == 0 else torch.empty(0)
 
 
-def assert_trained(found: torch.Tensor, engine: TorchTrainEngine) -> None:
+def assert_trained(found: torch.Tensor, engine: ModelTrainer) -> None:
     """`found` are its weights after STEPS steps, but for rounding."""
     options = engine._config.training.optimizer
     assert_updated({"weights": found}, {"weights": flat_weights(engine, 0)}, options, steps=STEPS)
@@ -85,7 +86,7 @@ def uneven_steps(policy: str, rank: int) -> tuple[list[list[dict[str, float]]], 
     metrics, weights = [], []
     for algorithm, budgets, _ in UNEVEN:
         config = make_config(policy, **with_budget(algorithm, budgets[rank]))
-        engine = TorchTrainEngine(config, rank=rank, world_size=2, device="cpu")
+        engine = policy_trainer(config, rank=rank, world_size=2, device="cpu")
         steps = []
         for step in range(STEPS):
             groups = many_groups(step)
@@ -97,7 +98,7 @@ def uneven_steps(policy: str, rank: int) -> tuple[list[list[dict[str, float]]], 
     return metrics, weights
 
 
-def steps_of(engine: TorchTrainEngine, rank: int) -> list[dict[str, float]]:
+def steps_of(engine: ModelTrainer, rank: int) -> list[dict[str, float]]:
     results = []
     for step in range(STEPS):
         groups = step_groups(step)
@@ -106,27 +107,34 @@ def steps_of(engine: TorchTrainEngine, rank: int) -> list[dict[str, float]]:
     return results
 
 
-class LentEngine(TorchTrainEngine):
-    """Gives its device up before each step, as if the CPU were an accelerator. `kept`: what it did not give back, in bytes."""
+def lent_steps(policy: str, rank: int) -> tuple[int, list[dict[str, float]]]:
+    """Of a trainer that gives its device up before each step, as if the CPU were an accelerator; and what it did not give back,
+    in bytes."""
+    engine = policy_trainer(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+    backend: Any = engine.backend
+    backend.offloaded = ("optimizer", "param")
+    kept, begin = 0, engine.begin_step
 
-    kept = 0
+    def begin_step(step: int) -> None:
+        nonlocal kept
+        engine.offload()
+        shards = [sharding.local(parameter) for parameter in backend.model.parameters()]
+        moments = [sharding.local(state["exp_avg"]) for state in backend.optimizer.state.values()]
+        kept += sum(tensor.untyped_storage().nbytes() for tensor in shards + moments)
+        engine.onload()
+        begin(step)
 
-    def begin_step(self, step: int) -> None:
-        self._lent = ("optimizer", "param")
-        self.offload()
-        shards = [sharding.local(parameter) for parameter in self._model.parameters()]
-        moments = [sharding.local(state["exp_avg"]) for state in self._optimizer.state.values()]
-        self.kept += sum(tensor.untyped_storage().nbytes() for tensor in shards + moments)
-        self.onload()
-        super().begin_step(step)
+    with mock.patch.object(engine, "begin_step", begin_step):
+        results = steps_of(engine, rank)
+    return kept, results
 
 
-def averaging_engine(policy: str, rank: int) -> TorchTrainEngine:
+def averaging_engine(policy: str, rank: int) -> ModelTrainer:
     """On an FSDP2 as torch 2.7 has it, which can only average. It stays so in this process."""
     from torch.distributed.fsdp import FSDPModule
 
     del FSDPModule.set_gradient_divide_factor, FSDPModule.set_force_sum_reduction_for_comms
-    return TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+    return policy_trainer(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
 
 
 def two_ranks(rank: int, folder: Path) -> None:
@@ -134,12 +142,11 @@ def two_ranks(rank: int, folder: Path) -> None:
     policy = str(folder / "policy")
     # The first of this process, since torch keeps meshes.
     with mock.patch("torch.cuda.is_available", return_value=True):
-        beside_cuda = TorchTrainEngine(make_config(policy), rank=rank, world_size=2, device="cpu")
-    of_mesh = next(iter(beside_cuda._parameters.values())).device_mesh.get_group().group_name  # type: ignore[attr-defined]
-    engine = TorchTrainEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
+        beside_cuda = policy_trainer(make_config(policy), rank=rank, world_size=2, device="cpu")
+    of_mesh = next(iter(beside_cuda.backend.parameters.values())).device_mesh.get_group().group_name  # type: ignore[attr-defined]
+    engine = policy_trainer(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
     results = steps_of(engine, rank)
-    lent = LentEngine(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
-    of_lent = steps_of(lent, rank)
+    lent, of_lent = lent_steps(policy, rank)
     save = folder / "saved-by-two"
     engine.save(str(save))
     weights = flat_weights(engine, rank)
@@ -149,11 +156,11 @@ def two_ranks(rank: int, folder: Path) -> None:
     resumed = run_step(engine, [step_groups(STEPS)] if rank == 0 else [[]]).metrics
 
     # Without a gradient no backward pass follows the forward one; the next step must not see the weights of before.
-    plain = TorchTrainEngine(make_config(policy, optimizer=SECTIONS["optimizer"]), rank=rank, world_size=2, device="cpu")
+    plain = policy_trainer(make_config(policy, optimizer=SECTIONS["optimizer"]), rank=rank, world_size=2, device="cpu")
     forward_only = [run_step(plain, [make]).metrics for make in (step_groups(0), uniform(step_groups(1)), step_groups(2))]
     batch_wide = []
     for algorithm in BATCH_WIDE:
-        whole = TorchTrainEngine(
+        whole = policy_trainer(
             make_config(policy, **SECTIONS | {"algorithm": algorithm}), rank=rank, world_size=2, device="cpu"
         )
         for step in range(2):
@@ -172,7 +179,7 @@ def two_ranks(rank: int, folder: Path) -> None:
         everything |= {
             "uneven": uneven,
             "lent": of_lent,
-            "kept": lent.kept,
+            "kept": lent,
             "averaged": averaged,
             "of_mesh": [of_mesh, dist.group.WORLD.group_name],
         }
@@ -191,8 +198,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def one_rank(folder: Path, steps: int = STEPS) -> TorchTrainEngine:
-    engine = TorchTrainEngine(make_config(str(folder / "policy"), **SECTIONS))
+def one_rank(folder: Path, steps: int = STEPS) -> ModelTrainer:
+    engine = policy_trainer(make_config(str(folder / "policy"), **SECTIONS))
     for step in range(steps):
         run_step(engine, [step_groups(step)])
     return engine
@@ -255,7 +262,7 @@ def test_export_of_two_ranks_holds_the_whole_policy(folder: Path, tensors: dict[
 
 
 def test_a_step_without_gradient_leaves_nothing_stale(folder: Path, results: dict):
-    engine = TorchTrainEngine(make_config(str(folder / "policy"), optimizer=SECTIONS["optimizer"]))
+    engine = policy_trainer(make_config(str(folder / "policy"), optimizer=SECTIONS["optimizer"]))
     three = step_groups(0), uniform(step_groups(1)), step_groups(2)
     for step, (got, groups) in enumerate(zip(results["forward_only"], three, strict=True)):
         # Both ranks trained on the same groups: sums double, means stay.
@@ -266,7 +273,7 @@ def test_a_step_without_gradient_leaves_nothing_stale(folder: Path, results: dic
 def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
     got = iter(results["batch_wide"])
     for algorithm in BATCH_WIDE:
-        engine = TorchTrainEngine(make_config(str(folder / "policy"), **SECTIONS | {"algorithm": algorithm}))
+        engine = policy_trainer(make_config(str(folder / "policy"), **SECTIONS | {"algorithm": algorithm}))
         for step in range(2):
             expected = run_step(engine, [step_groups(step)]).metrics
             assert expected["grad_norm"] > 0
@@ -276,7 +283,7 @@ def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
 @pytest.mark.parametrize("case", range(len(UNEVEN)), ids=["streamable", "whole batch", "masked samples"])
 def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: dict[str, torch.Tensor], case: int):
     algorithm, _, budget = UNEVEN[case]
-    engine = TorchTrainEngine(make_config(str(folder / "policy"), **with_budget(algorithm, budget)))
+    engine = policy_trainer(make_config(str(folder / "policy"), **with_budget(algorithm, budget)))
     for step in range(STEPS):
         expected = run_step(engine, [many_groups(step)]).metrics
         assert expected["grad_norm"] > 0

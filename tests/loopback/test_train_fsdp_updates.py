@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,7 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.config import Config
 from runtime.errors import ServiceFault
-from runtime.trainer.fsdp.critic import TorchCriticEngine
-from runtime.trainer.fsdp.policy import TorchTrainEngine
-from runtime.trainer.fsdp.update import TorchUpdateEngine
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import TrainGroup, ValueRequest
 from tests.closeness import STEP, assert_close
 from tests.loopback.ranks import run_two
@@ -28,11 +27,11 @@ pytestmark = pytest.mark.numeric
 STEPS, UPDATES = 2, 4  # updates of each step: two epochs of two mini-batches
 PPO = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1}
 SMOOTH = {"eps": 1e-2, "max_grad_norm": 0.5}
-CASES: dict[str, tuple[type[TorchUpdateEngine], dict[str, Any]]] = {
-    "policy": (TorchTrainEngine, {"algorithm": {"kl_coefficient": 0.1}}),
-    "ppo": (TorchTrainEngine, {"algorithm": PPO}),
-    "interpolated": (TorchTrainEngine, {"algorithm": {"proximal": "interpolated"}}),
-    "critic": (TorchCriticEngine, {"algorithm": PPO}),
+CASES: dict[str, tuple[Callable[..., ModelTrainer], dict[str, Any]]] = {
+    "policy": (policy_trainer, {"algorithm": {"kl_coefficient": 0.1}}),
+    "ppo": (policy_trainer, {"algorithm": PPO}),
+    "interpolated": (policy_trainer, {"algorithm": {"proximal": "interpolated"}}),
+    "critic": (critic_trainer, {"algorithm": PPO}),
 }
 
 
@@ -51,7 +50,7 @@ def batch(step: int) -> list[TrainGroup]:
     return groups
 
 
-def train(engine: TorchUpdateEngine, share: slice | list[int]) -> list[dict[str, float]]:
+def train(engine: ModelTrainer, share: slice | list[int]) -> list[dict[str, float]]:
     results = []
     for step in range(STEPS):
         groups = batch(step)
@@ -75,12 +74,11 @@ def poisoned() -> list[TrainGroup]:
 
 def two_ranks(rank: int, folder: Path) -> None:
     results: dict[str, Any] = {}
-    for name, (engine_class, sections) in CASES.items():
-        engine = engine_class(settings(folder, sections), rank=rank, world_size=2)  # type: ignore[call-arg]
+    for name, (make, sections) in CASES.items():
+        engine = make(settings(folder, sections), rank=rank, world_size=2)
         results[name] = train(engine, [0] if rank == 0 else [1, 2, 3])
-    assert isinstance(engine, TorchCriticEngine)
     values = engine.values(requests()[:1] if rank == 0 else [])
-    engine = TorchTrainEngine(settings(folder, {}, epochs=1, mini_batch_size=0), rank=rank, world_size=2)
+    engine = policy_trainer(settings(folder, {}, epochs=1, mini_batch_size=0), rank=rank, world_size=2)
     engine.begin_step(0)
     engine.accumulate(poisoned()[rank : rank + 1])
     try:
@@ -108,14 +106,14 @@ def results(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_of_one_rank(folder: Path, results: dict[str, Any], name: str):
-    engine_class, sections = CASES[name]
-    engine = engine_class(settings(folder, sections))  # type: ignore[call-arg]
+    make, sections = CASES[name]
+    engine = make(settings(folder, sections))  # type: ignore[call-arg]
     for step, (got, expected) in enumerate(zip(results[name], train(engine, slice(None)), strict=True)):
         assert_metrics(got, expected, steps=UPDATES * (step + 1))
 
 
 def test_values_are_those_of_one_rank(folder: Path, results: dict[str, Any]):
-    engine = TorchCriticEngine(settings(folder, CASES["critic"][1]))
+    engine = critic_trainer(settings(folder, CASES["critic"][1]))
     train(engine, slice(None))
     expected = engine.values(requests())[0].values
     assert np.abs(expected).max() > 0.01

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime.config import Config
 from runtime.models import hf_policy
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import TrainGroup
 from tests.closeness import BFLOAT16, assert_close
 from tests.loopback.ranks import run_two
@@ -48,7 +48,7 @@ def step_groups(step: int) -> list[TrainGroup]:
 
 def two_ranks(rank: int, folder: Path) -> None:
     """What each of the two processes runs; rank 0 writes its results to `folder`."""
-    engine = TorchTrainEngine(config_of(folder), rank=rank, world_size=2, device="cpu")
+    engine = policy_trainer(config_of(folder), rank=rank, world_size=2, device="cpu")
     results = []
     for step in range(STEPS):
         groups = step_groups(step)
@@ -61,15 +61,15 @@ def two_ranks(rank: int, folder: Path) -> None:
     loaded = flat_weights(engine, rank)
     resumed = run_step(engine, [step_groups(STEPS)] if rank == 0 else [[]]).metrics
 
-    half = TorchTrainEngine(half_config(folder), rank=rank, world_size=2, device="cpu")
+    half = policy_trainer(half_config(folder), rank=rank, world_size=2, device="cpu")
     halves = [run_step(half, [step_groups(step)[rank::2]]).metrics for step in range(STEPS)]
     if rank == 0:
         torch.save({"weights": weights, "loaded": loaded}, folder / "tensors.pt")
         (folder / "results.json").write_text(json.dumps({"steps": results, "resumed": resumed, "half": halves}))
 
 
-def one_rank(folder: Path, steps: int = STEPS) -> TorchTrainEngine:
-    engine = TorchTrainEngine(config_of(folder))
+def one_rank(folder: Path, steps: int = STEPS) -> ModelTrainer:
+    engine = policy_trainer(config_of(folder))
     for step in range(steps):
         run_step(engine, [step_groups(step)])
     return engine
@@ -132,7 +132,7 @@ def test_what_two_ranks_export_is_whole(folder: Path, tensors: dict[str, torch.T
 
 
 def test_passes_in_bfloat16(folder: Path, results: dict):
-    engine = TorchTrainEngine(half_config(folder))
+    engine = policy_trainer(half_config(folder))
     for step in range(STEPS):
         expected = run_step(engine, [step_groups(step)]).metrics
         for name in ("actor/entropy", "actor/pg_loss", "grad_norm"):

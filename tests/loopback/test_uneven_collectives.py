@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.trainer.megatron import uneven
+from runtime.trainer.megatron import facade
 from tests.loopback.ranks import run_two
 
 SIZES = ((3, 2), (0, 4), (2, 2), (0, 0))  # rows of the two ranks
@@ -21,11 +21,11 @@ def two_ranks(rank: int, folder: Path) -> None:
     found = []
     for sizes in SIZES:
         flat = torch.full((sum(sizes), 2), torch.nan, dtype=torch.float64)
-        uneven.all_gather(list(flat.split(sizes)), part(rank, sizes[rank]), group=dist.group.WORLD)
+        facade.gather_uneven(list(flat.split(sizes)), part(rank, sizes[rank]), group=dist.group.WORLD)
         given = [part(rank, rows) for rows in sizes]
         kept = [each.clone() for each in given]
         own = torch.full((sizes[rank], 2), torch.nan, dtype=torch.float64)
-        uneven.reduce_scatter(own, given, group=dist.group.WORLD)
+        facade.reduce_scatter_uneven(own, given, group=dist.group.WORLD)
         assert all(torch.equal(each, before) for each, before in zip(given, kept, strict=True))
         found.append((flat, own))
     torch.save(found, folder / f"{rank}.pt")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from runtime.config import Config, Lora, Reference, Run
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import ModelTrainer
 from tests.unit.training_cases import make_config
 from tests.unit.training_steps import assert_updated
 
@@ -25,14 +25,14 @@ def lora_config(path: str, lora: Lora | None = LORA, *, mode: str = "service", s
     return replace(config, lora=lora, reference=Reference(mode=mode), run=Run(name="test", seed=seed))
 
 
-def saved(engine: TorchTrainEngine, folder: Path) -> Path:
+def saved(engine: ModelTrainer, folder: Path) -> Path:
     """`folder`, where the engine has saved its state."""
     folder.mkdir()
     engine.save(str(folder))
     return folder
 
 
-def adapter_tensors(engine: TorchTrainEngine, folder: Path) -> dict[str, Any]:
+def adapter_tensors(engine: ModelTrainer, folder: Path) -> dict[str, Any]:
     """The adapters by their names in PEFT's files, by way of a checkpoint."""
     return load_file(saved(engine, folder) / "adapter" / "adapter_model.safetensors")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.config import Optimizer
 from runtime.trainer.batching import balance, balance_each, length_buckets, micro_batches
-from runtime.trainer.lr_schedule import learning_rate
+from runtime.trainer.step import learning_rate
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=40)
 

@@ -33,9 +33,8 @@ from tests.metric_names import described
 pytest.importorskip("torch", reason="needs torch: make install")
 
 from runtime.trainer.critic_rank import CriticRank
-from runtime.trainer.fsdp.critic import TorchCriticEngine
-from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.trainer.rank import TrainRank
+from runtime.trainer.step import critic_trainer, policy_trainer
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import run_step
 
@@ -122,9 +121,9 @@ def of_the_engines(folder: Path) -> set[str]:
     ]
     found = set(TrainRank.seconds_of.values()) | set(CriticRank.seconds_of.values())
     for config in configs:
-        engine = TorchTrainEngine(config)
+        engine = policy_trainer(config)
         found |= run_step(engine, make_groups(1)).metrics.keys() | engine.phases.keys()
-    critic: Any = TorchCriticEngine(configs[-1])
+    critic: Any = critic_trainer(configs[-1])
     return found | run_step(critic, make_groups(1)).metrics.keys()
 
 

@@ -15,7 +15,7 @@ from runtime.config import Critic, Lora, Trainer
 from runtime.config.checks import semantic_faults
 from runtime.errors import UserError
 from runtime.models import hf_policy
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.closeness import assert_close
 from tests.unit.lora_cases import LORA, adapter_tensors, assert_merged, lora_config, saved
@@ -42,7 +42,7 @@ def peft_model(path: str, adapter: Path, **options: bool):
 class TestStep:
     def test_steps_are_those_of_a_plain_loop_over_pefts_model(self, policy: str, tmp_path: Path):
         config = lora_config(policy, algorithm=LOSS_TERMS, optimizer={"max_grad_norm": 0.5, "weight_decay": 0.1})
-        engine = TorchTrainEngine(config)
+        engine = policy_trainer(config)
         oracle = Oracle(policy)
         start = saved(engine, tmp_path / "start") / "adapter"
         oracle.model = peft_model(policy, start, is_trainable=True).double()
@@ -60,8 +60,8 @@ class TestStep:
 
     @pytest.mark.parametrize("targets", [[], ["q_proj", "layers.1.mlp.up_proj"]])
     def test_only_the_adapted_layers_change(self, policy: str, targets: list[str]):
-        engine = TorchTrainEngine(lora_config(policy, replace(LORA, target_modules=targets)))
-        plain = TorchTrainEngine(make_config(policy))
+        engine = policy_trainer(lora_config(policy, replace(LORA, target_modules=targets)))
+        plain = policy_trainer(make_config(policy))
         assert engine.tensor_specs() == plain.tensor_specs()
         before = weights(plain)
         assert_same(weights(engine), before)  # B begins at 0
@@ -72,8 +72,8 @@ class TestStep:
 
     def test_activation_checkpointing_changes_nothing(self, policy: str):
         groups = make_groups(3)
-        plain = TorchTrainEngine(lora_config(policy))
-        saving = TorchTrainEngine(lora_config(policy, trainer=Trainer(activation_checkpointing=True)))
+        plain = policy_trainer(lora_config(policy))
+        saving = policy_trainer(lora_config(policy, trainer=Trainer(activation_checkpointing=True)))
         for _ in range(2):
             left, right = comparable(run_step(plain, groups)), comparable(run_step(saving, groups))
             assert_metrics(left, right, steps=2)
@@ -82,10 +82,10 @@ class TestStep:
     def test_frozen_weights_keep_the_dtype_that_they_came_in(self, policy: str, tmp_path: Path):
         model = hf_policy.load_policy(policy).to(torch.bfloat16)
         model.save_pretrained(tmp_path / "half")
-        engine = TorchTrainEngine(lora_config(str(tmp_path / "half"), dtype="bfloat16"))
-        exact = TorchTrainEngine(lora_config(str(tmp_path / "half"), dtype="float32"))
-        assert {p.dtype for p in engine._model.parameters() if not p.requires_grad} == {torch.bfloat16}
-        assert {p.dtype for p in engine._model.parameters() if p.requires_grad} == {torch.float32}
+        engine = policy_trainer(lora_config(str(tmp_path / "half"), dtype="bfloat16"))
+        exact = policy_trainer(lora_config(str(tmp_path / "half"), dtype="float32"))
+        assert {p.dtype for p in engine.backend.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert {p.dtype for p in engine.backend.model.parameters() if p.requires_grad} == {torch.float32}
         before = {name: tensor.clone() for name, tensor in weights(engine).items()}
         assert_same(before, {name: p.detach() for name, p in model.named_parameters()})
         for seed in range(2):
@@ -99,13 +99,13 @@ class TestStep:
 class TestStart:
     def test_the_seed_alone_decides_it(self, policy: str, tmp_path: Path):
         torch.manual_seed(1)
-        first = adapter_tensors(TorchTrainEngine(lora_config(policy)), tmp_path / "first")
+        first = adapter_tensors(policy_trainer(lora_config(policy)), tmp_path / "first")
         torch.manual_seed(2)
         state = torch.get_rng_state()
-        second = adapter_tensors(TorchTrainEngine(lora_config(policy)), tmp_path / "second")
+        second = adapter_tensors(policy_trainer(lora_config(policy)), tmp_path / "second")
         assert torch.equal(torch.get_rng_state(), state)
         assert_same(first, second)
-        other = adapter_tensors(TorchTrainEngine(lora_config(policy, seed=5)), tmp_path / "other")
+        other = adapter_tensors(policy_trainer(lora_config(policy, seed=5)), tmp_path / "other")
         name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         assert not torch.equal(first[name], other[name])
         assert not torch.equal(first[name], first[name.replace("layers.0", "layers.1")])
@@ -115,7 +115,7 @@ class TestStart:
         path = make_policy(tmp_path, tied=False)
         names = ", ".join(ALL)
         with pytest.raises(UserError, match=rf"lora\.target_modules: '{target}' is no linear layer .* among {names}$"):
-            TorchTrainEngine(lora_config(path, Lora(target_modules=["q_proj", target])))
+            policy_trainer(lora_config(path, Lora(target_modules=["q_proj", target])))
 
     def test_without_the_package(self, policy: str, monkeypatch: pytest.MonkeyPatch):
         message = "lora: needs a package: pip install 'sluice-rl[lora]'"
@@ -127,7 +127,7 @@ class TestStart:
         assert message not in semantic_faults(elsewhere)
         monkeypatch.setitem(sys.modules, "peft", None)
         with pytest.raises(UserError, match=r"^lora: needs a package"):
-            TorchTrainEngine(elsewhere)
+            policy_trainer(elsewhere)
 
 
 def test_a_critic_cannot_see_what_the_trainer_computes(policy: str):
@@ -143,7 +143,7 @@ def test_a_critic_cannot_see_what_the_trainer_computes(policy: str):
 class TestOnDisk:
     def test_next_steps_are_bit_equal(self, policy: str, tmp_path: Path):
         config = lora_config(policy, algorithm=LOSS_TERMS)
-        first, second = TorchTrainEngine(config), TorchTrainEngine(replace(config, run=replace(config.run, seed=9)))
+        first, second = policy_trainer(config), policy_trainer(replace(config, run=replace(config.run, seed=9)))
         for seed in range(STEPS):
             run_step(first, make_groups(seed))
         folder = saved(first, tmp_path / "save")
@@ -163,7 +163,7 @@ class TestOnDisk:
     def test_peft_and_transformers_load_it(self, policy: str, tmp_path: Path):
         from transformers import AutoModelForCausalLM
 
-        engine = TorchTrainEngine(lora_config(policy))
+        engine = policy_trainer(lora_config(policy))
         for seed in range(2):
             run_step(engine, make_groups(seed))
         folder = saved(engine, tmp_path / "save")
@@ -187,8 +187,8 @@ class TestOnDisk:
         ],
     )
     def test_another_lora_is_refused(self, policy: str, tmp_path: Path, wrote: Lora | None, reads: Lora | None, message: str):
-        folder = saved(TorchTrainEngine(lora_config(policy, wrote)), tmp_path / "save")
-        engine = TorchTrainEngine(lora_config(policy, reads))
+        folder = saved(policy_trainer(lora_config(policy, wrote)), tmp_path / "save")
+        engine = policy_trainer(lora_config(policy, reads))
         before = weights(engine)
         with pytest.raises(UserError, match=message) as raised:
             engine.load(str(folder))
@@ -229,8 +229,8 @@ def test_the_reference_is_the_model_with_its_adapters_off(policy: str, algorithm
         "sampling": {"temperature": 0.8},
         "training": {"max_tokens_per_microbatch": 40, "epochs": epochs},
     }
-    own = TorchTrainEngine(lora_config(policy, mode="adapter_off", **sections))
-    sent = TorchTrainEngine(lora_config(policy, **sections))
+    own = policy_trainer(lora_config(policy, mode="adapter_off", **sections))
+    sent = policy_trainer(lora_config(policy, **sections))
     for seed in range(STEPS):
         groups = make_groups(seed)
         # In parts, so that gradients are there already when the adapters go off.

@@ -15,9 +15,9 @@ from runtime import codec
 from runtime.config import Mismatch
 from runtime.errors import InvalidMessage
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.trainer.objective import add_mismatch
 from runtime.trainer.statistics import StepStatistics
+from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GroupPayload, GroupRequest, PolicyVersion
 from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.rollout_cases import drain, never, request, update
@@ -95,8 +95,8 @@ def test_the_figures_are_those_of_float64() -> None:
 
 def test_a_probe_is_compared_under_the_weights_before_the_update(policy: str, rollout: Make) -> None:
     """The reply and its log-probabilities are moved by known amounts: so the gaps are known, but for what float32 rounds."""
-    engine, groups = TorchTrainEngine(make_config(policy)), make_groups(3, step=0)
-    alone = run_step(TorchTrainEngine(make_config(policy)), groups).metrics
+    engine, groups = policy_trainer(make_config(policy)), make_groups(3, step=0)
+    alone = run_step(policy_trainer(make_config(policy)), groups).metrics
     moves = [np.array([0.25, -0.05, 0.0, 0.5]), np.array([-1.0])]
     probes = []
     for index, moved in enumerate(moves):
@@ -124,7 +124,7 @@ def test_a_probe_is_compared_under_the_weights_before_the_update(policy: str, ro
 
 
 def test_a_step_whose_tokens_are_all_older_is_measured_by_its_probe(policy: str, rollout: Make) -> None:
-    engine, generator = TorchTrainEngine(make_config(policy)), rollout()
+    engine, generator = policy_trainer(make_config(policy)), rollout()
     run_step(engine, make_groups(3))
     asyncio.run(update(generator, weights(engine), PolicyVersion(0, 1)))
     engine.begin_step(1)
@@ -139,7 +139,7 @@ def test_a_step_whose_tokens_are_all_older_is_measured_by_its_probe(policy: str,
 @pytest.mark.parametrize("updates", [1, 2])
 def test_several_updates_are_compared_before_the_first(policy: str, rollout: Make, updates: int) -> None:
     training = {"groups_per_step": 2, "epochs": 2, "mini_batch_size": 2 // updates}
-    engine = TorchTrainEngine(make_config(policy, training=training, optimizer={"learning_rate": 0.1}))
+    engine = policy_trainer(make_config(policy, training=training, optimizer={"learning_rate": 0.1}))
     engine.begin_step(0)
     engine.accumulate(make_groups(3, (4, 4), step=2), last=True)  # none of version 0
     (gap,) = engine.compare([probe(rollout())])
@@ -147,7 +147,7 @@ def test_several_updates_are_compared_before_the_first(policy: str, rollout: Mak
     assert engine.apply().metrics["mismatch/abs_logprob"] < 1e-5
 
 
-def learned(engine: TorchTrainEngine) -> TorchTrainEngine:
+def learned(engine: ModelTrainer) -> ModelTrainer:
     """After steps by which it has moved far."""
     for _ in range(12):
         run_step(engine, make_groups(3))
@@ -155,7 +155,7 @@ def learned(engine: TorchTrainEngine) -> TorchTrainEngine:
 
 
 def test_weights_that_did_not_arrive_are_over_the_limit_and_those_that_did_far_below(policy: str, rollout: Make) -> None:
-    engine = learned(TorchTrainEngine(make_config(policy, optimizer={"learning_rate": 1e-2})))
+    engine = learned(policy_trainer(make_config(policy, optimizer={"learning_rate": 1e-2})))
     stale, good, rounded = rollout(), rollout(), rollout(torch.bfloat16)
     for one in (good, rounded):
         asyncio.run(update(one, weights(engine), PolicyVersion(0, 12)))
@@ -166,7 +166,7 @@ def test_weights_that_did_not_arrive_are_over_the_limit_and_those_that_did_far_b
 
 
 def test_adapters_that_did_not_arrive_are_over_the_limit(policy: str, rollout: Make) -> None:
-    engine = learned(TorchTrainEngine(lora_config(policy, LORA)))
+    engine = learned(policy_trainer(lora_config(policy, LORA)))
     stale, good = rollout(), rollout()
     asyncio.run(update(good, weights(engine), PolicyVersion(0, 12)))
     engine.begin_step(12)
@@ -176,7 +176,7 @@ def test_adapters_that_did_not_arrive_are_over_the_limit(policy: str, rollout: M
 
 
 def test_a_probe_that_is_none_is_refused_and_changes_nothing(policy: str, rollout: Make) -> None:
-    engine = TorchTrainEngine(make_config(policy))
+    engine = policy_trainer(make_config(policy))
     payload = codec.decode(GroupPayload, probe(rollout()))
     payload.tokens = payload.tokens + np.int32(VOCAB)
     engine.begin_step(0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runtime.commands import Offload, Onload
-from runtime.models.offload import Shelf
-from runtime.scoring.lent_scorer import LentScorer
+from runtime.models.offload import HostOffload
+from runtime.scoring.offloadable_scorer import OffloadableScorer
 from runtime.types import Logprobs
 
 
@@ -16,27 +16,27 @@ def test_a_storage_is_gone_and_comes_back_under_all_of_its_views(keep: bool) -> 
     buffer = torch.arange(8.0)
     left, right, single = buffer[:3], buffer[3:].view(5, 1), torch.tensor([-0.0, torch.nan], dtype=torch.bfloat16)
     before = [tensor.clone().view(torch.uint8) for tensor in (buffer, single)]
-    shelf = Shelf([left, right, single, torch.empty(0)], keep=keep)
+    host = HostOffload([left, right, single, torch.empty(0)], keep=keep)
     for _ in range(2):
-        shelf.put()
+        host.offload()
         assert [tensor.untyped_storage().nbytes() for tensor in (buffer, left, right, single)] == [0] * 4
-        shelf.take()
+        host.onload()
         for tensor, bits in zip((buffer, single), before, strict=True):
             assert torch.equal(tensor.view(torch.uint8), bits if keep else torch.zeros_like(bits))
     left += 1.0
-    shelf.put()
-    shelf.take()
+    host.offload()
+    host.onload()
     assert left[0] == (1.0 if keep else 0.0)
 
 
 def test_what_never_changes_is_copied_once() -> None:
     frozen = torch.arange(4.0)
-    shelf = Shelf([frozen], frozen=True)
-    shelf.put()
-    shelf.take()
+    host = HostOffload([frozen], frozen=True)
+    host.offload()
+    host.onload()
     frozen += 1.0
-    shelf.put()
-    shelf.take()
+    host.offload()
+    host.onload()
     assert torch.equal(frozen, torch.arange(4.0))
 
 
@@ -57,9 +57,9 @@ class Scorer:
 
 def test_a_reference_that_is_away_comes_back_for_a_question() -> None:
     scorer = Scorer()
-    lent = LentScorer(scorer, away=True)
+    lent = OffloadableScorer(scorer, away=True)
     for order in (Offload(), None, Onload(), None, Offload(), Offload(), Onload(), Onload()):
         lent.logprobs([]) if order is None else lent.handle(order)
     assert scorer.done == ["offload", "onload", "logprobs", "logprobs", "offload", "onload"]
-    LentScorer(scorer, away=False).logprobs([])
+    OffloadableScorer(scorer, away=False).logprobs([])
     assert scorer.done[6:] == ["logprobs"]

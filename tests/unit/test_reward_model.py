@@ -18,7 +18,7 @@ from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.models import tiny_model
 from runtime.rewards.model_scorer import ModelScorer
 from runtime.scoring.reward_model import TorchRewardModel
-from runtime.trainer.fsdp.critic import TorchCriticEngine
+from runtime.trainer.step import critic_trainer
 from runtime.types import Scores
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.reward_cases import make_request
@@ -113,9 +113,9 @@ def test_a_critics_checkpoint_is_a_reward_model(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "critic").mkdir()
     policy = make_policy(tmp_path / "policy")
-    critic = TorchCriticEngine(replace(make_config(policy, advantage="gae"), critic=config.Critic()))
+    critic = critic_trainer(replace(make_config(policy, advantage="gae"), critic=config.Critic()))
     with torch.no_grad():
-        critic._model.score.weight.normal_()
+        critic.backend.model.score.weight.normal_()
     critic.save(str(tmp_path / "critic"))
     folder = tmp_path / "critic" / "model"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()

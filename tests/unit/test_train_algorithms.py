@@ -18,8 +18,8 @@ from runtime import codec
 from runtime.config.loading import load, preset_names
 from runtime.errors import InvalidMessage
 from runtime.trainer import rows as train_rows
-from runtime.trainer.fsdp.policy import TorchTrainEngine
 from runtime.trainer.rows import Needs
+from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
@@ -75,7 +75,7 @@ def test_reinforce_plus_plus_under_sequence_tis_is_that_of_a_plain_loop(policy: 
     training = {"max_tokens_per_microbatch": budget}
     groups = make_groups(0)
     loss, norm = plain_reinforce(policy, groups, CAP)
-    got = run_step(TorchTrainEngine(make_config(policy, algorithm=algorithm, training=training)), groups).metrics
+    got = run_step(policy_trainer(make_config(policy, algorithm=algorithm, training=training)), groups).metrics
     found = {name: got[name] for name in ("actor/pg_loss", "grad_norm")}
     assert_metrics(found, {"actor/pg_loss": loss, "grad_norm": norm})
     assert 0 < got["correction/weight"] <= CAP
@@ -100,7 +100,7 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
     results = []
     for budget, cuts in ((8192, [groups]), (1, [groups[2:], [], groups[:2]])):
         training = {"max_tokens_per_microbatch": budget}
-        engine = TorchTrainEngine(make_config(policy, algorithm=algorithm, optimizer=SMOOTH, training=training))
+        engine = policy_trainer(make_config(policy, algorithm=algorithm, optimizer=SMOOTH, training=training))
         results.append((comparable(run_step(engine, *cuts)), weights(engine)))
     assert_metrics(results[1][0], results[0][0])
     norm = results[0][0]["grad_norm"]
@@ -124,7 +124,7 @@ def test_dr_grpo_leaves_the_others_as_they_are_where_a_sample_is_masked(policy: 
     group, losses = make_groups(12)[2], []
     for which in (lambda _: False, lambda index: index == 0, lambda index: index != 0):
         algorithm = {"loss": "ppo", "aggregation": "dr_grpo", "aggregation_norm": 1}
-        engine = TorchTrainEngine(make_config(policy, algorithm=algorithm, training={"max_tokens_per_microbatch": budget}))
+        engine = policy_trainer(make_config(policy, algorithm=algorithm, training={"max_tokens_per_microbatch": budget}))
         losses.append(run_step(engine, [masked(group, which)]).metrics["actor/pg_loss"])
     whole, others, one = losses
     assert abs(one) > 0.1
@@ -169,7 +169,7 @@ def test_every_option_changes_the_gradient(policy: str, algorithm: dict[str, Any
     norms = []
     for section in (algorithm, {**algorithm, key: value}):
         config = make_config(policy, algorithm=section, sampling={"max_new_tokens": 12})
-        norms.append(run_step(TorchTrainEngine(config), groups).metrics["grad_norm"])
+        norms.append(run_step(policy_trainer(config), groups).metrics["grad_norm"])
     assert norms[0] != pytest.approx(norms[1], rel=1e-4)
 
 
@@ -188,7 +188,7 @@ class TestHeldGroups:
             np.testing.assert_array_equal(left, right, err_msg=name)
 
     def test_nothing_is_computed_before_apply_and_nothing_is_left_after(self, policy: str):
-        engine = TorchTrainEngine(make_config(policy, algorithm=REINFORCE))
+        engine = policy_trainer(make_config(policy, algorithm=REINFORCE))
         once = run_step(engine, make_groups(2)).metrics
         assert once["response_length/mean"] > 0
         nothing = run_step(engine).metrics
@@ -196,20 +196,20 @@ class TestHeldGroups:
         assert "response_length/mean" not in nothing
 
     def test_a_new_step_forgets_what_was_held(self, policy: str):
-        left, right = (TorchTrainEngine(make_config(policy, algorithm=REINFORCE)) for _ in range(2))
+        left, right = (policy_trainer(make_config(policy, algorithm=REINFORCE)) for _ in range(2))
         left.begin_step(0)
         left.accumulate(make_groups(5))
         assert run_step(left, make_groups(2)).metrics == run_step(right, make_groups(2)).metrics
 
     def test_malformed_groups_are_refused_when_they_come(self, policy: str):
-        engine = TorchTrainEngine(make_config(policy, algorithm=REINFORCE))
+        engine = policy_trainer(make_config(policy, algorithm=REINFORCE))
         groups = make_groups(0)
         groups[0].reference = None
         engine.begin_step(0)
         with pytest.raises(InvalidMessage, match="group 0: has no reference"):
             engine.accumulate(groups)
         engine.accumulate(make_groups(0))
-        clean = run_step(TorchTrainEngine(make_config(policy, algorithm=REINFORCE)), make_groups(0))
+        clean = run_step(policy_trainer(make_config(policy, algorithm=REINFORCE)), make_groups(0))
         assert engine.apply().metrics == clean.metrics
 
 
@@ -217,7 +217,7 @@ class TestKl:
     def test_importance_weighting_reaches_the_loss(self, policy: str):
         groups = make_groups(4)
         plain, weighted = (
-            run_step(TorchTrainEngine(make_config(policy, algorithm={"kl_coefficient": 0.1, **more})), groups).metrics
+            run_step(policy_trainer(make_config(policy, algorithm={"kl_coefficient": 0.1, **more})), groups).metrics
             for more in ({}, {"kl_importance_weighted": True})
         )
         assert plain["actor/kl_loss"] != pytest.approx(weighted["actor/kl_loss"], rel=1e-3)
@@ -229,19 +229,19 @@ class TestKl:
         groups = make_groups(6)
         samples = sum(len(group.rewards) for group in groups)
         adaptive = {"kl_coefficient": 0.1, "kl_placement": placement, "kl_target": 1e-3, "kl_horizon": 100}
-        engine = TorchTrainEngine(make_config(policy, algorithm=adaptive))
+        engine = policy_trainer(make_config(policy, algorithm=adaptive))
         used = [run_step(engine, groups).metrics["actor/kl_coefficient"] for _ in range(3)]
         growth = 1 + 0.2 * samples / 100  # the divergence of random policies is far beyond the target
         assert used == pytest.approx([0.1, 0.1 * growth, 0.1 * growth**2])
         engine.save(str(tmp_path))
-        resumed = TorchTrainEngine(make_config(policy, algorithm=adaptive))
+        resumed = policy_trainer(make_config(policy, algorithm=adaptive))
         resumed.load(str(tmp_path))
         assert run_step(resumed, groups).metrics == run_step(engine, groups).metrics
 
     def test_a_fixed_coefficient_is_the_configurations(self, policy: str, tmp_path: Path):
-        engine = TorchTrainEngine(make_config(policy, algorithm={"kl_coefficient": 0.1}))
+        engine = policy_trainer(make_config(policy, algorithm={"kl_coefficient": 0.1}))
         engine.save(str(tmp_path))
-        other = TorchTrainEngine(make_config(policy, algorithm={"kl_coefficient": 0.2}))
+        other = policy_trainer(make_config(policy, algorithm={"kl_coefficient": 0.2}))
         other.load(str(tmp_path))
         assert run_step(other, make_groups(0)).metrics["actor/kl_coefficient"] == 0.2
 
@@ -258,8 +258,8 @@ def test_length_penalties_are_added_to_the_rewards(policy: str):
         other.rewards[0] -= 0.5
     penalties = {"overlong_buffer": 0.5, "overlong_penalty": 0.1, "missing_eos_penalty": 0.5}
     penalised = make_config(policy, algorithm=penalties, sampling=sampling)
-    got = run_step(TorchTrainEngine(penalised), groups).metrics
-    expected = run_step(TorchTrainEngine(make_config(policy, sampling=sampling)), shaped).metrics
+    got = run_step(policy_trainer(penalised), groups).metrics
+    expected = run_step(policy_trainer(make_config(policy, sampling=sampling)), shaped).metrics
     names = ("actor/pg_loss", "grad_norm")
     assert_metrics({name: got[name] for name in names}, {name: expected[name] for name in names})
     assert got["grpo/length_penalty"] < 0
@@ -285,7 +285,7 @@ def test_presets_give_distinct_losses_on_one_batch(policy: str, tmp_path: Path):
     groups = make_groups(8)
     losses, norms = [], []
     for name in names:
-        metrics = run_step(TorchTrainEngine(preset_config(tmp_path, policy, preset=name)), groups).metrics
+        metrics = run_step(policy_trainer(preset_config(tmp_path, policy, preset=name)), groups).metrics
         losses.append(metrics["actor/pg_loss"])
         norms.append(metrics["grad_norm"])
     for values in (losses, norms):
@@ -306,8 +306,8 @@ def test_the_guides_example_trains(policy: str, tmp_path: Path, monkeypatch: pyt
             path.write_text(block)
     sections = [yaml.safe_load(block).get("algorithm", {}) for language, block in blocks if language == "yaml"]
     (algorithm,) = [section for section in sections if ".py:" in section.get("loss", "")]
-    metrics = run_step(TorchTrainEngine(preset_config(tmp_path, policy, **algorithm)), make_groups(9)).metrics
-    plain = run_step(TorchTrainEngine(preset_config(tmp_path, policy)), make_groups(9)).metrics
+    metrics = run_step(policy_trainer(preset_config(tmp_path, policy, **algorithm)), make_groups(9)).metrics
+    plain = run_step(policy_trainer(preset_config(tmp_path, policy)), make_groups(9)).metrics
     assert metrics["actor/ratio"] == pytest.approx(1.0)  # taken against the proximal policy, as there is a correction
     assert metrics["actor/pg_loss"] != pytest.approx(plain["actor/pg_loss"])
 
@@ -324,7 +324,7 @@ def test_an_option_of_a_loss_reaches_the_gradient(policy: str, tmp_path: Path):
     own = {"loss": f"{path}:scaled_by_option", "correction": "none", "kl_coefficient": 0.0}
     norms = [
         run_step(
-            TorchTrainEngine(make_config(policy, algorithm={**own, "loss_options": {"scale": scale}})), make_groups(9)
+            policy_trainer(make_config(policy, algorithm={**own, "loss_options": {"scale": scale}})), make_groups(9)
         ).metrics
         for scale in (1.0, 2.0)
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.errors import UserError
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import policy_trainer
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import LOSS_TERMS, assert_same, run_step, weights
 
@@ -19,11 +19,11 @@ class TestCheckpoint:
     def test_next_steps_are_bit_equal(self, policy: str, tmp_path: Path):
         schedule = {"schedule": "cosine", "warmup_steps": 2}
         config = make_config(policy, algorithm=LOSS_TERMS, optimizer=schedule, training={"steps": 9})
-        first = TorchTrainEngine(config)
+        first = policy_trainer(config)
         for seed in range(3):
             run_step(first, make_groups(seed))
         first.save(str(tmp_path))
-        second = TorchTrainEngine(config)
+        second = policy_trainer(config)
         run_step(second, make_groups(40))  # a history that the checkpoint must erase
         torch.manual_seed(99)
         generator = torch.get_rng_state()
@@ -37,7 +37,7 @@ class TestCheckpoint:
 
     def test_before_the_first_step(self, policy: str, tmp_path: Path):
         config = make_config(policy)
-        first, second = TorchTrainEngine(config), TorchTrainEngine(config)
+        first, second = policy_trainer(config), policy_trainer(config)
         first.save(str(tmp_path))
         run_step(second, make_groups(0))
         second.load(str(tmp_path))
@@ -46,26 +46,26 @@ class TestCheckpoint:
 
     def test_holds_no_pickle_and_splits_large_files(self, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("runtime.models.hf_policy.SHARD_BYTES", 20_000)
-        engine = TorchTrainEngine(make_config(policy))
+        engine = policy_trainer(make_config(policy))
         run_step(engine, make_groups(0))
         engine.save(str(tmp_path))
         kinds = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
         assert kinds == {".json", ".safetensors"}
         assert len(list(tmp_path.glob("optimizer-*.safetensors"))) > 1
-        other = TorchTrainEngine(make_config(policy))
+        other = policy_trainer(make_config(policy))
         other.load(str(tmp_path))
         assert_same(weights(other), weights(engine))
 
     def test_of_another_engine_is_refused(self, policy: str, tmp_path: Path):
         (tmp_path / "trainer.json").write_text('{"format": 1, "engine": "megatron", "step": 2}')
         with pytest.raises(UserError, match="is of engine megatron"):
-            TorchTrainEngine(make_config(policy)).load(str(tmp_path))
+            policy_trainer(make_config(policy)).load(str(tmp_path))
 
     def test_of_another_model_is_refused(self, policy: str, tmp_path: Path):
         (tmp_path / "other").mkdir()
         (tmp_path / "save").mkdir()
-        TorchTrainEngine(make_config(make_policy(tmp_path / "other", tied=False))).save(str(tmp_path / "save"))
-        engine = TorchTrainEngine(make_config(policy))
+        policy_trainer(make_config(make_policy(tmp_path / "other", tied=False))).save(str(tmp_path / "save"))
+        engine = policy_trainer(make_config(policy))
         before = weights(engine)
         with pytest.raises(UserError, match=r"another model; 1 tensors differ, such as lm_head\.weight"):
             engine.load(str(tmp_path / "save"))
@@ -82,7 +82,7 @@ def test_export_is_a_hugging_face_folder(tmp_path: Path, tied: bool):
     (tmp_path / "policy").mkdir()
     (tmp_path / "export").mkdir()
     path = make_policy(tmp_path / "policy", tied=tied)
-    engine = TorchTrainEngine(make_config(path))
+    engine = policy_trainer(make_config(path))
     run_step(engine, make_groups(0))
     engine.export(str(tmp_path / "export"))
     assert (tmp_path / "export" / "tokenizer.json").read_bytes() == (tmp_path / "policy" / "tokenizer.json").read_bytes()

@@ -10,7 +10,7 @@ import pytest
 from runtime import codec
 from runtime.config import Trainer
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, TrainGroup
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, run_step
@@ -22,12 +22,12 @@ def test_models_that_would_mix_packed_sequences_are_refused(tmp_path: Path):
     shape = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
     FalconMambaForCausalLM(FalconMambaConfig(**shape)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot run packed"):
-        TorchTrainEngine(make_config(str(tmp_path)))
+        policy_trainer(make_config(str(tmp_path)))
 
 
 class TestFaults:
     def test_steps_come_in_order(self, policy: str):
-        engine = TorchTrainEngine(make_config(policy))
+        engine = policy_trainer(make_config(policy))
         with pytest.raises(InvariantViolated, match="step 0, but step 2 begins"):
             engine.begin_step(2)
 
@@ -42,22 +42,22 @@ class TestFaults:
         ],
     )
     def test_malformed_groups_are_refused_whole(self, policy: str, change, message: str):
-        engine = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS))
+        engine = policy_trainer(make_config(policy, algorithm=LOSS_TERMS))
         groups = make_groups(0)
         change(groups[0])
         engine.begin_step(0)
         with pytest.raises(InvalidMessage, match=message):
             engine.accumulate(groups)
         engine.accumulate(make_groups(0))
-        clean = run_step(TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS)), make_groups(0))
+        clean = run_step(policy_trainer(make_config(policy, algorithm=LOSS_TERMS)), make_groups(0))
         assert engine.apply().metrics == clean.metrics
 
     def test_bad_model_folders(self, policy: str, tmp_path: Path):
         with pytest.raises(UserError, match=r"model\.path: .* no config\.json"):
-            TorchTrainEngine(make_config(str(tmp_path)))
+            policy_trainer(make_config(str(tmp_path)))
         (tmp_path / "config.json").write_bytes((Path(policy) / "config.json").read_bytes())
         with pytest.raises(UserError, match=r"model\.path: .* cannot be loaded: .*safetensors"):
-            TorchTrainEngine(make_config(str(tmp_path)))
+            policy_trainer(make_config(str(tmp_path)))
 
     def test_a_missing_weight_is_named(self, policy: str, tmp_path: Path):
         from safetensors.torch import load_file, save_file
@@ -67,13 +67,13 @@ class TestFaults:
         tensors.pop("model.norm.weight")
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match=r"1 weights are wrong \(missing_keys: model\.norm\.weight"):
-            TorchTrainEngine(make_config(str(tmp_path)))
+            policy_trainer(make_config(str(tmp_path)))
 
     def test_unknown_names_and_impossible_options(self, policy: str):
         with pytest.raises(UserError, match=r"algorithm\.aggregation: unknown name"):
-            TorchTrainEngine(make_config(policy, algorithm={"aggregation": "mean"}))
+            policy_trainer(make_config(policy, algorithm={"aggregation": "mean"}))
         with pytest.raises(UserError, match=r"services\.trainer\.cpu_offload"):
-            TorchTrainEngine(make_config(policy, trainer=Trainer(cpu_offload=True)))
+            policy_trainer(make_config(policy, trainer=Trainer(cpu_offload=True)))
 
 
 def edit_tokens(group: TrainGroup, token: int) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runtime import codec
 from runtime.config import Algorithm
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_groups
@@ -29,13 +29,13 @@ SIZES = (5, 3, 6, 4)
 LONGEST = 40  # against prompts of at most 6 tokens: several attention buckets
 
 
-def make_engine(policy: str, algorithm: dict[str, Any], budget: int = 8192) -> TorchTrainEngine:
-    return TorchTrainEngine(
+def make_engine(policy: str, algorithm: dict[str, Any], budget: int = 8192) -> ModelTrainer:
+    return policy_trainer(
         make_config(policy, algorithm=algorithm, optimizer=DESCENT, training={"max_tokens_per_microbatch": budget})
     )
 
 
-def step_and_gradient(engine: TorchTrainEngine, *calls: list[TrainGroup]) -> tuple[dict[str, float], torch.Tensor]:
+def step_and_gradient(engine: ModelTrainer, *calls: list[TrainGroup]) -> tuple[dict[str, float], torch.Tensor]:
     """The metrics of one step, and the gradient [parameters] that its weights moved by."""
     before = weights(engine)
     metrics = comparable(run_step(engine, *calls))

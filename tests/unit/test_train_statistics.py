@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.trainer.histogram import BINS_PER_OCTAVE
-from runtime.trainer.statistics import Reduced, StepStatistics
+from runtime.trainer.statistics import BINS_PER_OCTAVE, Reduced, StepStatistics
 
 pytestmark = pytest.mark.numeric
 

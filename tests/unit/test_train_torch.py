@@ -15,7 +15,7 @@ from runtime.config import Config, Trainer
 from runtime.errors import UserError
 from runtime.models import hf_policy, packed_attention
 from runtime.trainer import objective
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
 from tests.unit.tiny_models import save_model
@@ -81,7 +81,7 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, tied: bool):
         optimizer={**SMOOTH, "max_grad_norm": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9)},
         training={"max_tokens_per_microbatch": 64},
     )
-    engine, groups = TorchTrainEngine(config), make_groups(0)
+    engine, groups = policy_trainer(config), make_groups(0)
     before = weights(engine)
     expected, gradients = Oracle(path).gradients(groups, config)
     got = comparable(run_step(engine, groups))
@@ -107,7 +107,7 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str):
         (40, [groups[2:], groups[:2]]),
     ):
         training = {"max_tokens_per_microbatch": budget}
-        engine = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, training=training))
+        engine = policy_trainer(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, training=training))
         results.append((comparable(run_step(engine, *cuts)), weights(engine)))
     for metrics, after in results[1:]:
         assert_metrics(metrics, results[0][0])
@@ -120,18 +120,18 @@ def test_every_aggregation_is_over_the_whole_step(policy: str, aggregation: str)
     metrics = []
     for budget in (8192, 1):
         config = make_config(policy, algorithm={"aggregation": aggregation}, training={"max_tokens_per_microbatch": budget})
-        metrics.append(comparable(run_step(TorchTrainEngine(config), groups)))
+        metrics.append(comparable(run_step(policy_trainer(config), groups)))
     assert_metrics(*metrics)
 
 
 def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(3)
     config = make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH)
-    plain = TorchTrainEngine(config)
+    plain = policy_trainer(config)
     expected = comparable(run_step(plain, groups))
     monkeypatch.setattr(objective, "CHUNK_ELEMENTS", 5 * VOCAB)
     trainer = Trainer(activation_checkpointing=True)
-    saving = TorchTrainEngine(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, trainer=trainer))
+    saving = policy_trainer(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, trainer=trainer))
     assert_metrics(comparable(run_step(saving, groups)), expected)
     assert_updated(weights(saving), weights(plain), config.training.optimizer)
 
@@ -140,10 +140,10 @@ def test_forward_only_rows_leave_the_step_as_it_is(policy: str, monkeypatch: pyt
     groups = make_groups(4)
     groups[2].rewards = np.full_like(groups[2].rewards, 0.1)
     config = make_config(policy, optimizer=SMOOTH)
-    skipping = TorchTrainEngine(config)
+    skipping = policy_trainer(config)
     got = comparable(run_step(skipping, groups))
-    monkeypatch.setattr(objective.Objective, "has_gradient", lambda self, advantages: np.ones(len(advantages), bool))
-    whole = TorchTrainEngine(config)
+    monkeypatch.setattr(objective.PolicyObjective, "has_gradient", lambda self, advantages: np.ones(len(advantages), bool))
+    whole = policy_trainer(config)
     assert_metrics(got, comparable(run_step(whole, groups)))
     assert_updated(weights(skipping), weights(whole), config.training.optimizer)
 
@@ -152,7 +152,7 @@ def test_a_step_without_any_advantage_is_still_a_step(policy: str):
     groups = make_groups(5)
     for group in groups:
         group.rewards = np.zeros_like(group.rewards)
-    engine = TorchTrainEngine(make_config(policy))
+    engine = policy_trainer(make_config(policy))
     before = weights(engine)
     assert comparable(run_step(engine, groups))["grad_norm"] == 0
     assert_same(weights(engine), before)
@@ -164,7 +164,7 @@ def test_invalid_samples_weigh_nothing(policy: str):
     altered = make_groups(6)
     altered[0].rewards = altered[0].rewards.copy()
     altered[0].rewards[1] = np.nan
-    engines = [TorchTrainEngine(make_config(policy)) for _ in range(2)]
+    engines = [policy_trainer(make_config(policy)) for _ in range(2)]
     left, right = comparable(run_step(engines[0], groups)), comparable(run_step(engines[1], altered))
     assert left == pytest.approx(right)
     assert_same(weights(engines[0]), weights(engines[1]))
@@ -176,7 +176,7 @@ def test_other_families(tmp_path: Path, family: str):
     config = make_config(str(tmp_path), algorithm=LOSS_TERMS)
     groups = make_groups(10)
     expected, _ = Oracle(str(tmp_path)).gradients(groups, config)
-    got = comparable(run_step(TorchTrainEngine(config), groups))
+    got = comparable(run_step(policy_trainer(config), groups))
     assert_metrics({name: got[name] for name in expected}, expected)
 
 
@@ -184,14 +184,14 @@ def test_experts_that_transformers_holds_under_other_names_are_refused(tmp_path:
     save_model(tmp_path, "qwen3_moe")
     monkeypatch.setattr(hf_policy, "has_tensor", lambda path, name: False)  # as of a model whose experts are joined
     with pytest.raises(UserError, match=r"^model.path: .* holds experts otherwise than the folder does .*mlp.experts"):
-        TorchTrainEngine(make_config(str(tmp_path)))
+        policy_trainer(make_config(str(tmp_path)))
 
 
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
-    expected = comparable(run_step(TorchTrainEngine(make_config(policy)), groups))
+    expected = comparable(run_step(policy_trainer(make_config(policy)), groups))
     monkeypatch.setattr(packed_attention, "_UNGROUPED", {"cpu"})
-    assert_metrics(comparable(run_step(TorchTrainEngine(make_config(policy)), groups)), expected)
+    assert_metrics(comparable(run_step(policy_trainer(make_config(policy)), groups)), expected)
 
 
 def test_sliding_windows_are_kept(tmp_path: Path):
@@ -199,7 +199,7 @@ def test_sliding_windows_are_kept(tmp_path: Path):
     config = make_config(path, algorithm=LOSS_TERMS)
     groups = make_groups(7)
     expected, _ = Oracle(path).gradients(groups, config)
-    got = comparable(run_step(TorchTrainEngine(config), groups))
+    got = comparable(run_step(policy_trainer(config), groups))
     assert_metrics({name: got[name] for name in expected}, expected)
 
 
@@ -208,7 +208,7 @@ def test_metrics(policy: str):
     payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
     lengths = [len(sample.tokens) for payload in payloads for sample in payload.samples]
     rewards = np.concatenate([group.rewards[group.valid == 1] for group in groups])
-    engine = TorchTrainEngine(make_config(policy, optimizer={"learning_rate": 1e-2, "warmup_steps": 4}))
+    engine = policy_trainer(make_config(policy, optimizer={"learning_rate": 1e-2, "warmup_steps": 4}))
     metrics = comparable(run_step(engine, groups))
     assert metrics["response_length/mean"] == pytest.approx(np.mean(lengths))
     assert (metrics["response_length/max"], metrics["response_length/min"]) == (max(lengths), min(lengths))
@@ -234,7 +234,7 @@ def test_metrics(policy: str):
 def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_trained(policy: str):
     """The exact numbers are of a forward pass in float64."""
     config = make_config(policy)
-    engine, groups, gaps, others = TorchTrainEngine(config), make_groups(3, (20, 24, 16), step=1, longest=16), [], 0
+    engine, groups, gaps, others = policy_trainer(config), make_groups(3, (20, 24, 16), step=1, longest=16), [], 0
     run_step(engine, make_groups(2))
     model = Oracle(policy).model
     model.load_state_dict({name: tensor.double() for name, tensor in weights(engine).items()}, strict=False)
@@ -261,14 +261,14 @@ def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_train
 
 def test_learning_raises_the_log_probability_of_rewarded_tokens(policy: str):
     groups = make_groups(9)
-    engine = TorchTrainEngine(make_config(policy, algorithm={"loss": "ppo"}, optimizer={"learning_rate": 3e-3}))
+    engine = policy_trainer(make_config(policy, algorithm={"loss": "ppo"}, optimizer={"learning_rate": 3e-3}))
     losses = [comparable(run_step(engine, groups))["actor/pg_loss"] for _ in range(8)]
     assert losses[-1] < losses[0] - 0.05
 
 
 def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
-    engine = TorchTrainEngine(make_config(policy, dtype="bfloat16"))
-    exact = TorchTrainEngine(make_config(policy))
+    engine = policy_trainer(make_config(policy, dtype="bfloat16"))
+    exact = policy_trainer(make_config(policy))
     groups = make_groups(0)
     assert comparable(run_step(engine, groups))["actor/entropy"] == pytest.approx(
         comparable(run_step(exact, groups))["actor/entropy"], rel=2e-2
@@ -278,7 +278,7 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     engine.export(str(tmp_path))
     assert "bfloat16" in (tmp_path / "config.json").read_text()
     with pytest.raises(UserError, match=r"model\.dtype: 'float16'"):
-        TorchTrainEngine(make_config(policy, dtype="float16"))
+        policy_trainer(make_config(policy, dtype="float16"))
 
 
 def test_a_sampled_padding_token_learns_as_any_other(tmp_path: Path):
@@ -288,7 +288,7 @@ def test_a_sampled_padding_token_learns_as_any_other(tmp_path: Path):
         folder = make_policy(tmp_path / "policy")
         described = json.loads((tmp_path / "policy" / "config.json").read_text()) | {"pad_token_id": padding}
         (tmp_path / "policy" / "config.json").write_text(json.dumps(described))
-        engine = TorchTrainEngine(make_config(folder))
+        engine = policy_trainer(make_config(folder))
         run_step(engine, groups)
         found.append(weights(engine))
     assert_same(*found)

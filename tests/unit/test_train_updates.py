@@ -15,9 +15,7 @@ from msgspec.structs import replace
 from runtime import codec, config
 from runtime.config import Config
 from runtime.errors import InvalidMessage, ServiceFault, UserError
-from runtime.trainer.fsdp.critic import TorchCriticEngine
-from runtime.trainer.fsdp.policy import TorchTrainEngine
-from runtime.trainer.fsdp.update import TorchUpdateEngine
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
 from tests.closeness import STEP, assert_close, forward_terms
 from tests.unit import training_oracle as oracle
@@ -50,12 +48,12 @@ def batch(seed: int, made: Config, step: int = 0) -> list[TrainGroup]:
     return groups
 
 
-def state(engine: TorchUpdateEngine) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().double() for name, parameter in engine._parameters.items()}
+def state(engine: ModelTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().double() for name, parameter in engine.backend.parameters.items()}
 
 
-def assert_equals(engine: TorchUpdateEngine, model: torch.nn.Module, optimizer: Any, updates: int) -> None:
-    expected = {name: parameter.detach() for name, parameter in model.named_parameters() if name in engine._parameters}
+def assert_equals(engine: ModelTrainer, model: torch.nn.Module, optimizer: Any, updates: int) -> None:
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters() if name in engine.backend.parameters}
     assert_updated(state(engine), expected, optimizer, steps=updates)
 
 
@@ -81,7 +79,7 @@ class TestSeveralUpdates:
         from transformers import AutoModelForCausalLM
 
         made = settings(policy, algorithm={"proximal": proximal, "clip_low": 0.02, "clip_high": 0.03}, **training)
-        engine = TorchTrainEngine(made)
+        engine = policy_trainer(made)
         plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
         updates = 0
         for step in range(4):
@@ -95,7 +93,7 @@ class TestSeveralUpdates:
         assert engine.step == 4
 
     def test_seconds_of_its_parts_are_those_of_this_step(self, policy: str):
-        several, single = (TorchTrainEngine(settings(policy, **training)) for training in (SEVERAL[0], {}))
+        several, single = (policy_trainer(settings(policy, **training)) for training in (SEVERAL[0], {}))
         parts = {"timing/adv", "timing/non_overlap_adv"}
         for step in range(2):
             for engine, expected in ((several, parts | {"timing/old_log_p"}), (single, parts)):
@@ -107,15 +105,15 @@ class TestSeveralUpdates:
         assert engine.phases == {}
 
     def test_one_step_makes_one_version_and_as_many_updates_as_are_asked_for(self, policy: str):
-        engine = TorchTrainEngine(settings(policy, epochs=2, mini_batch_size=2))
+        engine = policy_trainer(settings(policy, epochs=2, mini_batch_size=2))
         run_step(engine, batch(0, engine._config))
         assert engine.step == 1
-        assert {int(state["step"]) for state in engine._optimizer.state.values()} == {4}
+        assert {int(state["step"]) for state in engine.backend.optimizer.state.values()} == {4}
 
     def test_clipping_is_at_work_from_the_second_update_on(self, policy: str):
         narrow = {"clip_low": 1e-4, "clip_high": 1e-4}
         metrics = [
-            run_step(TorchTrainEngine(made), batch(0, made)).metrics
+            run_step(policy_trainer(made), batch(0, made)).metrics
             for made in (settings(policy, algorithm=narrow, epochs=epochs) for epochs in (1, 2))
         ]
         assert metrics[0]["actor/pg_clipfrac"] == 0
@@ -125,7 +123,7 @@ class TestSeveralUpdates:
         results = []
         for budget in (1, 8192):
             made = settings(policy, epochs=2, mini_batch_size=2, max_tokens_per_microbatch=budget)
-            engine = TorchTrainEngine(made)
+            engine = policy_trainer(made)
             results.append((comparable(run_step(engine, batch(1, made))), weights(engine)))
         assert_metrics(results[0][0], results[1][0], steps=4)
         assert_updated(results[0][1], results[1][1], made.training.optimizer, steps=4)
@@ -138,7 +136,7 @@ class TestPpo:
 
         made = settings(policy, algorithm=PPO, critic=reward_model, **training)
         assert made.critic is not None
-        actor, critic = TorchTrainEngine(made), TorchCriticEngine(made)
+        actor, critic = policy_trainer(made), critic_trainer(made)
         plain_actor = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
         classifier = AutoModelForSequenceClassification.from_pretrained(reward_model)
         plain_critic = oracle.CriticLoop(classifier, made, made.critic.optimizer)
@@ -166,7 +164,7 @@ class TestPpo:
 
         made = settings(policy, algorithm=PPO, critic=reward_model)
         groups = batch(3, made)
-        engine = TorchCriticEngine(made)
+        engine = critic_trainer(made)
         requests = [ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups]
         found = engine.values(requests)
         model = AutoModelForSequenceClassification.from_pretrained(reward_model)
@@ -181,32 +179,30 @@ class TestPpo:
     def test_a_language_model_starts_with_values_of_0(self, policy: str):
         made = settings(policy, algorithm=PPO, critic="")
         group = batch(0, made)[0]
-        (values,) = TorchCriticEngine(made).values([ValueRequest(group_id=0, tokens=group.tokens, payload=group.payload)])
+        (values,) = critic_trainer(made).values([ValueRequest(group_id=0, tokens=group.tokens, payload=group.payload)])
         assert not values.values.any()
 
     def test_the_kl_in_the_reward_reaches_the_critic(self, policy: str, reward_model: str):
         """Its β adapts as the trainer's does, from the same divergence."""
         kl = {"kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.3, "kl_target": 0.01, "kl_horizon": 20}
         made = settings(policy, algorithm=PPO | kl, critic=reward_model)
-        actor, critic = TorchTrainEngine(made), TorchCriticEngine(made)
+        actor, critic = policy_trainer(made), critic_trainer(made)
         for step in range(3):
             run_step(actor, batch(step, made))
             run_critic(critic, batch(step, made))
-        assert critic._kl_control.coefficient == actor._kl_control.coefficient != 0.3
+        assert critic.objective.kl_control.coefficient == actor.objective.kl_control.coefficient != 0.3
         without = settings(policy, algorithm=PPO, critic=reward_model)
-        returns = [
-            run_critic(TorchCriticEngine(each), batch(0, each)).metrics["critic/returns/mean"] for each in (made, without)
-        ]
+        returns = [run_critic(critic_trainer(each), batch(0, each)).metrics["critic/returns/mean"] for each in (made, without)]
         assert returns[0] != pytest.approx(returns[1], rel=1e-3)
 
     def test_a_checkpoint_resumes_bit_for_bit_and_is_a_classifier(self, policy: str, reward_model: str, tmp_path: Path):
         from transformers import AutoModelForSequenceClassification
 
         made = settings(policy, algorithm=PPO, critic=reward_model)
-        engine = TorchCriticEngine(made)
+        engine = critic_trainer(made)
         run_critic(engine, batch(0, made))
         engine.save(str(tmp_path))
-        resumed = TorchCriticEngine(made)
+        resumed = critic_trainer(made)
         resumed.load(str(tmp_path))
         assert run_critic(resumed, batch(1, made)).metrics == run_critic(engine, batch(1, made)).metrics
         for name, tensor in state(engine).items():
@@ -218,7 +214,7 @@ class TestPpo:
         made = settings(policy, algorithm=PPO, critic="")
         groups = batch(0, made)
         groups[2].values = None
-        for engine in (TorchTrainEngine(made), TorchCriticEngine(made)):
+        for engine in (policy_trainer(made), critic_trainer(made)):
             engine.begin_step(0)
             with pytest.raises(InvalidMessage, match="group 2: has no values"):
                 engine.accumulate(groups)
@@ -228,10 +224,10 @@ class TestPpo:
 
         AutoModelForSequenceClassification.from_pretrained(policy, num_labels=3).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=r"critic\.path: .* cannot be loaded: .*\[3, 32\]"):
-            TorchCriticEngine(settings(policy, algorithm=PPO, critic=str(tmp_path)))
+            critic_trainer(settings(policy, algorithm=PPO, critic=str(tmp_path)))
 
 
-def run_critic(engine: TorchCriticEngine, groups: list[TrainGroup]) -> StepResult:
+def run_critic(engine: ModelTrainer, groups: list[TrainGroup]) -> StepResult:
     return run_step(engine, groups)  # type: ignore[arg-type]
 
 
@@ -250,7 +246,7 @@ class TestNotFinite:
 
     def test_the_samples_are_named_and_the_weights_stay(self, policy: str, tmp_path: Path):
         made = self.settings(policy, tmp_path)
-        engine = TorchTrainEngine(made)
+        engine = policy_trainer(made)
         before = state(engine)
         with pytest.raises(ServiceFault, match=r"step 0: .* NaN or infinite in the micro-batch of samples 2:\d, 2:") as caught:
             run_step(engine, self.poisoned(made))
@@ -264,10 +260,10 @@ class TestNotFinite:
     def test_the_update_can_be_skipped(self, policy: str, tmp_path: Path, training: dict[str, int]):
         """The other updates of the step are made, and the step counts."""
         made = self.settings(policy, tmp_path, on_nonfinite="skip", **training)
-        engine = TorchTrainEngine(made)
+        engine = policy_trainer(made)
         metrics = run_step(engine, self.poisoned(made)).metrics
         assert metrics["skipped_updates"] == 1
         assert all(math.isfinite(value) for value in metrics.values())
-        assert {int(each["step"]) for each in engine._optimizer.state.values()} == ({1} if training else set())
+        assert {int(each["step"]) for each in engine.backend.optimizer.state.values()} == ({1} if training else set())
         assert run_step(engine, batch(1, made)).metrics["skipped_updates"] == 0
         assert (tmp_path / "nonfinite" / "trainer-step-00000000.json").exists()

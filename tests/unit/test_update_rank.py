@@ -18,11 +18,11 @@ from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.trainer.critic_rank import CriticRank
-from runtime.trainer.engine import CriticEngine
+from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 
 
-class Engine(CriticEngine):
+class Engine(ModelTrainer):
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None

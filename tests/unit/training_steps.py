@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import Optimizer
-from runtime.trainer.fsdp.policy import TorchTrainEngine
+from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import make_groups
@@ -17,7 +17,7 @@ from tests.unit.training_cases import make_groups
 LOSS_TERMS = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
-def run_step(engine: TorchTrainEngine, *batches: list[TrainGroup], probes: Sequence[bytes] = ()) -> StepResult:
+def run_step(engine: ModelTrainer, *batches: list[TrainGroup], probes: Sequence[bytes] = ()) -> StepResult:
     engine.begin_step(engine.step)
     for batch in batches:
         engine.accumulate(batch)
@@ -35,7 +35,7 @@ def comparable(result: StepResult) -> dict[str, float]:
     return {name: value for name, value in result.metrics.items() if name != "padding_waste"}
 
 
-def weights(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
+def weights(engine: ModelTrainer) -> dict[str, torch.Tensor]:
     """As they are published."""
     tensors = zip(engine.tensor_specs(), engine.gather(), strict=True)
     return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}

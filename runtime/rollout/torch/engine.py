@@ -17,7 +17,7 @@ import torch
 
 from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
-from runtime.models.offload import Shelf
+from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.rollout.engine import EngineStats, RolloutEngine
 from runtime.rollout.groups import check_request, finished_group, make_sample
@@ -95,7 +95,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._halt = False
         self._held = False
         self._level = Level.AWAKE
-        self._shelf: Shelf | None = None  # with the weights, while they are off the device
+        self._on_host: HostOffload | None = None  # with the weights, while they are off the device
         self._thread = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -340,9 +340,9 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _release(self) -> None:
         self._cache.release()
-        if not self.adopts and self._shelf is None:
-            self._shelf = Shelf(self._decoder.weights.tensors())
-            self._shelf.put()
+        if not self.adopts and self._on_host is None:
+            self._on_host = HostOffload(self._decoder.weights.tensors())
+            self._on_host.offload()
         platform.release(self._device)
 
     async def wake(self, cache: bool = True) -> None:
@@ -350,9 +350,9 @@ class TorchRolloutEngine(RolloutEngine):
         self._level = Level.AWAKE if cache else Level.WEIGHTS
 
     def _restore(self, cache: bool) -> None:
-        if self._shelf is not None:
-            self._shelf.take()
-            self._shelf = None
+        if self._on_host is not None:
+            self._on_host.onload()
+            self._on_host = None
         if cache:
             self._cache.restore()
 

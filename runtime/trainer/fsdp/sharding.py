@@ -128,25 +128,3 @@ def batch_sum(part: torch.Tensor, device: torch.device, world_size: int) -> torc
     whole = part.to(device, torch.float32 if device.type == "npu" else torch.float64)
     dist.all_reduce(whole)
     return whole.to(part)
-
-
-def largest(counts: list[int], device: torch.device, world_size: int) -> list[int]:
-    """The elementwise maximum over ranks."""
-    if world_size == 1:
-        return counts
-    tensor = torch.tensor(counts, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
-def gathered(part: torch.Tensor, device: torch.device, world_size: int) -> torch.Tensor:
-    """The rows of `part` [n, k] of all ranks, one rank's after the other's, on the host."""
-    if world_size == 1:
-        return part
-    longest = largest([len(part)], device, world_size)[0]
-    padded = torch.zeros(longest + 1, part.shape[1], dtype=part.dtype, device=device)
-    padded[0, 0] = len(part)
-    padded[1 : len(part) + 1] = part.to(device)
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded)
-    return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()

@@ -14,14 +14,14 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from runtime.errors import UserError
 from runtime.models.limits import MEGATRON_NEEDS_CORE
-from runtime.trainer.megatron import uneven
 
 _USED = (
     "dist_checkpointing",
@@ -109,7 +109,7 @@ def _put_on_cpu() -> None:
         empty_cache=lambda: None,
         manual_seed=lambda _: None,
     )
-    collectives = _Facade(torch.distributed, all_gather=uneven.all_gather, reduce_scatter=uneven.reduce_scatter)
+    collectives = _Facade(torch.distributed, all_gather=gather_uneven, reduce_scatter=reduce_scatter_uneven)
     facade = _Facade(torch, cuda=cuda, distributed=collectives, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -156,3 +156,38 @@ def moving(device: torch.device) -> Iterator[None]:
         yield
     finally:
         replaced.type, replaced.cuda = type_name, to_cuda
+
+
+# Collectives over parts of different sizes, which gloo has not: expert ranks get as many tokens as were routed to them.
+
+
+def gather_uneven(wholes: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    """As torch.distributed's, but for `wholes` that differ in their first dimension, for which there are no `options`."""
+    if _same_shapes(wholes):
+        return dist.all_gather(wholes, own, group=group, **options)
+    assert not options
+    wholes[dist.get_rank(group)].copy_(own)
+    for source, whole in zip(dist.get_process_group_ranks(group), wholes, strict=True):
+        if whole.numel():
+            dist.broadcast(whole, source, group=group)
+    return None
+
+
+def reduce_scatter_uneven(
+    own: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+) -> Any:
+    """As torch.distributed's, but for `parts` that differ in their first dimension, for which there are no `options`."""
+    if _same_shapes(parts):
+        return dist.reduce_scatter(own, parts, op, group=group, **options)
+    assert not options
+    for target, part in zip(dist.get_process_group_ranks(group), parts, strict=True):
+        total = part.clone()  # of which those that are not the target's are left undefined
+        if total.numel():
+            dist.reduce(total, target, op, group=group)
+        if target == dist.get_rank():
+            own.copy_(total)
+    return None
+
+
+def _same_shapes(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) == 1

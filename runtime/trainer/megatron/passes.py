@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,18 @@ from runtime.config import Spread
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES
 from runtime.trainer import batch as train_batch
+from runtime.trainer.backend import BatchOutputs
 from runtime.trainer.batch import MicroBatch
 from runtime.trainer.megatron import context, facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
 from runtime.trainer.megatron.weights import ModelWeights, read_family
 
-Numbers = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
-"""[N] of the chosen tokens, from what the model gives for them."""
-
 
 class MegatronPasses:
-    """The base of every engine on megatron-core. `facade.prepare` has been called in this process."""
+    """What is trained, or only asked, on megatron-core. `facade.prepare` has been called in this process."""
 
-    def _build(
+    def __init__(
         self,
         source: str,
         settings: Spread,
@@ -50,29 +48,29 @@ class MegatronPasses:
         with facade.moving(device):
             described = transformer_config(shape, family.shape.experts, settings, compute)
             made = PackedModel(described, shape, padded, value_head)
-        self._model = made.to(device, compute)
-        self._weights = ModelWeights(family, self._model, grid)
-        self._weights.load(source)
-        self._shape = shape
-        self._grid = grid
+        self.model = made.to(device, compute)
+        self.weights = ModelWeights(family, self.model, grid)
+        self.weights.load(source)
+        self.shape = shape
+        self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
-        self._passed: torch.nn.Module = self._model
+        self.passed: torch.nn.Module = self.model
         """What passes go through: the model, perhaps wrapped."""
 
-    def _inferred(self, batches: Iterable[MicroBatch], numbers: Numbers) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Each of `batches` with its `numbers`, on every stage; no gradients."""
+    def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Each of `batches` with its `output`, on every stage; no gradients."""
         held = list(batches)
         sizes = [len(batch.targets) for batch in held]
 
         def report(batch: MicroBatch, outputs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-            found = numbers(batch, outputs)
+            found = output(batch, outputs)
             return batch.whole(found) if isinstance(batch, context.ContextShard) else found
 
         with torch.no_grad():
-            found = self._pipeline(held, report, forward_only=True, collect_non_loss_data=True)
-        yield from zip(held, self._of_last_stage(found, sizes), strict=True)
+            found = self.pipeline(held, report, forward_only=True, collect_non_loss_data=True)
+        yield from zip(held, self.of_last_stage(found, sizes), strict=True)
 
-    def _pipeline(self, batches: list[MicroBatch], report: Any, **options: Any) -> list[torch.Tensor]:
+    def pipeline(self, batches: list[MicroBatch], report: Any, **options: Any) -> list[torch.Tensor]:
         """What `report` gives for each of `batches` on the last stage; nothing on the others."""
 
         def step(waiting: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -81,11 +79,11 @@ class MegatronPasses:
 
         if not batches:
             return []
-        with facade.moving(self._grid.device):
+        with facade.moving(self.grid.device):
             found: list[torch.Tensor] = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(batches),
-                model=[self._passed],
+                model=[self.passed],
                 num_microbatches=len(batches),
                 seq_length=1,  # stages tell each other how long each is
                 micro_batch_size=1,
@@ -95,13 +93,13 @@ class MegatronPasses:
 
     def _share(self, batch: MicroBatch) -> MicroBatch:
         """What this rank computes of `batch`."""
-        if self._grid.context > 1:
-            return context.part_of(batch, self._grid.context_group, self._multiple)
+        if self.grid.context > 1:
+            return context.part_of(batch, self.grid.context_group, self._multiple)
         return train_batch.padded(batch, self._multiple)
 
-    def _of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """`parts`, float32 of these sizes, on every stage."""
-        flat = torch.empty(sum(sizes), device=self._grid.device)
-        if self._grid.last and sizes:
+        flat = torch.empty(sum(sizes), device=self.grid.device)
+        if self.grid.last and sizes:
             torch.cat([part.detach().float() for part in parts], out=flat)
-        return list(self._grid.of_last_stage(flat).split(list(sizes)))
+        return list(self.grid.of_last_stage(flat).split(list(sizes)))

@@ -21,7 +21,7 @@ def token_logprobs(
     start: int,
     entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `algorithms.logprobs.token_logprobs` computes, of the logits [N, v] of the tokens `start` … `start + v - 1`.
+    """What `algorithms.losses.token_logprobs` computes, of the logits [N, v] of the tokens `start` … `start + v - 1`.
 
     tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
     Two collectives in the forward pass and none in the backward one: the gradient is that of this rank's logits.

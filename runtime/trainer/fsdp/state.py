@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,9 @@ from safetensors.torch import save_file
 from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.process import platform
-from runtime.trainer import lora
-from runtime.trainer.fsdp import sharding
-from runtime.trainer.lora import Adapters
-from runtime.trainer.model import RankPlace, TrainingPosition
-from runtime.weights.plan import TensorSpec
+from runtime.trainer.backend import RankInfo, TrainingPosition
+from runtime.trainer.fsdp import lora, sharding
+from runtime.trainer.fsdp.lora import Adapters
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,7 +39,7 @@ class TrainingState:
     parameters: Mapping[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW
     position: TrainingPosition
-    rank_place: RankPlace
+    rank_info: RankInfo
     adapters: Adapters | None = None
 
 
@@ -55,9 +53,9 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
             for kind in MOMENTS
             for name, parameter in state.parameters.items()
         }
-        _write_tensors(folder, "optimizer", moments, sharding.wholes(moments), state.rank_place.rank, torch.float32)
+        hf_policy.write_tensors(folder, "optimizer", moments, sharding.wholes(moments), state.rank_info.rank, torch.float32)
     generators = _gather_generators(state)
-    if state.rank_place.rank == 0:
+    if state.rank_info.rank == 0:
         save_file(generators, folder / "rng.safetensors")
         description = {
             "format": FORMAT,
@@ -70,50 +68,14 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
 
 
 def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
-    rank = state.rank_place.rank
+    rank = state.rank_info.rank
     if state.adapters is not None:
         state.adapters.write(folder / lora.FOLDER, rank)
         return
     if rank == 0:
         (folder / "model").mkdir()
     whole = sharding.wholes(state.parameters)
-    write_model(folder / "model", state.parameters, whole, rank, torch.float32, source)
-
-
-def write_model(
-    folder: Path,
-    like: Mapping[str, torch.Tensor],
-    whole: Iterable[tuple[str, torch.Tensor]],
-    rank: int,
-    dtype: torch.dtype,
-    source: str,
-) -> None:
-    """Write a Hugging Face folder of the policy in `dtype`; all ranks call it, rank 0 writes.
-
-    `whole` are its tensors, which come with the names and sizes of `like`, in its order.
-    """
-    _write_tensors(folder, "model", like, whole, rank, dtype)
-    if rank == 0:
-        hf_policy.write_description(source, folder, dtype)
-
-
-def _write_tensors(
-    folder: Path,
-    stem: str,
-    like: Mapping[str, torch.Tensor],
-    whole: Iterable[tuple[str, torch.Tensor]],
-    rank: int,
-    dtype: torch.dtype,
-) -> None:
-    if rank == 0:
-        declared = str(dtype).removeprefix("torch.")
-        specs = [TensorSpec(name, declared, tuple(tensor.shape)) for name, tensor in like.items()]
-        with hf_policy.ShardWriter(folder, stem, specs) as writer:
-            for name, tensor in whole:
-                writer.write(name, tensor.to("cpu", dtype))
-    else:
-        for _ in whole:  # take part in the gathering
-            pass
+    hf_policy.write_model(folder / "model", state.parameters, whole, rank, torch.float32, source)
 
 
 def _updates(state: TrainingState) -> int:
@@ -123,13 +85,13 @@ def _updates(state: TrainingState) -> int:
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
-    own = platform.rng_state(state.rank_place.device)
-    if state.rank_place.world_size == 1:
+    own = platform.rng_state(state.rank_info.device)
+    if state.rank_info.world_size == 1:
         return {f"0.{kind}": value for kind, value in own.items()}
     gathered = {}
     for kind, value in sorted(own.items()):
-        parts = [torch.empty_like(value, device=state.rank_place.device) for _ in range(state.rank_place.world_size)]
-        dist.all_gather(parts, value.to(state.rank_place.device))
+        parts = [torch.empty_like(value, device=state.rank_info.device) for _ in range(state.rank_info.world_size)]
+        dist.all_gather(parts, value.to(state.rank_info.device))
         gathered.update({f"{rank}.{kind}": part.cpu() for rank, part in enumerate(parts)})
     return gathered
 
@@ -230,7 +192,7 @@ def _adam_state(
 
 def _restore_generators(file: Any, state: TrainingState) -> None:
     """Ranks beyond those that saved keep the generators they have."""
-    names = [name for name in file.keys() if name.startswith(f"{state.rank_place.rank}.")]  # noqa: SIM118 - it is no mapping
+    names = [name for name in file.keys() if name.startswith(f"{state.rank_info.rank}.")]  # noqa: SIM118 - it is no mapping
     own = {name.split(".")[1]: file.get_tensor(name) for name in names}
     if own:
-        platform.set_rng_state(state.rank_place.device, own)
+        platform.set_rng_state(state.rank_info.device, own)

@@ -9,7 +9,7 @@ from runtime.commands import Offload, Onload
 from runtime.types import LogprobRequest, Logprobs
 
 
-class OffloadableScorer(Protocol):
+class LogprobScorer(Protocol):
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]: ...
 
     def offload(self) -> None: ...
@@ -17,10 +17,10 @@ class OffloadableScorer(Protocol):
     def onload(self) -> None: ...
 
 
-class LentScorer:
+class OffloadableScorer:
     """`scorer`, which comes back to its device with the first question, if nobody called it back before."""
 
-    def __init__(self, scorer: OffloadableScorer, away: bool):
+    def __init__(self, scorer: LogprobScorer, away: bool):
         """`away`: it gives up its device now."""
         self._scorer = scorer
         self._away = False

@@ -1,0 +1,245 @@
+"""A Hugging Face model under training by torch alone: AdamW in one process, with FSDP2 over several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config import Config, Optimizer
+from runtime.errors import UserError
+from runtime.models import hf_policy, value_model
+from runtime.models.offload import HostOffload
+from runtime.process import platform
+from runtime.trainer import objective
+from runtime.trainer.backend import (
+    BatchOutputs,
+    ModelBackend,
+    RankInfo,
+    TrainedRole,
+    TrainingPosition,
+    compute_dtype,
+    wire_dtype,
+)
+from runtime.trainer.batch import MicroBatch
+from runtime.trainer.fsdp import lora, sharding, state
+from runtime.trainer.fsdp.lora import Adapters
+from runtime.trainer.statistics import Reduced, StepStatistics
+from runtime.weights.plan import TensorSpec
+
+_GRADIENT = "gradient/squared"
+
+
+class FsdpBackend(ModelBackend):
+    """Every rank has its own share of the data. float32 master weights; computes in `model.dtype`, by default bfloat16 on
+    accelerators and float32 on the CPU.
+
+    With `lora` adapters alone are trained, and the policy that leaves it has them merged.
+    """
+
+    def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
+        """Raises UserError for what the configuration or the folder gets wrong."""
+        self._source, self._has_value_head = trained.source, trained.has_value_head
+        self._compute = compute_dtype(config, rank_info.device)
+        adapted = None
+        if self._has_value_head:
+            self.model: Any = value_model.load_critic(self._source)
+        else:
+            self.model = hf_policy.load_policy(self._source)
+            self._wire_dtype = wire_dtype(config)
+            if config.lora is not None:
+                frozen = self._frozen_dtype(rank_info.world_size)
+                adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
+        to_device(self.model, trained, self._compute, rank_info)
+        self._adapters = None if adapted is None else Adapters(self.model, adapted)
+        # Tied tensors come once, under their first name, as in a Hugging Face export.
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._policy = self.parameters if self._adapters is None else self._adapters.base
+        self.optimizer = make_optimizer(trained.options, self.parameters)
+        # What is on the host already is not taken there.
+        self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
+        self._on_host: dict[str, HostOffload] = {}
+        self._held: dict[str, int] = {}  # how many tensors each of them holds
+        self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
+        super().__init__(rank_info, self.model.config.vocab_size, share=rank_info.rank)
+
+    def _frozen_dtype(self, world_size: int) -> torch.dtype:
+        """Weights that are never updated need no more digits than they came with. torch 2.7's FSDP2 wants one dtype a unit."""
+        as_stored = world_size == 1 and hf_policy.declared_dtype(self._source) == self._compute
+        return self._compute if as_stored else torch.float32
+
+    # ------------------------------------------------------------------------------------------ passes
+
+    def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
+        losses = []  # FSDP2 reduces every micro-batch's gradients: it holds none but its own shard of them
+        for batch in batches:
+            with torch.set_grad_enabled(backward):
+                lost = loss(batch, self._forward(batch))
+            if backward:
+                (lost * self._loss_factor).backward()
+            losses.append(lost.detach())
+        return losses
+
+    def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        for batch in batches:
+            yield batch, output(batch, self._forward(batch))
+
+    def token_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return objective.in_chunks(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+
+    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
+        assert self._adapters is not None
+        return self._adapters.off()
+
+    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+        """At the predictors: logits [N, V], or values float32 [N]."""
+        packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
+        with self._precision():
+            if self._has_value_head:
+                values: torch.Tensor = self.model(**packed, keep=batch.predictors)
+                return values.float()
+            logits: torch.Tensor = self.model(**packed, logits_to_keep=batch.predictors, use_cache=False).logits[0]
+        return logits
+
+    def _precision(self) -> contextlib.AbstractContextManager:
+        """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""
+        if self.rank_info.world_size > 1 or self._compute == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.rank_info.device.type, self._compute)
+
+    # ------------------------------------------------------------------------------------------ gradients and updates
+
+    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
+        return sharding.batch_sum(part, self.rank_info.device, self.rank_info.world_size)
+
+    def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
+        if self.rank_info.world_size > 1:
+            sharding.reshard(self.model)
+        norms = torch.stack(torch._foreach_norm(self.gradients())).double()
+        statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
+        reduced = statistics.reduce(self.rank_info.world_size)
+        return reduced, reduced.means.pop(_GRADIENT).total
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of the summed gradients. A parameter that saw no backward pass has gradient 0, not none."""
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [sharding.local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self, scale: float, rate: float) -> None:
+        torch._foreach_mul_(self.gradients(), scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+    # ------------------------------------------------------------------------------------------ its device, lent out
+
+    def offload(self) -> None:
+        self.clear_gradients()
+        for kind in self.offloaded:
+            self._host_of(kind).offload()
+        platform.release(self.rank_info.device)
+
+    def onload(self) -> None:
+        for kind in self.offloaded:
+            self._on_host[kind].onload()
+
+    def _host_of(self, kind: str) -> HostOffload:
+        """The same one as long as it holds all, since its host memory takes long to get: an optimizer has no state at first."""
+        held = [sharding.local(tensor) for tensor in self._resident(kind)]
+        if kind not in self._on_host or len(held) != self._held[kind]:
+            self._on_host[kind], self._held[kind] = HostOffload(held), len(held)
+        return self._on_host[kind]
+
+    def _resident(self, kind: str) -> list[torch.Tensor]:
+        """What of `kind` is on the device between steps: no gradients."""
+        if kind == "param":
+            return [*self.model.parameters(), *self.model.buffers()]
+        states = self.optimizer.state.values() if kind == "optimizer" else ()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    # ------------------------------------------------------------------------------------------ its state on disk
+
+    def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
+        return partial(self._save, folder, self._state(position))
+
+    def _save(self, folder: Path, saved: state.TrainingState) -> None:
+        state.save(folder, saved, self._source)
+        if self._has_value_head and self.rank_info.rank == 0:
+            value_model.describe(folder / "model", self.model.architecture)
+
+    def load(self, folder: Path) -> TrainingPosition:
+        return state.load(folder, self._state(TrainingPosition(0, None)))
+
+    def _state(self, position: TrainingPosition) -> state.TrainingState:
+        trained = self.parameters if self._adapters is None else self._adapters.trained
+        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self._adapters)
+
+    # ------------------------------------------------------------------------------------------ the policy, as it leaves
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        dtype = str(self._wire_dtype).removeprefix("torch.")
+        return [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in self._policy.items()]
+
+    def holders(self) -> list[tuple[int, ...]]:
+        return [tuple(range(self.rank_info.world_size))] * len(self._policy)
+
+    @torch.no_grad()
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        for place, (_, whole) in enumerate(self._whole_policy()):
+            if self.rank_info.rank == (targets[place] if targets else 0):
+                yield whole
+
+    @torch.no_grad()
+    def export(self, folder: Path) -> None:
+        """With `lora` the adapters besides, in PEFT's format, as the folder `adapter` within."""
+        rank = self.rank_info.rank
+        hf_policy.write_model(folder, self._policy, self._whole_policy(), rank, self._wire_dtype, self._source)
+        if self._adapters is not None:
+            self._adapters.write(folder / lora.FOLDER, rank)
+
+    def _whole_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return sharding.wholes(self._policy) if self._adapters is None else self._adapters.merged()
+
+
+def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info: RankInfo) -> None:
+    """Bring `model` into training mode and onto its device, or spread it over the ranks."""
+    world_size, device, settings = rank_info.world_size, rank_info.device, trained.settings
+    if settings.cpu_offload and (world_size == 1 or device.type == "cpu"):
+        key = f"services.{trained.role}"
+        raise UserError(
+            f"{key}.cpu_offload: true needs accelerators and {key}.processes > 1 "
+            f"(here: {device.type}, {world_size}); must be false"
+        )
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    if world_size > 1:
+        sharding.shard(model, device, compute, settings.cpu_offload)
+    else:
+        model.to(device)
+
+
+def make_optimizer(options: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW; biases and norms do not decay. Fused where there is a kernel: on a CPU it takes a third of foreach's time."""
+    kinds = {parameter.device.type for parameter in parameters.values()}
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.eps,
+        fused=kinds <= {"cpu", "cuda"},
+    )

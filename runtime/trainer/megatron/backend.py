@@ -1,0 +1,151 @@
+"""A model under training on megatron-core: micro-batches down the pipeline, the distributed optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from runtime import codec
+from runtime.config import Config
+from runtime.models import hf_policy
+from runtime.models.offload import HostOffload
+from runtime.process import platform
+from runtime.trainer.backend import (
+    BatchOutputs,
+    ModelBackend,
+    RankInfo,
+    TrainedRole,
+    TrainingPosition,
+    compute_dtype,
+    wire_dtype,
+)
+from runtime.trainer.batch import MicroBatch
+from runtime.trainer.megatron import state, vocab_parallel
+from runtime.trainer.megatron.optimizer import MegatronOptimizer
+from runtime.trainer.megatron.passes import MegatronPasses
+from runtime.trainer.statistics import Reduced, StepStatistics
+from runtime.weights.plan import TensorSpec
+
+T = TypeVar("T")
+
+
+class MegatronBackend(ModelBackend):
+    """Every block of ranks that holds the model has its own share of the data: that of its first rank. Computes in
+    `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU; master weights are float32.
+
+    `megatron.facade.prepare` has been called in this process.
+    """
+
+    def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
+        """Raises UserError for what the configuration or the folder gets wrong."""
+        device, settings = rank_info.device, trained.settings
+        compute = compute_dtype(config, device)
+        if not trained.has_value_head:
+            self._wire_dtype = wire_dtype(config)
+        self._source = trained.source
+        self._passes = MegatronPasses(
+            trained.source,
+            settings,
+            compute,
+            device,
+            seed=config.run.seed,
+            timeout=config.deadlines.train,
+            value_head=trained.has_value_head,
+        )
+        self._grid, self._weights = self._passes.grid, self._passes.weights
+        self.model = self._passes.model
+        self.optimizer = MegatronOptimizer(self.model.train(), trained.options, compute, device, settings.overlap)
+        self._passes.passed = self.optimizer.model
+        save = config.deadlines.save
+        self._writer = state.Writer(self._grid.host_group(save), trained.role, save)
+        self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
+        super().__init__(rank_info, self._passes.shape.vocab_size, self._grid.block, self._grid.leads)
+
+    def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
+        return codec.decode(list[kind], self._grid.bytes_of_leader(codec.encode(list(items))))  # type: ignore[valid-type]
+
+    # ------------------------------------------------------------------------------------------ passes
+
+    def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
+        def report(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            """As megatron-core has it: the sum, its tokens, what to report."""
+            lost = loss(batch, outputs)
+            return lost, torch.ones((), dtype=torch.int, device=lost.device), lost.detach()
+
+        held = list(batches)
+        with torch.set_grad_enabled(backward), self.optimizer.passes(last):
+            losses = self._passes.pipeline(held, report, forward_only=not backward)
+        return self._passes.of_last_stage([lost[None] for lost in losses], [1] * len(held))
+
+    def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        return self._passes.infer(batches, output)
+
+    def token_logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        part = {"group": self._grid.tensor_group, "start": self.model.vocabulary_start}
+        return vocab_parallel.token_logprobs(logits, tokens, temperature, **part, entropy_gradient=entropy_gradient)
+
+    # ------------------------------------------------------------------------------------------ gradients and updates
+
+    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
+        return self._grid.batch_sum(part)
+
+    def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
+        squared = self.optimizer.finish()
+        reduced = statistics.reduce(self._grid.blocks, self._grid.data_group) if self._grid.last else Reduced()
+        return codec.decode(Reduced, self._grid.bytes_of_last_stage(codec.encode(reduced))), squared
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.optimizer.gradients()
+
+    def clear_gradients(self) -> None:
+        self.optimizer.clear()
+
+    def update(self, scale: float, rate: float) -> None:
+        self.optimizer.step(scale, rate)
+
+    # ------------------------------------------------------------------------------------------ its device and its state
+
+    def offload(self) -> None:
+        self.optimizer.settle()
+        for each in self.on_host:
+            each.offload()
+        platform.release(self.rank_info.device)
+
+    def onload(self) -> None:
+        for each in self.on_host:
+            each.onload()
+
+    def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
+        self.optimizer.settle()
+        return state.prepare(folder, self.optimizer, position, self._source, self._writer)
+
+    def load(self, folder: Path) -> TrainingPosition:
+        return state.load(folder, self.optimizer)
+
+    # ------------------------------------------------------------------------------------------ the policy, as it leaves
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        dtype = str(self._wire_dtype).removeprefix("torch.")
+        return [TensorSpec(name, dtype, shape) for name, shape in self._weights.shapes.items()]
+
+    def holders(self) -> list[tuple[int, ...]]:
+        return [tuple(self._grid.leaders[stage]) for stage in self._weights.stages()]
+
+    @torch.no_grad()
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        self.optimizer.settle()
+        for _, whole in self._weights.wholes(self._wire_dtype, dict(zip(self._weights.shapes, targets, strict=bool(targets)))):
+            yield whole
+
+    @torch.no_grad()
+    def export(self, folder: Path) -> None:
+        self.optimizer.settle()
+        like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
+        # Copies: numpy, by which files are written, never lets go of memory that it was shown, not even to lend a device out.
+        whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(self._wire_dtype))
+        hf_policy.write_model(folder, like, whole, self.rank_info.rank, self._wire_dtype, self._source)
