@@ -10,13 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, value_targets
 from runtime.algorithms.corrections import interpolated_proximal
 from runtime.algorithms.interfaces import AdvantageInputs, LossInputs
 from runtime.algorithms.kl import importance_weighted, k3
-from runtime.algorithms.losses import token_logprobs
 from runtime.algorithms.token_returns import token_rewards
 from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
 from runtime.config import Config
@@ -25,7 +23,6 @@ from runtime.trainer.batch import MicroBatch
 from runtime.trainer.rows import Needs, Rows
 from runtime.trainer.statistics import Reduced, StepStatistics
 
-CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 FAR = 0.1  # nats: of a token whose log-probability is counted as far off
 
 
@@ -277,20 +274,3 @@ def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: tor
     statistics.maximum("mismatch/max", torch.where(tokens > 0, size.max(), -torch.inf))
     statistics.histogram("mismatch/abs_logprob", size, counted)
     statistics.total("mismatch/tokens", tokens)
-
-
-def in_chunks(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs`, in chunks of tokens that are computed again in the backward pass, where a vocabulary times tokens is
-    large."""
-
-    def compute(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(logits, tokens, temperature, entropy_gradient=entropy_gradient)
-
-    if logits.numel() <= CHUNK_ELEMENTS:
-        return compute(logits, tokens)
-    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    chunks = zip(logits.split(size), tokens.split(size), strict=True)
-    logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
-    return torch.cat(logp), torch.cat(entropy)

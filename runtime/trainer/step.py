@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from runtime import codec
-from runtime.chosen_algorithm import streams, updates_per_epoch, updates_per_step
+from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.trainer import batch as train_batch
@@ -44,15 +44,19 @@ def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device
     With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError for what the
     configuration or the folder gets wrong.
     """
-    backend = load_backend(config, "trainer", RankInfo(rank, world_size, torch.device(device)))
-    return ModelTrainer(config, backend, PolicyObjective(config, backend))
+    return _trainer(PolicyObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
 def critic_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
     """The value model of `critic.path`, or the policy's with a new head, on the engine of `services.critic`; otherwise as
     `policy_trainer`."""
-    backend = load_backend(config, "critic", RankInfo(rank, world_size, torch.device(device)))
-    return ModelTrainer(config, backend, CriticObjective(config, backend))
+    return _trainer(CriticObjective, config, RankInfo(rank, world_size, torch.device(device)))
+
+
+def _trainer(learned: type[Objective], config: Config, rank_info: RankInfo) -> ModelTrainer:
+    choose(config)  # what is wrong with a loss of the user's own is told before a model is loaded
+    backend = load_backend(config, learned.role, rank_info)
+    return ModelTrainer(config, backend, learned(config, backend))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Optimizer
 from runtime.errors import UserError
 from runtime.models import hf_policy, value_model
 from runtime.models.offload import HostOffload
 from runtime.process import platform
-from runtime.trainer import objective
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
@@ -31,6 +32,7 @@ from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 
+CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 _GRADIENT = "gradient/squared"
 
 
@@ -91,7 +93,17 @@ class FsdpBackend(ModelBackend):
     def token_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return objective.in_chunks(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+        """In chunks of tokens that are computed again in the backward pass, where a vocabulary times tokens is large."""
+
+        def compute(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return token_logprobs(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+
+        if logits.numel() <= CHUNK_ELEMENTS:
+            return compute(logits, tokens)
+        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+        chunks = zip(logits.split(size), tokens.split(size), strict=True)
+        logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
+        return torch.cat(logp), torch.cat(entropy)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
