@@ -119,8 +119,8 @@ class ModelTrainer:
 
         `last`, the same on all ranks: nothing more is added before `apply`, so that what ranks sum up may begin now.
         """
+        groups = self.backend.of_share(groups, TrainGroup)
         with self._timed():
-            groups = self.backend.of_share(groups, TrainGroup)
             rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
             if self._streams:
                 # Advantages need no more than a group has, and there is one update: passes are made while others generate.
