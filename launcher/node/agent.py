@@ -8,12 +8,13 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
 from msgspec.structs import replace
 
 from launcher.node import topology
-from launcher.node.fingerprint import fingerprint
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Child, Supervisor
+from launcher.run_folder import LOCK
 from runtime import run_files
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
 from runtime.cluster.topology import named_paths
@@ -24,6 +25,7 @@ from services.rpc import contract, session
 
 if TYPE_CHECKING:
     import grpc
+
 
 JOIN = contract.METHODS["Coordinator", "Join"]
 AGAIN = 0.5  # seconds between two attempts to reach a coordinator
@@ -176,3 +178,37 @@ class Agent:
             name, incarnation = launch.name, launch.incarnation
             await self._report(Death(node=self._node.name, name=name, incarnation=incarnation, reason=str(error), mistake=True))
             raise
+
+
+WHOLE = 1 << 20  # bytes up to which a file is read as a whole; of a larger one as many at its beginning and its end
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of a file, or of a folder's files with their names; "" where there is nothing.
+
+    A run's folder is known by its lock: what else lies in it changes.
+    """
+    digest = xxhash.xxh3_64()
+    try:
+        if (path / LOCK).is_file():
+            _add(digest, path / LOCK)
+        elif path.is_dir():
+            for file in sorted(path.rglob("*")):
+                if file.is_file():
+                    digest.update(str(file.relative_to(path)).encode())
+                    _add(digest, file)
+        else:
+            _add(digest, path)
+    except FileNotFoundError:
+        return ""
+    return digest.hexdigest()
+
+
+def _add(digest: xxhash.xxh3_64, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(str(size).encode())
+    with file.open("rb") as content:
+        digest.update(content.read(WHOLE))
+        if size > WHOLE:
+            content.seek(max(WHOLE, size - WHOLE))
+            digest.update(content.read(WHOLE))

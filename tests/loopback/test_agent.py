@@ -84,7 +84,7 @@ def test_it_says_what_it_has_and_writes_the_configuration_with_its_own_address(t
         following.cancel()
 
     def of_run() -> str:
-        from launcher.node.fingerprint import fingerprint
+        from launcher.node.agent import fingerprint
 
         return fingerprint(tmp_path)
 

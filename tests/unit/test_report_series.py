@@ -144,7 +144,7 @@ class TestPanels:
 
 @pytest.mark.parametrize(("step", "marked"), [(1, False), (2, True), (100, True)])
 def test_points_between_gaps_are_marked_as_no_line_shows_them(step: int, marked: bool) -> None:
-    figures = pytest.importorskip("runtime.telemetry.report.figures")
+    figures = pytest.importorskip("runtime.telemetry.report.page")
     values = np.full(200, np.nan)
     values[::step] = 0.01
     panel = Panel("mismatch", "nats", [Series("mean", np.arange(200), values)], log=True)

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,32 @@ def test_imports_run_one_way(package: str) -> None:
     later = set(PACKAGES[PACKAGES.index(package) + 1 :])
     found = offenders([file for file in FILES if file.startswith(f"{package}/")], later)
     assert [each for each in found if each.partition(" imports ")[2] not in START] == []
+
+
+def carried_out(node: ast.AST) -> Iterator[str]:
+    """What is imported as `node`, a module, is: not what its functions import when they are called."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, functions) and not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from carried_out(child)
+            if isinstance(child, (ast.Import, ast.ImportFrom)):
+                yield from imports(child)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): TREES[file] for file in FILES}
+    graph = {module: {one for one in carried_out(tree) if one in modules} - {module} for module, tree in modules.items()}
+    while ends := [module for module, imported in graph.items() if not imported & graph.keys()]:
+        for module in ends:
+            del graph[module]
+    assert graph == {}, "each of these imports another of them"
+
+
+def test_a_folder_is_read_in_one_sitting_and_a_file_at_a_glance() -> None:
+    folders = Counter(str(Path(file).parent) for file in FILES)
+    assert {folder: count for folder, count in folders.items() if count > 24} == {}
+    lengths = {file: len((ROOT / file).read_text().splitlines()) for file in FILES}
+    assert {file: length for file, length in lengths.items() if length > 400} == {}
 
 
 def test_nothing_outside_the_tests_imports_them() -> None:
