@@ -86,7 +86,7 @@ class RolloutService(process.Service):
 
     @property
     def busy(self) -> bool:
-        return (self._engine.has_work and not self.weights.standstill.stands) or bool(self._withdrawn)
+        return self._engine.has_work or bool(self._withdrawn)
 
     @property
     def version(self) -> PolicyVersion:
@@ -121,15 +121,11 @@ class RolloutService(process.Service):
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         self._abort_withdrawn()
-        if not self.weights.standstill.stands:
-            await self._generate(interrupted)
+        await self._generate(interrupted)
         await self.weights.advanced()
 
     async def _generate(self, interrupted: Callable[[], bool]) -> None:
-        standstill = self.weights.standstill
-        with standstill.advancing():
-            finished = await self._engine.advance(lambda: interrupted() or standstill.interrupts())
-        for group in finished:
+        for group in await self._engine.advance(interrupted):
             letter = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
             if letter is not None:
                 letter.reply(group)

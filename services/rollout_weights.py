@@ -1,4 +1,4 @@
-"""A rollout's part in publications: it joins an epoch's group, receives versions, and swaps them in when they are committed."""
+"""A rollout's part in a weight sync: it joins an epoch's group, receives versions, and swaps in what is committed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWe
 from runtime.config import Publication
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from services.rollout_staging import InplaceStaging, ShadowStaging, Staging
-from services.standstill import Standstill
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
     from runtime.weights.group import WeightGroup
+    from runtime.weights.plan import Manifest
+    from runtime.weights.receiver import Staged, WeightReceiver
 
 COMMANDS = (JoinWeights, ReceiveWeights, CommitWeights, AbortWeights)
 
@@ -26,12 +26,7 @@ class Subscription:
 
     def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
         """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
-        self.standstill = Standstill(engine, settings.in_flight == "drain")
-        self.staging: Staging
-        if settings.staging == "inplace":
-            self.staging = InplaceStaging(engine, settings, name, self.standstill)
-        else:
-            self.staging = ShadowStaging(engine, settings, name, shared)
+        self.staging = Staging(engine, settings, name, shared)
         self.epoch = 0  # of the group that it is in, or about to join
         self.group: WeightGroup | None = None
         self.swaps = 0
@@ -138,10 +133,9 @@ class Subscription:
         assert self._received is not None
         await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
-        began = since if self.standstill.since is None else self.standstill.since
         self.staging.taken_over()
         self.swaps += 1
-        letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - began))
+        letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
     def _answer(self, letter: Letter, work: Awaitable[None]) -> asyncio.Task[None]:
         """Do `work` beside the actor, then answer the letter."""
@@ -149,3 +143,65 @@ class Subscription:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+class Staging:
+    """Receives versions beside the weights in use: generation goes on meanwhile, and until `RolloutEngine.swap`.
+
+    Used on the event loop, by one reception at a time. The receiver's memory outlives epochs.
+    """
+
+    def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
+        """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
+        self._engine = engine
+        self._settings = settings
+        self._name = name
+        self._shared = shared
+        self._receiver: WeightReceiver | None = None
+        self._staged: Staged | None = None
+        self._wanted: object | None = None  # stands for the reception under way, or what it brought
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Have memory for what is sent by `manifest`. Raises InvalidMessage."""
+        from runtime.weights.receiver import WeightReceiver
+
+        if self._receiver is None or self._receiver.manifest != manifest:
+            self._receiver = WeightReceiver(manifest, sets=2 if self._engine.adopts else 1, shared=self._shared)
+
+    async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> None:
+        """Receive `version` and, if it is `needed`, stage it in the engine; it is verified in any case.
+
+        Raises what the receiver's future does, and Cancelled after `forget`.
+        """
+        assert self._receiver is not None
+        wanted = self._wanted = object()
+        staged = await asyncio.wrap_future(self._receiver.receive(group, version, self._settings.transfer_timeout))
+        try:
+            if needed and wanted is self._wanted:
+                await self._engine.stage(staged.tensors())
+        except BaseException:
+            staged.release()
+            raise
+        if not needed:
+            staged.release()
+        elif wanted is self._wanted:
+            self._staged = staged
+        else:
+            staged.release()
+            raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
+
+    def taken_over(self) -> None:
+        """The engine has swapped in what was received."""
+        if self._staged is not None:
+            if self._engine.adopts:
+                self._staged.adopt()
+            else:
+                self._staged.release()
+            self._staged = None
+
+    def forget(self) -> None:
+        """What was received, or is on its way, is not to be swapped in. Idempotent."""
+        self._wanted = None
+        if self._staged is not None:
+            self._staged.release()
+            self._staged = None

@@ -176,12 +176,6 @@ def _values(config: Config) -> Iterator[str]:
         low, high = optimizer.min_learning_rate, optimizer.learning_rate
         if low > high:
             yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
-    in_flight = config.publication.in_flight
-    if config.training.staleness == 0 and in_flight in ("keep", "recompute"):
-        yield (
-            f"publication.in_flight: {in_flight} swaps weights under samples; with training.staleness 0 each sample is of one "
-            "version, so only drain (or auto) is allowed"
-        )
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 

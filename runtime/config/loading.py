@@ -27,6 +27,15 @@ S = TypeVar("S", bound=Section)
 
 _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two formats, which ours has not
 
+# Keys of earlier versions, by path: what to write now.
+_REMOVED = {
+    "publication.staging": "there is one way now, what shadow was; leave the key out",
+}
+# Values of earlier versions, by key: what to write now.
+_REPLACED = {
+    "publication.in_flight": {"auto": "write keep, which it stood for"},
+}
+
 _ROOT = inspect.type_info(Config)
 # By key: the type of the section that the file fills, and the folder (of configs/ in the source tree) of those that have names.
 _PRESETS = {
@@ -261,6 +270,9 @@ def mismatches(value: object, kind: inspect.Type, path: str = "", root: inspect.
         for index, (item, item_type) in enumerate(zip(value, kind.item_types)):  # noqa: B905  unequal: said above
             yield from mismatches(item, item_type, f"{path}.{index}", root)
     elif not _fits(value, kind):
+        if isinstance(value, str) and (now := _REPLACED.get(path, {}).get(value)):
+            yield f"{path}: {value} is no longer a value: {now}"
+            return
         hint = "; put it in quotes" if isinstance(kind, inspect.StrType) and isinstance(value, (bool, int, float)) else ""
         yield f"{path}: {show(value)} is not {_wanted(kind)}{hint}"
 
@@ -279,6 +291,8 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
     for key, item in value.items():
         if key in known:
             yield from mismatches(item, known[key].type, prefix + key, root)
+        elif f"{prefix}{key}" in _REMOVED:
+            yield f"{prefix}{key}: no longer a key: {_REMOVED[f'{prefix}{key}']}"
         else:
             yield f"{prefix}{key}: unknown key; {_nearest(str(key), list(known), root)}"
     for name, field in known.items():

@@ -253,11 +253,6 @@ def _turns(config: Config) -> Iterator[str]:
             yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"
     if not publication.overlap:
         yield "publication.overlap: false sends a rollout that comes late no version while the trainer is off; must be true"
-    if publication.in_flight in ("keep", "recompute"):
-        yield (
-            f"publication.in_flight: {publication.in_flight}, but no sample is in flight at a swap where rollouts and trainer "
-            "take turns; must be auto"
-        )
     if publication.backend in ("nccl", "hccl"):
         yield (
             f"publication.backend: {publication.backend} takes one member a device, and rollouts lie on the trainer's; must be "
@@ -279,8 +274,6 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         yield from _heads(key, fleet.tensor_parallel, model or {})
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
-        if config.publication.staging == "inplace":
-            yield "publication.staging: inplace is for engine torch; vLLM takes whole versions alone, so that shadow is needed"
 
 
 def _heads(key: str, ways: int, model: Mapping[str, Any]) -> Iterator[str]:

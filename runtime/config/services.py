@@ -242,13 +242,10 @@ class Publication(Section, frozen=True):
     bucket_bytes: Bytes = 16 << 20
     """Size of a flat buffer; a larger tensor has one of its own. Four are under way at once, so that a model wants to have many
     more."""
-    in_flight: Literal["auto", "keep", "recompute", "drain"] = "auto"
+    in_flight: Literal["keep", "recompute", "drain"] = "keep"
     """What a sample does that is being generated when new weights are swapped in: `keep`: it goes on with the keys and values
     that it has; `recompute`: with those that the new weights give its tokens so far; `drain`: it is finished first, and none is
-    begun meanwhile. `auto`: keep. With `training.staleness: 0`, `keep` and `recompute` are refused."""
-    staging: Literal["shadow", "inplace"] = "shadow"
-    """`shadow`: rollouts receive a version beside the weights that they generate from, and stop only to swap. `inplace`: over
-    them, with memory for a few buckets only, and stand still from the first bucket to the commit. Not for engine vllm."""
+    begun meanwhile. With `training.staleness: 0` no sample of training is being generated then."""
     senders: Literal["one", "all"] = "one"
     """`one`: rank 0 of the trainer gathers and sends everything. `all`: each rank that can have a tensor whole sends a share of
     the buckets. Not for `filesystem`."""
@@ -265,7 +262,6 @@ class Publication(Section, frozen=True):
     """From the sender's announcement to the last bucket, the gathering of the weights included; the checksums have the same
     again."""
     commit_timeout: Seconds = 30.0
-    """For all rollouts to swap; with `drain` also for the samples that are being generated to end (with `staging: inplace`
-    within `transfer_timeout`)."""
+    """For all rollouts to swap; with `drain` also for the samples that are being generated to end."""
     abort_timeout: Seconds = 10.0
     """For the members to leave a group that is given up; who does not is lost."""

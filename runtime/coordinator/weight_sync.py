@@ -304,8 +304,6 @@ class Transaction:
         reason = machine.reason
         if machine.phase == "done" and publisher._settings.in_flight == "drain":  # it got as far as the commit
             reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
-        elif (publisher._settings.in_flight, publisher._settings.staging) == ("drain", "inplace"):
-            reason += "; with drain and inplace, samples under way have to end within publication.transfer_timeout"
         for name in machine.lost:
             pool.lose(self._ports[name], reason)
         if machine.phase == "done":

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from runtime.errors import InvariantViolated
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ class EngineStats(Struct, kw_only=True):
 class RolloutEngine(ABC):
     """Token in, token out. Called on one event loop, one call at a time but for `stage`; `advance` may run long.
 
-    New weights come in one of two ways. Either they are staged beside generation, and `swap` takes them over between two steps;
-    or they are loaded part by part over those that the engine has, and `swap` says that they are whole.
+    New weights are staged beside generation, and `swap` takes them over between two steps.
     """
 
     adopts = False
@@ -62,11 +60,9 @@ class RolloutEngine(ABC):
     def hold(self, held: bool) -> None:
         """While held, no sequence is begun, and `advance` returns once those that are running have finished."""
 
-    @property
-    @abstractmethod
-    def torn(self) -> bool:
-        """Whether the weights are of no version: new ones came in part. Nothing is generated until a swap; what was running
-        goes on then."""
+    torn = False
+    """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
+    running goes on then."""
 
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -76,17 +72,9 @@ class RolloutEngine(ABC):
         engine `adopts`. Raises InvalidMessage, changing nothing; UserError when the device has not the memory.
         """
 
-    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        """Overwrite a part of the weights with those of `version`; the engine is torn until `swap`, once all have come.
-
-        Parts of another version begin it anew. Raises InvalidMessage, changing nothing; InvariantViolated by an engine that
-        takes whole versions alone.
-        """
-        raise InvariantViolated(f"{type(self).__name__} takes whole versions alone")
-
     @abstractmethod
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Take over the weights that were staged, or loaded. Raises InvariantViolated, changing nothing, when none were.
+        """Take over the weights that were staged. Raises InvariantViolated, changing nothing, when none were.
 
         Running sequences go on with the keys and values that they have or, with `recompute`, with those that the new weights
         give their tokens so far.

@@ -1,6 +1,6 @@
-"""The receiving side of a publication. A version is staged whole beside the weights in use, or unpacked over them.
+"""The receiving side of a weight sync. A version is staged whole beside the weights in use.
 
-In both cases the receiver outlives epochs: the group is an argument of `receive`. A reception may be posted long before the
+The receiver outlives epochs: the group is an argument of `receive`. A reception may be posted long before the
 sender starts, and two clocks apply. Until the sender's announcement only `abort`, the loss of the sender, or the group's
 backstop of hours ends the wait, since a whole training step may lie in it. From the announcement on, everything must have
 arrived within `deadline` seconds. A coordinator therefore posts early, keeps its own deadline from the moment at which it
@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
 
 import torch
 
@@ -25,43 +23,9 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, plan_buckets
 from runtime.weights.reception import Reception
-from runtime.weights.sender import DEPTH, allocate, in_thread, tensors_in, views
-
-T = TypeVar("T")
+from runtime.weights.sender import allocate, in_thread, views
 
 Tensors = dict[str, torch.Tensor]
-
-
-class _Receiver:
-    """One reception at a time."""
-
-    def __init__(self, manifest: Manifest):
-        """Raises InvalidMessage for a manifest without a plan."""
-        self.manifest = manifest
-        self.buckets = plan_buckets(manifest)
-        self._lock = threading.Lock()
-        self._group: WeightGroup | None = None  # while a reception is under way
-
-    def abort(self) -> None:
-        """End the reception under way, if there is one, by leaving its group for good; a staged version stays."""
-        with self._lock:
-            if self._group is not None:
-                self._group.abort()
-
-    def _begin(self, group: WeightGroup, version: PolicyVersion, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread. The caller holds the lock."""
-        if self._group is not None:
-            raise InvariantViolated(f"{group.name}: cannot receive {version}: another version is being received")
-        group.describe(self.manifest)
-        self._group = group
-        return in_thread(f"receive-{version}", lambda: self._until_done(work))
-
-    def _until_done(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        finally:
-            with self._lock:
-                self._group = None
 
 
 class Staged:
@@ -95,8 +59,11 @@ class _Set:
         self.tensors = dict(zip(names, views(receiver.manifest, receiver.buckets, self.buffers), strict=True))
 
 
-class WeightReceiver(_Receiver):
-    """Owns the staging buckets of one manifest: `sets` times, for an engine that adopts what was staged takes two."""
+class WeightReceiver:
+    """Owns the staging buckets of one manifest: `sets` times, for an engine that adopts what was staged takes two.
+
+    One reception at a time.
+    """
 
     def __init__(self, manifest: Manifest, *, sets: int = 1, shared: bool = False):
         """Buckets that are `shared` can be mapped by other processes.
@@ -104,13 +71,22 @@ class WeightReceiver(_Receiver):
         A set takes its memory with the first version that it receives: by then the weights with which the engine began are
         gone, so that no more than two copies are ever there. Raises InvalidMessage for a manifest without a plan.
         """
-        super().__init__(manifest)
+        self.manifest = manifest
+        self.buckets = plan_buckets(manifest)
+        self._lock = threading.Lock()  # guards what follows
+        self._group: WeightGroup | None = None  # while a reception is under way
         self._new_set = lambda: _Set(self, shared)
         self._most = sets
         self._free: list[_Set] = []
         self._made = 0
         self._adopted: _Set | None = None
         self._staged: Staged | None = None
+
+    def abort(self) -> None:
+        """End the reception under way, if there is one, by leaving its group for good; a staged version stays."""
+        with self._lock:
+            if self._group is not None:
+                self._group.abort()
 
     def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[Staged]:
         """Receive `version` into a set that is not in use. The version staged before has to be released or adopted first."""
@@ -119,7 +95,19 @@ class WeightReceiver(_Receiver):
                 raise InvariantViolated(f"{group.name}: cannot receive {version}: {self._staged.version} is still staged")
             if not self._free and self._made == self._most:
                 raise InvariantViolated(f"{group.name}: cannot receive {version}: every set of buckets is in use")
-            return self._begin(group, version, lambda: self._receive(Reception(group, self.buckets, version, deadline)))
+            if self._group is not None:
+                raise InvariantViolated(f"{group.name}: cannot receive {version}: another version is being received")
+            group.describe(self.manifest)
+            self._group = group
+            reception = Reception(group, self.buckets, version, deadline)
+            return in_thread(f"receive-{version}", lambda: self._until_done(reception))
+
+    def _until_done(self, reception: Reception) -> Staged:
+        try:
+            return self._receive(reception)
+        finally:
+            with self._lock:
+                self._group = None
 
     def _receive(self, reception: Reception) -> Staged:
         if not self._free:
@@ -143,39 +131,3 @@ class WeightReceiver(_Receiver):
                 unused, self._adopted = self._adopted, unused
             if unused is not None:
                 self._free.append(unused)
-
-
-class InplaceReceiver(_Receiver):
-    """Owns a few buffers of one bucket each, for an engine that has no memory for a second set of weights."""
-
-    def __init__(self, manifest: Manifest):
-        """Raises InvalidMessage for a manifest without a plan."""
-        super().__init__(manifest)
-        largest = max((bucket.total_bytes for bucket in self.buckets), default=0)
-        self._ring = [torch.zeros(largest, dtype=torch.uint8) for _ in range(min(DEPTH, len(self.buckets)))]
-
-    def receive(
-        self, group: WeightGroup, version: PolicyVersion, deadline: float, unpack: Callable[[Tensors, float], None] | None
-    ) -> Future[float]:
-        """Receive `version` bucket by bucket; the result is the seconds from the announcement to the last one.
-
-        `unpack` is called in the reception's thread for each bucket that is verified, with its tensors by Hugging Face name,
-        valid until it returns, and the monotonic time by which everything must have arrived. A SluiceError that it raises ends
-        the reception, and aborts the group. None: the version is verified and dropped.
-        """
-        with self._lock:
-            reception = Reception(group, self.buckets, version, deadline)
-            return self._begin(group, version, lambda: self._receive(reception, unpack))
-
-    def _receive(self, reception: Reception, unpack: Callable[[Tensors, float], None] | None) -> float:
-        def use(index: int) -> None:
-            if unpack is not None:
-                found = tensors_in(self.manifest, self.buckets[index], self._buffer(index))
-                unpack({self.manifest.tensors[tensor].name: view for tensor, view in found.items()}, reception.give_up)
-
-        reception.await_sender()
-        reception.take(self._buffer, use)
-        return time.monotonic() - reception.began
-
-    def _buffer(self, index: int) -> torch.Tensor:
-        return self._ring[index % len(self._ring)][: self.buckets[index].total_bytes]

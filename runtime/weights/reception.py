@@ -46,11 +46,10 @@ class Reception:
         self.began = time.monotonic()
         group.bound(self._deadline)
 
-    def take(self, buffer_of: BufferOf, use: Callable[[int], None] | None = None) -> None:
+    def take(self, buffer_of: BufferOf) -> None:
         """Receive every bucket, also after a bad one: the group stays usable.
 
-        `buffer_of(index)` is where a bucket goes: uint8, of its size, which may be that of the bucket `DEPTH` before. A bucket
-        is handed to `use` once its checksum holds, as long as no other one failed; what `use` raises ends the reception.
+        `buffer_of(index)` is where a bucket goes: uint8, of its size.
 
         Raises ServiceFault of phase "transfer" (DeadlineExceeded when late), or "verify", naming the buckets; Cancelled.
         """
@@ -64,13 +63,8 @@ class Reception:
                     posted += 1
                 digest = wait_until(pending.pop(0), self.give_up)
                 wrong += self._faults(index, buffer_of(index), digest)
-                if use is not None and not wrong:
-                    use(index)
         except RuntimeError as error:
             raise self._failure(index, error) from error
-        except SluiceError:
-            self._group.abort()
-            raise
         if wrong:
             raise ServiceFault(self._group.name, "verify", f"version {self.version}: {'; '.join(wrong)}", self._deadline)
 

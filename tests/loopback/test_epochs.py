@@ -39,7 +39,6 @@ from tests.loopback.weight_cases import MANIFEST, expected, same
 DEADLINE = 100.0
 # Longer than a test may take: what waits for one of these deadlines fails.
 PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
-INPLACE = replace(PUBLICATION, staging="inplace")
 IMPATIENT = replace(PUBLICATION, transfer_timeout=4.0, abort_timeout=4.0)
 
 
@@ -47,13 +46,12 @@ class Held:
     """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
 
     adopts = True
+    torn = False
 
     def __init__(self) -> None:
         self.version = PolicyVersion()
         self.swapped: list[int] = []
-        self.torn = False
         self._staged: Mapping[str, torch.Tensor] = {}
-        self._loaded: dict[str, torch.Tensor] = {}
 
     @property
     def has_work(self) -> bool:
@@ -65,13 +63,8 @@ class Held:
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._staged = tensors
 
-    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        self.torn = True
-        self._loaded.update((name, tensor.clone()) for name, tensor in tensors.items())
-
     async def swap(self, version: PolicyVersion, recompute: bool) -> None:
-        assert same(self._loaded if self.torn else dict(self._staged), version.step)
-        self.torn = False
+        assert same(dict(self._staged), version.step)
         self.version = version
         self.swapped.append(version.step)
 
@@ -239,14 +232,12 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Port, "apart", request.param)
 
 
-@pytest.mark.parametrize(
-    ("transport", "staging"), [("auto", "shadow"), ("auto", "inplace"), ("filesystem", "shadow"), ("delta", "shadow")]
-)
+@pytest.mark.parametrize("transport", ["auto", "filesystem", "delta"])
 def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
-    transport: str, staging: str, tmp_path: Path
+    transport: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if transport == "filesystem" else ""
-    settings = replace(PUBLICATION, transport=transport, folder=folder, staging=staging)
+    settings = replace(PUBLICATION, transport=transport, folder=folder)
 
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts
@@ -265,26 +256,6 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
 
     run(test, settings)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_rollout_that_is_torn_by_the_loss_of_another_is_whole_after_the_next_attempt() -> None:
-    async def test(here: Stage) -> None:
-        staying, dying = here.rollouts
-        await here.publish(1)
-        load = staying.engine.load
-
-        async def load_then_lose(tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-            await load(tensors, version)
-            if version.step == 2 and dying in here.pool.serving:  # type: ignore[comparison-overlap]
-                dying.cut()
-
-        staying.engine.load = load_then_lose  # type: ignore[method-assign]
-        figures = await here.publish(2)
-        assert (figures.aborts, figures.epoch) == (1, 2)
-        assert (staying.engine.swapped, staying.engine.torn) == ([1, 2], False)
-        assert "rollout-1" in here.publisher.abort
-
-    run(test, INPLACE)
 
 
 @pytest.mark.parametrize("how", ["dies", "is silent"])

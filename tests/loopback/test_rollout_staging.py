@@ -1,4 +1,4 @@
-"""Publications to a rollout's service with the embedded engine, over real gloo, while it generates: staged, or in place."""
+"""Publications to a rollout's service with the embedded engine, over real gloo, while it generates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.actor import Actor, Priority
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights
-from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, SluiceError
+from runtime.errors import InvalidMessage, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup, host
@@ -65,7 +65,6 @@ class Site:
     def __init__(self, models: Models, **publication: Any):
         self.models = models
         settings = config.Publication(**{"transfer_timeout": DEADLINE, **publication})
-        self.inplace = settings.staging == "inplace"
         self.service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), "rollout-0", 0)
         self.engine = TorchRolloutEngine(
             str(models.path), device=torch.device("cpu"), dtype=torch.float32, slots=SLOTS, max_model_len=256
@@ -129,8 +128,6 @@ class Site:
                 self.group.send(index, self.sender._buffers[index]).wait(DEADLINE)
 
         await asyncio.wrap_future(in_thread("send", send))
-        if self.inplace and buckets:
-            await until(lambda: self.engine.torn)
         self.group.abort()
         with pytest.raises(SluiceError):
             await received
@@ -198,9 +195,8 @@ def run(models: Models, test: Callable[[Site], Coroutine[Any, Any, None]], **pub
     asyncio.run(within())
 
 
-@pytest.mark.parametrize("staging", ["shadow", "inplace"])
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
-def test_a_version_is_published_while_samples_are_generated(models: Models, staging: str, in_flight: str) -> None:
+def test_a_version_is_published_while_samples_are_generated(models: Models, in_flight: str) -> None:
     async def test(site: Site) -> None:
         await site.join()
         groups = await site.busy()
@@ -221,7 +217,7 @@ def test_a_version_is_published_while_samples_are_generated(models: Models, stag
             assert_close(sample.logprobs[after], expected[after], terms=forward_terms(256), scale=LOGITS)
         await site.check(1)
 
-    run(models, test, staging=staging, in_flight=in_flight)
+    run(models, test, in_flight=in_flight)
 
 
 def test_the_engine_generates_from_the_buckets_and_they_take_turns(models: Models) -> None:
@@ -262,134 +258,18 @@ def test_what_the_engine_generates_from_outlives_epochs_resends_and_aborts(model
     run(models, test)
 
 
-@pytest.mark.parametrize("staging", ["shadow", "inplace"])
-def test_weights_that_do_not_fit_fail_the_reception_and_not_the_rollout(models: Models, staging: str) -> None:
+def test_weights_that_do_not_fit_fail_the_reception_and_not_the_rollout(models: Models) -> None:
     async def test(site: Site) -> None:
         specs = tuple(replace(spec, name=spec.name.replace("q_proj", "queries")) for spec in models.manifest.tensors)
         await site.join(replace(models.manifest, tensors=specs))
         groups = await site.busy()
-        with pytest.raises(SluiceError) as caught:
+        with pytest.raises(InvalidMessage):
             await site.transfer(1)
-        assert isinstance(caught.value, InvalidMessage) == (staging == "shadow")  # inplace: the trainer's own failure, as well
         await site.ask(AbortWeights(version(1), site.epoch))
         site.hurry.set()
-        if staging == "shadow":
-            assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
-        else:
-            assert site.service.state == "torn"  # the first bucket held the embedding
+        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
         await site.join()
         await site.publish(2)
         await site.check(2)
 
-    run(models, test, staging=staging)
-
-
-# ---------------------------------------------------------------------------------------------- in place
-
-
-def test_an_engine_with_a_part_of_a_version_is_torn_until_it_has_a_whole_one(models: Models) -> None:
-    async def test(site: Site) -> None:
-        await site.join()
-        groups = await site.busy()
-        await site.break_off(1, 2)
-        assert (site.service.state, site.service.gauges()["torn"], site.service.version) == ("torn", 1.0, version(0))
-        steps = site.engine.stats().decode_steps
-        late = site.generate(limit=3)[0]
-        await site.ask(AbortWeights(version(1), site.epoch))  # behind it in the mailbox
-        assert (site.engine.stats().running, site.engine.stats().decode_steps) == (SLOTS, steps)
-        assert not site.service.busy
-        await site.join()
-        await site.break_off(1, 3)  # once more, and still not whole
-        await site.join()
-        await site.publish(1)
-        assert (site.service.state, site.service.gauges()["torn"], site.service.version) == ("ready", 0.0, version(1))
-        assert [versions(await group)[0] for group in groups] == [[0, 1]] * SLOTS + [[1]] * SLOTS
-        assert versions(await late) == [[1]]
-        await site.check(1)
-
-    run(models, test, staging="inplace")
-
-
-def test_what_breaks_off_before_a_bucket_came_leaves_the_engine_whole(models: Models) -> None:
-    async def test(site: Site) -> None:
-        await site.join()
-        groups = await site.busy()
-        await site.break_off(1, 0)
-        assert site.service.state == "ready"
-        site.hurry.set()
-        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
-
-    run(models, test, staging="inplace")
-
-
-def test_a_version_that_is_sent_again_does_not_stop_generation(models: Models) -> None:
-    async def test(site: Site) -> None:
-        await site.join()
-        await site.publish(1)
-        await site.join()
-        groups = await site.busy()
-        await site.transfer(1)
-        steps = site.engine.stats().decode_steps
-        site.hurry.set()
-        await site.generate(limit=3)[0]  # it goes on before the commit
-        assert site.engine.stats().decode_steps > steps
-        assert await site.commit(1) == 0.0
-        assert (site.service.weights.swaps, site.service.state) == (1, "ready")
-        assert [versions(await group)[0] for group in groups] == [[1]] * len(groups)
-
-    run(models, test, staging="inplace")
-
-
-def test_generation_stands_still_from_the_first_bucket_to_the_commit(models: Models) -> None:
-    async def test(site: Site) -> None:
-        await site.join()
-        groups = await site.busy()
-        await site.transfer(1)
-        steps = site.engine.stats().decode_steps
-        late = site.generate(limit=3)[0]
-        await site.ask(AbortWeights(version(1), 99))  # of another epoch: an answer from behind the letter before
-        assert site.engine.stats().decode_steps == steps
-        await site.commit(1)
-        assert [versions(await group)[0] for group in groups] == [[0, 1]] * SLOTS + [[1]] * SLOTS
-        assert versions(await late) == [[1]]
-
-    run(models, test, staging="inplace")
-
-
-def test_samples_that_do_not_end_in_time_fail_a_draining_reception_and_go_on(models: Models) -> None:
-    async def test(site: Site) -> None:
-        await site.join()
-        groups = await site.busy()
-        received = site.receive(1)
-        models.gather(site.sender, 1)
-        sending = site.sender.send(site.group, version(1), DEADLINE)
-        with pytest.raises(DeadlineExceeded, match=r"rollout-0: transfer: samples that were running did not end .*2 s"):
-            await received
-        with pytest.raises(SluiceError):
-            await asyncio.wrap_future(sending)
-        await site.ask(AbortWeights(version(1), site.epoch))
-        site.hurry.set()
-        assert site.service.state == "ready"
-        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
-
-    run(models, test, staging="inplace", in_flight="drain", transfer_timeout=2.0)
-
-
-def test_an_abort_before_generation_stands_still_frees_the_reception(models: Models) -> None:
-    async def test(site: Site) -> None:
-        await site.join()
-        groups = await site.busy()
-        received = site.receive(1)
-        models.gather(site.sender, 1)
-        sending = site.sender.send(site.group, version(1), DEADLINE)
-        await until(lambda: site.service.weights.standstill.since is not None)
-        await site.ask(AbortWeights(version(1), site.epoch))
-        with pytest.raises(Cancelled):
-            await received
-        with pytest.raises(SluiceError):
-            await asyncio.wrap_future(sending)
-        await site.join()
-        site.hurry.set()
-        assert [versions(await group)[0] for group in groups] == [[0]] * len(groups)
-
-    run(models, test, staging="inplace", in_flight="drain")
+    run(models, test)

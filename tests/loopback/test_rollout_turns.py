@@ -19,9 +19,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-def on_site(models: Models, staging: str, course: Callable[[Site], Awaitable[None]]) -> None:
+def on_site(models: Models, course: Callable[[Site], Awaitable[None]]) -> None:
     async def go() -> None:
-        site = Site(models, staging=staging)
+        site = Site(models)
         running = asyncio.create_task(site.actor.run())
         await site.join()
         await course(site)
@@ -32,8 +32,7 @@ def on_site(models: Models, staging: str, course: Callable[[Site], Awaitable[Non
     asyncio.run(asyncio.wait_for(go(), 60.0))
 
 
-@pytest.mark.parametrize("staging", ["shadow", "inplace"])
-def test_a_version_comes_while_there_is_no_cache(models: Models, staging: str) -> None:
+def test_a_version_comes_while_there_is_no_cache(models: Models) -> None:
     async def course(site: Site) -> None:
         for step in (1, 2):
             await site.ask(Move(Level.ASLEEP))
@@ -48,7 +47,7 @@ def test_a_version_comes_while_there_is_no_cache(models: Models, staging: str) -
             group: GeneratedGroup = await waiting
             assert (group.oldest, group.newest) == (version(step), version(step))
 
-    on_site(models, staging, course)
+    on_site(models, course)
 
 
 def test_a_version_is_not_taken_over_asleep(models: Models) -> None:
@@ -58,7 +57,7 @@ def test_a_version_is_not_taken_over_asleep(models: Models) -> None:
         with pytest.raises(InvariantViolated, match="asleep"):
             await site.commit(1)
 
-    on_site(models, "shadow", course)
+    on_site(models, course)
 
 
 def test_what_is_under_way_is_given_up_for_the_sleep(models: Models) -> None:
@@ -73,4 +72,4 @@ def test_what_is_under_way_is_given_up_for_the_sleep(models: Models) -> None:
         await site.ask(Move(Level.AWAKE))
         await site.actor.send(request(1))
 
-    on_site(models, "shadow", course)
+    on_site(models, course)

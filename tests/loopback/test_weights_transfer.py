@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
+from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.group import TRANSPORTS, WeightGroup
-from runtime.weights.receiver import InplaceReceiver, Staged, WeightReceiver
-from runtime.weights.sender import DEPTH, WeightSender, stamp
+from runtime.weights.receiver import Staged, WeightReceiver
+from runtime.weights.sender import WeightSender
 from tests.loopback.weight_aborts import Aborts, connected
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, PATIENCE, gather, same, settles, threads_and_files
 
@@ -201,63 +200,6 @@ def test_a_receiver_whose_sets_are_all_in_use_refuses(pair: list[WeightGroup]) -
     received(pair, sender, receiver, 1).adopt()
     with pytest.raises(InvariantViolated, match=r"cannot receive 0\.2: every set of buckets is in use"):
         receiver.receive(pair[1], PolicyVersion(0, 2), PATIENCE)
-
-
-def test_buckets_are_unpacked_one_by_one_from_little_memory(pair: list[WeightGroup]) -> None:
-    sender, receiver = WeightSender(MANIFEST), InplaceReceiver(MANIFEST)
-    largest = max(bucket.total_bytes for bucket in receiver.buckets)
-    assert sum(buffer.nbytes for buffer in receiver._ring) == DEPTH * largest < sum(b.total_bytes for b in receiver.buckets)
-    found: dict[str, torch.Tensor] = {}
-    deadlines: list[float] = []
-    begun = time.monotonic()
-
-    def unpack(tensors: dict[str, torch.Tensor], give_up: float) -> None:
-        deadlines.append(give_up)
-        found.update({name: tensor.clone() for name, tensor in tensors.items()})
-
-    for version in (1, 2):
-        reception = receiver.receive(pair[1], PolicyVersion(0, version), PATIENCE, unpack if version == 1 else None)
-        gather(sender, version)
-        sender.send(pair[0], PolicyVersion(0, version), PATIENCE)
-        assert reception.result(PATIENCE) > 0
-        assert same(found, 1)
-    assert deadlines and all(begun + PATIENCE <= give_up <= time.monotonic() + PATIENCE for give_up in deadlines)
-
-
-def test_nothing_is_unpacked_from_a_bad_bucket_on(pair: list[WeightGroup]) -> None:
-    receiver, count = InplaceReceiver(MANIFEST), 0
-
-    def unpack(tensors: dict[str, torch.Tensor], give_up: float) -> None:
-        nonlocal count
-        count += 1
-
-    reception = receiver.receive(pair[1], PolicyVersion(0, 1), PATIENCE, unpack)
-    sender, bad = WeightSender(MANIFEST), 2
-    gather(sender, 1)
-    pair[0].describe(MANIFEST)
-    pair[0].announce(PolicyVersion(0, 1))
-    for index, (bucket, buffer) in enumerate(zip(sender.buckets, sender._buffers, strict=True)):
-        stamp(bucket, buffer, PolicyVersion(0, 1 if index != bad else 9))
-        pair[0].send(index, buffer).wait(PATIENCE)
-    with pytest.raises(ServiceFault, match=rf"verify: version 0\.1: bucket {bad} of \d+ is of version 0\.9"):
-        reception.result(PATIENCE)
-    assert count == bad
-    assert not pair[1].aborted
-
-
-@pytest.mark.parametrize("pair", IN_A_STORE, indirect=True)  # by way of a folder the sender waits for nobody
-def test_what_unpacking_raises_ends_the_transfer_everywhere(pair: list[WeightGroup]) -> None:
-    def unpack(tensors: dict[str, torch.Tensor], give_up: float) -> None:
-        raise InvalidMessage("unfit")
-
-    reception = InplaceReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), PATIENCE, unpack)
-    sender = WeightSender(MANIFEST)
-    gather(sender, 1)
-    sent = sender.send(pair[0], PolicyVersion(0, 1), 4.0)  # which ends it where gloo has forgotten the send
-    with pytest.raises(InvalidMessage, match="unfit"):
-        reception.result(PATIENCE)
-    with pytest.raises(ServiceFault, match="was not taken"):
-        sent.result(PATIENCE)
 
 
 @pytest.mark.parametrize("pair", IN_A_STORE, indirect=True)  # by way of a folder the sender waits for nobody

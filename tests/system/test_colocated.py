@@ -13,9 +13,9 @@ pytestmark = pytest.mark.timeout(240)
 TURNS = ("services.rollout.colocate=trainer",)
 
 
-@pytest.mark.parametrize(("staleness", "staging"), [(0, "inplace"), (1, "shadow")])
-def test_rollouts_and_trainer_take_turns(config: Path, tmp_path: Path, staleness: int, staging: str) -> None:
-    asked = (f"training.staleness={staleness}", f"publication.staging={staging}", "evaluation.every=2", "evaluation.after=true")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rollouts_and_trainer_take_turns(config: Path, tmp_path: Path, staleness: int) -> None:
+    asked = (f"training.staleness={staleness}", "evaluation.every=2", "evaluation.after=true")
     reference = "services.reference.colocate=trainer"
     run = trained(config, *TURNS, *asked, reference, folder=tmp_path / "run", timeout=180)
     assert summary(run.folder)["groups"] == {"retired": 16, "dropped": 0}

@@ -91,11 +91,6 @@ TURNS = {"rollout": {"colocate": "trainer"}}
             "publication.overlap: false sends a rollout that comes late no version while the trainer is off; must be true",
         ),
         (
-            {"services": TURNS, "publication": {"in_flight": "recompute"}},
-            "publication.in_flight: recompute, but no sample is in flight at a swap where rollouts and trainer take turns; "
-            "must be auto",
-        ),
-        (
             {"services": TURNS, "publication": {"backend": "nccl"}},
             "publication.backend: nccl takes one member a device, and rollouts lie on the trainer's; must be auto or gloo",
         ),

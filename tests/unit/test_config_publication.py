@@ -8,27 +8,28 @@ from typing import Any
 
 import pytest
 
+from runtime.config.loading import type_faults
 from tests.unit.config_cases import TWO_ROLLOUTS, checked
 
 
-@pytest.mark.parametrize("in_flight", ["auto", "keep", "recompute", "drain"])
-def test_without_staleness_weights_cannot_change_under_a_sample(sound: dict[str, Any], in_flight: str) -> None:
-    assert checked(sound, publication={"in_flight": in_flight}) == []
-    faults = checked(sound, publication={"in_flight": in_flight}, training={"staleness": 0})
-    if in_flight in ("auto", "drain"):
-        assert faults == []
-    else:
-        (fault,) = faults
-        assert fault.startswith(
-            f"publication.in_flight: {in_flight} swaps weights under samples; with training.staleness 0 each"
-        )
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_each_mode_goes_with_each_staleness(sound: dict[str, Any], in_flight: str, staleness: int) -> None:
+    assert checked(sound, publication={"in_flight": in_flight}, training={"staleness": staleness}) == []
 
 
-def test_vllm_takes_whole_versions_alone(sound: dict[str, Any]) -> None:
-    rollout = {"engine": "vllm", "python": "/elsewhere/bin/python"}
-    for engine, staging, sound_so in (({}, "inplace", True), (rollout, "shadow", True), (rollout, "inplace", False)):
-        faults = checked(sound, publication={"staging": staging}, services={"rollout": engine})
-        assert sound_so == (not any(fault.startswith("publication.staging: inplace is for engine torch") for fault in faults))
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"staging": "inplace"},
+            "publication.staging: no longer a key: there is one way now, what shadow was; leave the key out",
+        ),
+        ({"in_flight": "auto"}, "publication.in_flight: auto is no longer a value: write keep, which it stood for"),
+    ],
+)
+def test_what_was_removed_says_what_to_write_now(given: dict[str, Any], told: str) -> None:
+    assert type_faults({"run": {"name": "x"}, "publication": given})[-1:] == [told]
 
 
 @pytest.mark.parametrize(

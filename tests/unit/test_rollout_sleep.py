@@ -57,13 +57,11 @@ def test_weights_are_taken_over_before_the_cache_is_back(tmp_path: Path, on_host
         await engine.sleep()
         embedding = engine._decoder.weights.embedding
         assert (embedding.untyped_storage().nbytes() == 0) == on_host
-        with pytest.raises(InvariantViolated, match="loaded while the engine is asleep"):
-            await engine.load(weights[1], PolicyVersion(0, 1))
         await engine.wake(cache=False)
         assert all(map(torch.equal, before, engine._decoder.weights.tensors()))
         engine.submit([request(1)])
         assert not engine.has_work
-        await engine.load(weights[1], PolicyVersion(0, 1))
+        await engine.stage(weights[1])
         await engine.swap(PolicyVersion(0, 1))
         assert not engine.has_work
         await engine.sleep()

@@ -97,18 +97,9 @@ class DecoderWeights:
         outer = {name: parameter((part,)) for name, part in _outer_parts(config).items()}
         return cls(config, outer[_EMBEDDING], layers, outer[_NORM], outer.get(_HEAD, outer[_EMBEDDING]))
 
-    def require(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises InvalidMessage unless `tensors` are some of the weights."""
-        shapes = _shapes(self.config)
-        for name, tensor in tensors.items():
-            if name not in shapes:
-                raise InvalidMessage(f"weights do not fit the model: unknown {name}")
-            if tuple(tensor.shape) != shapes[name]:
-                raise InvalidMessage(f"weights do not fit the model: {_misshapen(name, tensor.shape, shapes[name])}")
-
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy some of the weights in place, cast to the model's dtype: of what `require` takes."""
+        """Copy some of the weights in place, cast to the model's dtype."""
         for name, tensor in tensors.items():
             if name in self._views:  # a tied head is the embedding, which comes under its own name
                 self._views[name].copy_(tensor)
@@ -116,11 +107,6 @@ class DecoderWeights:
     def tensors(self) -> Iterable[torch.Tensor]:
         """All of them, some of which are views of one memory."""
         return self._views.values()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """What makes a complete set. A tied head may come besides."""
-        return frozenset(self._views)
 
     @cached_property
     def _views(self) -> dict[str, torch.Tensor]:

@@ -84,8 +84,6 @@ class TorchRolloutEngine(RolloutEngine):
         self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
         self._version = version
         self._staged: DecoderWeights | None = None
-        self._loading: PolicyVersion | None = None  # whose weights overwrite those of `version`, not whole yet
-        self._loaded: set[str] = set()  # of them
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -142,7 +140,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and not (self._level < Level.AWAKE or self.torn)
+        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE
 
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
@@ -264,10 +262,6 @@ class TorchRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    @property
-    def torn(self) -> bool:
-        return self._loading is not None
-
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._staged = None  # so that no third set of weights is in memory
         self._staged = await asyncio.to_thread(self._prepare, tensors)
@@ -283,33 +277,21 @@ class TorchRolloutEngine(RolloutEngine):
                 weights.load(tensors)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"publication.staging: shadow holds the weights twice on {self._device}, which has not the memory; "
-                f"take inplace ({error})"
+                f"services.rollout.slots: a weight sync holds the weights twice on {self._device}, which has not the memory; "
+                f"take fewer slots, or engine vllm ({error})"
             ) from error
         return weights
-
-    async def load(self, tensors: Mapping[str, torch.Tensor], version: PolicyVersion) -> None:
-        if self._level == Level.ASLEEP:
-            raise InvariantViolated("weights are loaded while the engine is asleep")
-        weights = self._decoder.weights
-        weights.require(tensors)
-        if version != self._loading:
-            self._loading, self._loaded = version, set()
-        await self._in_thread(lambda: weights.load(tensors))
-        self._loaded.update(tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
-        is_loaded = self._loading == version and self._loaded >= self._decoder.weights.names
-        if self._staged is None and not is_loaded:
-            raise InvariantViolated(f"version {version} is to be swapped in, and is neither staged nor loaded whole")
+        if self._staged is None:
+            raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
-        if self._staged is not None:
-            self._decoder.weights, self._staged = self._staged, None
-        self._version, self._loading = version, None
+        self._decoder.weights, self._staged = self._staged, None
+        self._version = version
         for group in self._waiting:
             group.prefilled = None
         if recompute:

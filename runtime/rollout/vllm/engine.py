@@ -108,7 +108,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._held = False
         self._level = Level.AWAKE
         self._sleeps = sleeps
-        self._torn = False  # the weights are of no version
+        self.torn = False  # the weights are of no version
         self._staged: tuple[list[shared.Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
@@ -143,7 +143,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return not (self._torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self._held))
+        return not (self.torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self._held))
 
     async def _outputs(self) -> list[Output]:
         try:
@@ -236,10 +236,6 @@ class VLLMRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    @property
-    def torn(self) -> bool:
-        return self._torn
-
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
         self._check_weights(tensors)
@@ -258,7 +254,7 @@ class VLLMRolloutEngine(RolloutEngine):
         try:
             await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
         except Exception as error:
-            self._torn = True
+            self.torn = True
             if isinstance(error, ServiceFault):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
@@ -277,7 +273,7 @@ class VLLMRolloutEngine(RolloutEngine):
         faults = await self._core.load(locations)
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
-        self._version, self._torn = version, False
+        self._version, self.torn = version, False
         if self._level == Level.AWAKE:
             await self._core.resume()
 
