@@ -200,7 +200,7 @@ class TrainerService(Leader):
                     self.name,
                     command.transport,
                     settings.folder,
-                    settings.full_every,
+                    settings.full_every if settings.encoding == "delta" else 0,
                     network.port_range,
                     (*senders, *command.names[1:]),
                     len(senders),

@@ -37,7 +37,7 @@ class PublicationSettings(Struct, frozen=True):
     rounds: int = 5
     changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
     generation: pauses.PausesSettings = pauses.PausesSettings()
-    versions: int = 100  # of consecutive steps, for transport `delta`
+    versions: int = 100  # of consecutive steps, for encoding `delta`
 
 
 class PublicationReport(Struct):
@@ -153,7 +153,7 @@ class Stage:
         from benchmarks.publication import ways as plain
 
         megabytes = self._megabytes
-        baselines = {"shared_memory": plain.COPY, "filesystem": plain.DISK if plain.DISK in seconds else plain.GLOO}
+        baselines = {"shared_memory": plain.COPY, "files": plain.DISK if plain.DISK in seconds else plain.GLOO}
         published = {}
         gather = 0.0
         for transport in TRANSPORTS:
@@ -183,7 +183,7 @@ class Stage:
         return max(ended - (began if way == COPY else sent) for began, ended in others)
 
     async def _open(self, transport: Any, folder: Path) -> Publisher:
-        publication = Publication(transport=transport, folder=str(folder / transport))
+        publication = Publication(folder=str(folder / transport), **TRANSPORTS[transport])
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
         config = Config(run=Run(name="bench", resume=""), services=replicas, publication=publication)
         await self.everyone("open", config=msgspec.to_builtins(config), megabytes=self._megabytes)

@@ -1,4 +1,4 @@
-"""How much of the weights a step of training changes, and what transport `delta` makes of it."""
+"""How much of the weights a step of training changes, and what encoding `delta` makes of it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def measure(folder: Path, versions: int, show: Callable[[str], None] = lam
 def training_config(folder: Path) -> Config:
     """The benches' own, whose learning rate is 1e-6; masters in float32, published in bfloat16."""
     config = bench_config(folder / "material")
-    publication = replace(config.publication, transport="delta", dtype="bfloat16")
+    publication = replace(config.publication, transport="collective", encoding="delta", dtype="bfloat16")
     return replace(config, run=replace(config.run, resume=""), publication=publication)
 
 

@@ -38,8 +38,11 @@ DEADLINE = 600.0  # seconds for any answer
 PREPARE = 60.0  # seconds of that phase
 LINE = 16 << 20  # bytes: a manifest is one
 
-# Those that a run can be told to take.
-TRANSPORTS = [name for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"]
+# Those that a run can be told to take, and what the collective makes of deltas: settings by name.
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    **{name: {"transport": name} for name in get_args(get_type_hints(Publication)["transport"]) if name != "auto"},
+    "delta": {"transport": "collective", "encoding": "delta"},
+}
 
 T = TypeVar("T")
 P = TypeVar("P", bound="BenchPeer")

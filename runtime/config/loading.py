@@ -33,6 +33,7 @@ _REMOVED = {
 }
 # Values of earlier versions, by key: what to write now.
 _REPLACED = {
+    "publication.transport": {"filesystem": "write files", "delta": "write encoding: delta, and transport: auto or collective"},
     "publication.in_flight": {"auto": "write keep, which it stood for"},
 }
 

@@ -29,7 +29,6 @@ from runtime.rollout.vllm.sampling import LEAST_TEMPERATURE
 from runtime.weights.transports import resolve
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
-_COLLECTIVE = ("collective", "delta")
 RESERVED = 1024  # ports below belong to the system
 HOSTS = ("rollout", "reward_model", "reference", "trainer", "critic")
 _VLLM_ALONE = ("tensor_parallel", "engine_args")
@@ -142,7 +141,7 @@ def _shared_device(config: Config) -> Iterator[str]:
     """NCCL and HCCL refuse two members on one device. Who names none has its own."""
     settings = config.publication
     transport = resolve(settings.transport, settings.backend, {"trainer-0": "this"})
-    if settings.backend == "gloo" or transport not in _COLLECTIVE:
+    if settings.backend == "gloo" or transport != "collective":
         return
     taken: dict[int, str] = {}
     for name, devices in _publishing(config):
@@ -174,7 +173,7 @@ def hccl_beside_workers(config: Config) -> bool:
     if takes_turns(config) or settings.backend not in ("auto", "hccl"):
         return False
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
-    if settings.transport == "shared_memory" or resolve(settings.transport, settings.backend, machines) not in _COLLECTIVE:
+    if settings.transport == "shared_memory" or resolve(settings.transport, settings.backend, machines) != "collective":
         return False
     return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
 
@@ -295,26 +294,26 @@ def _temperatures(config: Config) -> Iterator[str]:
 def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
     """`policy`: the contents of its config.json, None when there is none to be read."""
     settings = config.publication
-    if settings.transport == "filesystem":
+    if settings.transport == "files":
         yield from _folder(settings.folder)
-    if settings.transport in ("filesystem", "shared_memory") and settings.backend != "auto":
+    if settings.transport in ("files", "shared_memory") and settings.backend != "auto":
         none = f"transport {settings.transport} has none"
         yield f"publication.backend: {settings.backend} is for a collective; {none}, so must be auto"
-    if settings.senders == "all" and settings.transport == "filesystem":
-        yield "publication.senders: all is not for transport filesystem, whose folder one process writes; must be one"
-    if settings.folder and settings.transport != "filesystem":
-        yield f"publication.folder: '{settings.folder}' is for transport filesystem alone, and it is {settings.transport}"
+    if settings.senders == "all" and settings.transport == "files":
+        yield "publication.senders: all is not for transport files, whose folder one process writes; must be one"
+    if settings.folder and settings.transport != "files":
+        yield f"publication.folder: '{settings.folder}' is for transport files alone, and it is {settings.transport}"
     if not settings.overlap and config.services.trainer.processes > 1 and settings.transfer_timeout >= config.deadlines.train:
         yield (
             f"publication.transfer_timeout: {settings.transfer_timeout:g} must be below deadlines.train "
             f"({config.deadlines.train:g}): without overlap the trainer's ranks wait for each other while buckets are taken"
         )
-    if settings.transport != "delta" and settings.full_every != Publication().full_every:
-        yield f"publication.full_every: {settings.full_every} is for transport delta alone, and it is {settings.transport}"
-    if settings.transport == "delta" and policy is not None and _on_the_wire(config, policy) == "float32":
+    if settings.encoding != "delta" and settings.full_every != Publication().full_every:
+        yield f"publication.full_every: {settings.full_every} is for encoding delta alone, and it is {settings.encoding}"
+    if settings.encoding == "delta" and policy is not None and _on_the_wire(config, policy) == "float32":
         of = " (the policy's own)" if settings.dtype == "auto" else ""
         yield (
-            f"publication.dtype: float32{of} changes in nearly every element, and transport delta would send it all; "
+            f"publication.dtype: float32{of} changes in nearly every element, and encoding delta would send it all; "
             f"must be {' or '.join(_OF_16_BITS)}"
         )
 
@@ -327,7 +326,7 @@ def _on_the_wire(config: Config, policy: Mapping[str, Any]) -> str:
 
 def _folder(folder: str) -> Iterator[str]:
     if not folder:
-        yield "publication.folder: missing; transport filesystem needs a folder that trainer and rollouts share"
+        yield "publication.folder: missing; transport files needs a folder that trainer and rollouts share"
         return
     there = Path(folder).absolute()
     while not there.exists():

@@ -227,17 +227,19 @@ class Services(Section, frozen=True):
 class Publication(Section, frozen=True):
     """Weights go to the rollouts in flat buckets. Every phase has a deadline."""
 
-    transport: Literal["auto", "collective", "shared_memory", "filesystem", "delta"] = "auto"
-    """`collective`: a broadcast over `backend`. `shared_memory`: rollouts copy them out of the trainer's memory, on one
-    machine. `filesystem`: files in `folder`. `delta`: as `collective`, but only what changed. `auto`: shared memory where
-    trainer and all rollouts are on one machine, else the collective."""
+    transport: Literal["auto", "shared_memory", "collective", "files"] = "auto"
+    """`shared_memory`: rollouts copy them out of the trainer's memory, on one machine. `collective`: a broadcast over
+    `backend`. `files`: by way of `folder`. `auto`: shared memory where trainer and all rollouts are on one machine, else the
+    collective."""
+    encoding: Literal["whole", "delta"] = "whole"
+    """`delta`: only what changed since the version before, without loss, over any transport."""
     folder: str = ""
-    """Of `filesystem`: a folder that trainer and rollouts share under this path, for this run alone; earlier runs' versions in
-    it are removed."""
+    """Of transport `files`: a folder that trainer and rollouts share under this path, for this run alone; earlier runs'
+    versions in it are removed."""
     full_every: Versions = 50
-    """Of `delta`: of how many versions one is sent whole."""
+    """Of encoding `delta`: of how many versions one is sent whole."""
     backend: GroupBackend = "auto"
-    """Of the collective, `delta`'s too. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl
+    """Of the collective. `auto`: hccl on NPUs, nccl on CUDA, else gloo, which works everywhere. hccl and nccl
     refuse two members on one device."""
     bucket_bytes: Bytes = 16 << 20
     """Size of a flat buffer; a larger tensor has one of its own. Four are under way at once, so that a model wants to have many
@@ -248,7 +250,7 @@ class Publication(Section, frozen=True):
     begun meanwhile. With `training.staleness: 0` no sample of training is being generated then."""
     senders: Literal["one", "all"] = "one"
     """`one`: rank 0 of the trainer gathers and sends everything. `all`: each rank that can have a tensor whole sends a share of
-    the buckets. Not for `filesystem`."""
+    the buckets. Not for `files`."""
     dtype: DType = "auto"
     """On the wire and in the exported model. `auto`: `model.dtype`, or what the model's `config.json` declares when that is
     `auto` too."""

@@ -1,7 +1,7 @@
-"""Transport `delta`: of each bucket only what changed since the version before, without loss, for slow links between sites.
+"""Encoding `delta`: of each bucket only what changed since the version before, without loss, over any transport.
 
 A bucket is compared as words of 16 bits, bfloat16's elements, with what was sent before in this epoch. It travels as a header
-and a payload, each a broadcast of the link beneath: the whole bucket, or the changed words, then one byte each for the
+and a payload: the whole bucket, or the changed words, then one byte each for the
 unchanged words between them. A header names the version that a delta starts from and the one that it leads to, each with its
 checksum, both of which every bucket's trailer holds: so deltas are a chain, and none is applied to other weights than its own.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ import numpy.typing as npt
 import torch
 
 from runtime.types import PolicyVersion
-from runtime.weights import collective
 from runtime.weights.link import Link, Transfer
-from runtime.weights.plan import TRAILER, GroupAddress
+from runtime.weights.plan import TRAILER
 from runtime.weights.sender import wait_until
 
 Words = npt.NDArray[np.uint16]
@@ -77,15 +75,74 @@ def _name(trailer: bytes) -> str:
     return f"version {PolicyVersion.unpack(packed)} (checksum {digest:016x})"
 
 
-class _Sending:
-    """The broadcasts of one bucket, which are all under way."""
+class DeltaEncoder:
+    """The sender's: what each bucket held in the version before."""
 
-    def __init__(self, parts: list[Transfer]):
+    def __init__(self, full_every: int):
+        """`full_every`: of how many versions one is sent whole, the epoch's first being one."""
+        self._full_every = full_every
+        self._last: dict[int, Words] = {}
+        self._sent: dict[int, int] = {}  # by bucket: versions in this epoch
+
+    def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
+        """Header and payload of bucket `index`, which `buffer` holds with its trailer; None where it is to be sent whole."""
+        new, old = words_of(buffer), self._last.get(index)
+        count = self._sent.get(index, 0)
+        changes = encode(old, new) if old is not None and count % self._full_every else None
+        base = bytes(TRAILER.size) if old is None or changes is None else _trailer(old)
+        self._sent[index] = count + 1
+        _keep(self._last, index, new)
+        if changes is None:
+            return HEADER.pack(FULL, buffer.nbytes, base, _trailer(new)), None
+        return HEADER.pack(DELTA, changes.nbytes, base, _trailer(new)), changes
+
+
+class DeltaDecoder:
+    """A receiver's."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Words] = {}
+
+    def keep(self, index: int, buffer: torch.Tensor) -> None:
+        """Bucket `index` came whole."""
+        _keep(self._last, index, words_of(buffer))
+
+    def require(self, index: int, header: bytes) -> int:
+        """Bytes of the payload; -1: the bucket comes whole. Raises RuntimeError for a delta of another version."""
+        kind, nbytes, base, _ = HEADER.unpack(header)
+        if kind == FULL:
+            return -1
+        old = self._last.get(index)
+        if old is None or _trailer(old) != base:
+            mine = "none" if old is None else _name(_trailer(old))
+            raise RuntimeError(f"the delta of bucket {index} starts from {_name(base)}, and this member has {mine}")
+        return int(nbytes)
+
+    def apply(self, index: int, header: bytes, payload: npt.NDArray[np.uint8], buffer: torch.Tensor) -> None:
+        """Fill `buffer` with the bucket. After `require`. Raises RuntimeError for a payload that leads to another version."""
+        old, trailer = self._last[index], HEADER.unpack(header)[3]
+        decode(old, payload)
+        if _trailer(old) != trailer:
+            raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
+        words_of(buffer)[:] = old
+
+
+def _keep(last: dict[int, Words], index: int, words: Words) -> None:
+    if index in last:
+        last[index][:] = words
+    else:
+        last[index] = words.copy()
+
+
+class _Sending:
+    """What is under way of one bucket, and the memory that it leaves from."""
+
+    def __init__(self, parts: list[tuple[Transfer, torch.Tensor]]):
         self._parts = parts
 
     def wait(self, timeout: float) -> None:
         give_up = time.monotonic() + timeout
-        for part in self._parts:
+        for part, _ in self._parts:
             wait_until(part, give_up)
 
 
@@ -100,69 +157,49 @@ class _Receiving:
 
 
 class DeltaLink(Link):
-    """Over `inner`. Broadcasts keep one order on all members: a bucket's header, its payload, then the next bucket's."""
+    """Over `inner`, on which all members keep one order: a bucket's header, its payload, then the next bucket's."""
 
     def __init__(self, inner: Link, full_every: int):
-        """`full_every`: of how many versions one is sent whole, the epoch's first being one."""
+        """`full_every`: as `DeltaEncoder`."""
         self._inner = inner
-        self._full_every = full_every
-        self._last: dict[int, Words] = {}  # by bucket: a copy of the version before
-        self._sent: dict[int, int] = {}  # by bucket: versions in this epoch
+        self._encoder = DeltaEncoder(full_every)
+        self._decoder = DeltaDecoder()
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        new, old = words_of(buffer), self._last.get(index)
-        count = self._sent.get(index, 0)
-        kind, payload, base = FULL, buffer, bytes(TRAILER.size)
-        if old is not None and count % self._full_every:
-            changes = encode(old, new)
-            if changes is not None:
-                kind, payload, base = DELTA, torch.from_numpy(changes), _trailer(old)
-        self._keep(index, new)
-        self._sent[index] = count + 1
-        header = bytearray(HEADER.pack(kind, payload.nbytes, base, _trailer(new)))
-        parts = [self._inner.send(index, torch.frombuffer(header, dtype=torch.uint8))]
-        if payload.nbytes:
-            parts.append(self._inner.send(index, payload))
+        header, changes = self._encoder.encode(index, buffer)
+        parts = [self._send(index, np.frombuffer(header, np.uint8))]
+        if changes is None:
+            parts.append((self._inner.send(index, buffer), buffer))
+        elif len(changes):
+            parts.append(self._send(index, changes))
         self.sent_bytes = self._inner.sent_bytes
         return _Sending(parts)
+
+    def _send(self, index: int, part: npt.NDArray[np.uint8]) -> tuple[Transfer, torch.Tensor]:
+        buffer = self._inner.buffer(len(part))
+        np.copyto(buffer.numpy(), part)
+        return self._inner.send(index, buffer), buffer
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         return _Receiving(self, index, buffer)
 
     def take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
         """Fill `buffer` with bucket `index` until the monotonic time `give_up`. Raises RuntimeError."""
-        header = torch.empty(HEADER.size, dtype=torch.uint8)
-        wait_until(self._inner.receive(index, header), give_up)
-        kind, nbytes, base, trailer = HEADER.unpack(header.numpy().data)
-        new, old = words_of(buffer), self._last.get(index)
-        if kind == FULL:
+        received = torch.empty(HEADER.size, dtype=torch.uint8)
+        wait_until(self._inner.receive(index, received), give_up)
+        header = received.numpy().tobytes()
+        nbytes = self._decoder.require(index, header)
+        if nbytes < 0:
             wait_until(self._inner.receive(index, buffer), give_up)
-            self._keep(index, new)
+            self._decoder.keep(index, buffer)
             return
-        if old is None or _trailer(old) != base:
-            mine = "none" if old is None else _name(_trailer(old))
-            raise RuntimeError(f"the delta of bucket {index} starts from {_name(base)}, and this member has {mine}")
         payload = torch.empty(min(nbytes, buffer.nbytes), dtype=torch.uint8)
         if nbytes:
             wait_until(self._inner.receive(index, payload), give_up)
-        decode(old, payload.numpy())
-        if _trailer(old) != trailer:
-            raise RuntimeError(f"the delta of bucket {index} leads to {_name(_trailer(old))} instead of {_name(trailer)}")
-        new[:] = old
+        self._decoder.apply(index, header, payload.numpy(), buffer)
 
     def bound(self, seconds: float) -> None:
         self._inner.bound(seconds)
 
     def abort(self) -> None:
         self._inner.abort()
-
-    def _keep(self, index: int, words: Words) -> None:
-        if index in self._last:
-            self._last[index][:] = words
-        else:
-            self._last[index] = words.copy()
-
-
-def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
-    """Blocks until everybody is connected. Raises ServiceFault, phase "rendezvous"."""
-    return DeltaLink(collective.connect(store, address, labels, name, interface), address.full_every)

@@ -21,7 +21,7 @@ from runtime.weights.link import Transfer
 from runtime.weights.plan import GroupAddress, Manifest
 
 BACKENDS = ("gloo", "nccl", "hccl")
-TRANSPORTS = ("collective", "shared_memory", "filesystem", "delta")
+TRANSPORTS = ("collective", "shared_memory", "files")
 
 
 class WeightGroup(ABC):
@@ -113,7 +113,7 @@ def host(
     name: str = "sender",
     transport: str = "collective",
     folder: str = "",
-    full_every: int = 50,
+    full_every: int = 0,
     port_range: PortRange | None = None,
     names: Sequence[str] = (),
     senders: int = 1,
@@ -121,20 +121,20 @@ def host(
     """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
 
     `timeout` is in seconds. The first `senders` of the `world_size` members send; `names` is what messages call the members,
-    by rank. `filesystem` meets in `folder` instead, and has neither interface nor backend; `delta` sends one of `full_every`
-    versions whole. Raises UserError for an unknown interface, backend or transport, a range without a free port, or a folder
-    that cannot be written.
+    by rank. `files` meets in `folder` instead, and has neither interface nor backend. With `full_every` versions are deltas,
+    one of so many being whole. Raises UserError for an unknown interface, backend or transport, a range without a free port, or
+    a folder that cannot be written.
     """
-    from runtime.weights import filesystem, store_group
+    from runtime.weights import files, store_group
 
     if backend not in BACKENDS:
         raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if transport not in TRANSPORTS:
         raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
-    if transport == "filesystem":
+    if transport == "files":
         if senders > 1:
-            raise UserError(f"publication.senders: transport filesystem has one sender, not {senders}; must be one")
-        return filesystem.host(epoch, world_size, timeout, name, folder, names)
+            raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
+        return files.host(epoch, world_size, timeout, name, folder, full_every, names)
     return store_group.host(
         epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names, senders
     )
@@ -145,7 +145,7 @@ def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGr
 
     `interface` defaults to the local address from which `address.host` is reached. Raises ServiceFault, phase "rendezvous".
     """
-    from runtime.weights import filesystem, store_group
+    from runtime.weights import files, store_group
 
     name = name or f"rank {address.rank}"
-    return filesystem.join(address, name) if address.transport == "filesystem" else store_group.join(address, name, interface)
+    return files.join(address, name) if address.transport == "files" else store_group.join(address, name, interface)

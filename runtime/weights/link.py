@@ -24,6 +24,10 @@ class Link(ABC):
     sent_bytes = 0
     """Rank 0: what went to each receiver so far."""
 
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory, uint8 [nbytes], out of which rank 0 can send."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""

@@ -68,8 +68,8 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     backend: str
     timeout: float  # of the rendezvous, in seconds
     transport: str = "collective"
-    folder: str = ""  # of transport filesystem
-    full_every: int = 0  # of transport delta
+    folder: str = ""  # of transport files
+    full_every: int = 0  # of encoding delta; 0: every version is whole
     names: tuple[str, ...] = ()  # what the members are called, by rank; () where nobody said
     senders: int = 1  # how many, of the manifest's number
 

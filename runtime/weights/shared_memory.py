@@ -85,6 +85,9 @@ class SendingLink(_SocketLink):
         self._sent = 0
         self._taken = dict.fromkeys(peers, 0)
 
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return shared.allocate(nbytes)
+
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         descriptor, offset = shared.file_of(buffer)
         message = _WHOLE.pack(index, offset, buffer.numel())

@@ -15,7 +15,8 @@ from msgspec import structs
 from runtime.errors import ServiceFault
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
-from runtime.weights import collective, delta, shared_memory
+from runtime.weights import collective, shared_memory
+from runtime.weights.delta import DeltaLink
 from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, meet, reason
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Link, Transfer
@@ -27,7 +28,6 @@ BACKLOG = 1024  # members that knock at once
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
     "collective": collective.connect,
     "shared_memory": shared_memory.connect,
-    "delta": delta.connect,
 }
 """By transport: (store, address, everyone's label by rank, own name, own interface's address) to a link, within the timeout."""
 
@@ -157,7 +157,8 @@ class PendingStoreGroup(PendingGroup):
             timeout=timeout,
         )
         apart = dist.PrefixStore(f"sender/{sender}", store)
-        return LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self._name, self._interface)
+        link = LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self._name, self._interface)
+        return DeltaLink(link, address.full_every) if address.full_every else link
 
 
 def _left(give_up: float) -> float:

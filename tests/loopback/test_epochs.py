@@ -232,12 +232,13 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Port, "apart", request.param)
 
 
-@pytest.mark.parametrize("transport", ["auto", "filesystem", "delta"])
+@pytest.mark.parametrize("encoding", ["whole", "delta"])
+@pytest.mark.parametrize("transport", ["auto", "files"])
 def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
-    transport: str, tmp_path: Path
+    transport: str, encoding: str, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path) if transport == "filesystem" else ""
-    settings = replace(PUBLICATION, transport=transport, folder=folder)
+    folder = str(tmp_path) if transport == "files" else ""
+    settings = replace(PUBLICATION, transport=transport, encoding=encoding, folder=folder)
 
     async def test(here: Stage) -> None:
         staying, dying = here.rollouts

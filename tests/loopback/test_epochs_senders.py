@@ -139,7 +139,7 @@ async def step(here: Stage, trainer: TwoSenders, number: int) -> Any:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["copied", "gathered"])
-@pytest.mark.parametrize("transport", ["collective", "shared_memory", "delta"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_a_newcomer_gets_the_committed_version_of_both(transport: str, overlap: bool) -> None:
     settings = replace(ALL, transport=transport, overlap=overlap)
 

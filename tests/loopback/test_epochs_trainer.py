@@ -16,7 +16,7 @@ from runtime.weights import group
 from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory", "filesystem", "delta"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory", "files"])
 def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do(transport: str, tmp_path: Path) -> None:
     async def test(here: Stage) -> None:
         address, manifest = await here.trainer.host_weights(1, ("trainer-0", "rollout-0", "rollout-1"), transport)

@@ -64,6 +64,8 @@ class Site:
 
     def __init__(self, models: Models, **publication: Any):
         self.models = models
+        self.transport, self.folder = publication.get("transport", "collective"), publication.get("folder", "")
+        self.full_every = 50 if publication.get("encoding") == "delta" else 0
         settings = config.Publication(**{"transfer_timeout": DEADLINE, **publication})
         self.service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings), "rollout-0", 0)
         self.engine = TorchRolloutEngine(
@@ -94,7 +96,7 @@ class Site:
     async def join(self, manifest: Manifest | None = None) -> None:
         """A new epoch."""
         self.epoch += 1
-        pending = host(self.epoch, 2, "127.0.0.1", "gloo", DEADLINE, "trainer")
+        pending = host(self.epoch, 2, "127.0.0.1", "gloo", DEADLINE, "trainer", self.transport, self.folder, self.full_every)
         joined = self.ask(JoinWeights(replace(pending.address, rank=1), manifest or self.models.manifest))
         self.group = await asyncio.wrap_future(in_thread("host", pending.connect))
         await joined
@@ -115,6 +117,9 @@ class Site:
     async def publish(self, step: int) -> float:
         await self.transfer(step)
         return await self.commit(step)
+
+    def publish_later(self, step: int) -> asyncio.Future[float]:
+        return asyncio.ensure_future(self.publish(step))
 
     async def break_off(self, step: int, buckets: int) -> None:
         """Send the first so many buckets, then leave; the coordinator tells the rollout."""

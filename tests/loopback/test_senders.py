@@ -21,7 +21,7 @@ from runtime.weights.plan import GroupAddress, Manifest, roots
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.sender import SendResult, WeightSender, in_thread, stamp
 from tests.loopback.weight_aborts import connected
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, expected, same, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, expected, same, settles, threads_and_files, transport_and_encoding
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("trainer-0", "trainer-1")
@@ -192,7 +192,10 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
 def test_a_sender_that_does_not_come_is_named(transport: str) -> None:
-    pending = host(1, 3, "127.0.0.1", "gloo", 2.0, "trainer-0", transport, names=NAMES, senders=len(NAMES))
+    transport, full_every = transport_and_encoding(transport)
+    pending = host(
+        1, 3, "127.0.0.1", "gloo", 2.0, "trainer-0", transport, full_every=full_every, names=NAMES, senders=len(NAMES)
+    )
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-0"))
     with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 1 \(trainer-1\)(, rank 2)? did not join"):
         pending.connect()

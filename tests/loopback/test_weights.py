@@ -14,9 +14,8 @@ import torch
 from runtime.errors import DeadlineExceeded
 from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
-from runtime.weights.group import TRANSPORTS
 from runtime.weights.sender import WeightSender
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, PATIENCE, gather, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, PATIENCE, WAYS, gather, settles, threads_and_files
 from tests.loopback.weight_members import Member, connect, leave, post
 
 
@@ -31,7 +30,7 @@ def members() -> Iterator[list[Member]]:
             one.end()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_two_processes_receive_every_version_whole(members: list[Member], transport: str, tmp_path: Path) -> None:
     group = connect(members, 1, transport=transport, folder=str(tmp_path))
     sender = WeightSender(MANIFEST)
@@ -46,7 +45,7 @@ def test_two_processes_receive_every_version_whole(members: list[Member], transp
     leave(members, group)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_a_corrupted_bucket_is_caught_and_named(
     members: list[Member], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

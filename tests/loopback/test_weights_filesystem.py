@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.types import PolicyVersion
-from runtime.weights import filesystem
+from runtime.weights import files
 from runtime.weights.group import PendingGroup, WeightGroup, host, join
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
@@ -32,7 +32,7 @@ from tests.loopback.weight_members import ROOT
 def hosted(
     folder: Path, world_size: int = 2, timeout: float = PATIENCE, epoch: int = 1, names: Sequence[str] = ()
 ) -> PendingGroup:
-    return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "filesystem", str(folder), names=names)
+    return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "files", str(folder), names=names)
 
 
 def joined(address: GroupAddress, rank: int = 1) -> WeightGroup:
@@ -141,7 +141,7 @@ from runtime.weights.group import host
 from runtime.weights.sender import WeightSender
 from tests.loopback.weight_cases import MANIFEST, gather
 
-pending = host(1, 2, "lo", "gloo", 60.0, "trainer", "filesystem", sys.argv[1])
+pending = host(1, 2, "lo", "gloo", 60.0, "trainer", "files", sys.argv[1])
 print("hosted", flush=True)
 group, write = pending.connect(), TensorWriter.write
 
@@ -173,7 +173,7 @@ def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_hos
                 world_size=2,
                 backend="",
                 timeout=PATIENCE,
-                transport="filesystem",
+                transport="files",
                 folder=str(tmp_path),
             )
             group = joined(address)
@@ -276,7 +276,7 @@ def test_a_write_that_fails_names_folder_and_bucket(
     gather(sender, 3)
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 3), 10 * PATIENCE)
     with monkeypatch.context() as patch:
-        patch.setattr(filesystem.TensorWriter, "write", failing(code, "layer.3"))
+        patch.setattr(files.TensorWriter, "write", failing(code, "layer.3"))
         words = rf"{tmp_path}/epoch-0001/000001-version-0\.3: bucket \d of {len(sender.buckets)} cannot be written: "
         with pytest.raises(kind, match=words + os.strerror(code)) as caught:
             sender.send(pair[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
@@ -296,7 +296,7 @@ def test_an_epoch_removed_after_its_file_was_seen_is_a_sender_that_left(
         pair[0].abort()
         return TensorReader(path)
 
-    monkeypatch.setattr(filesystem, "TensorReader", late)
+    monkeypatch.setattr(files, "TensorReader", late)
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 3), 10 * PATIENCE)
     with suppress(ServiceFault):  # all may be written before the first file is read
         sender.send(pair[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
@@ -311,7 +311,7 @@ def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
             hosted(tmp_path / folder)
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
-        host(1, 2, "lo", "gloo", 1.0, "trainer", "filesystem")
+        host(1, 2, "lo", "gloo", 1.0, "trainer", "files")
 
 
 def test_the_index_names_every_tensors_file(pair: list[WeightGroup], tmp_path: Path) -> None:

@@ -13,13 +13,15 @@ from runtime.errors import ServiceFault, UserError
 from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sender import in_thread
-from tests.loopback.weight_cases import IN_A_STORE, PATIENCE
+from tests.loopback.weight_cases import IN_A_STORE, PATIENCE, transport_and_encoding
 from tests.loopback.weight_members import ROOT
 
 
 @pytest.mark.parametrize("transport", IN_A_STORE)
 def test_the_rendezvous_names_who_is_missing(transport: str) -> None:
-    pending = host(1, 4, "127.0.0.1", "gloo", 4.0, "trainer", transport, names=("trainer", "rollout-0", "rollout-1"))
+    transport, full_every = transport_and_encoding(transport)
+    names = ("trainer", "rollout-0", "rollout-1")
+    pending = host(1, 4, "127.0.0.1", "gloo", 4.0, "trainer", transport, full_every=full_every, names=names)
     other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
     with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 4 s\)"):
         pending.connect()

@@ -15,14 +15,14 @@ import torch
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import TRANSPORTS, WeightGroup
+from runtime.weights.group import WeightGroup
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.sender import WeightSender
 from tests.loopback.weight_aborts import Aborts, connected
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, PATIENCE, gather, same, settles, threads_and_files
+from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, PATIENCE, WAYS, gather, same, settles, threads_and_files
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[WeightGroup]]:
     groups = connected(request.param, folder=str(tmp_path))
     try:
@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Weight
             group.abort()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport: str, tmp_path: Path) -> None:
     timeout, groups = connected_in_little_time(transport, str(tmp_path))
     sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
@@ -215,7 +215,7 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
     assert sent.result(PATIENCE).nbytes > 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", WAYS)
 def test_many_aborts_leave_no_thread_and_no_file(transport: str, tmp_path: Path) -> None:
     aborts = Aborts(transport, str(tmp_path))
     for _ in range(20):

@@ -14,7 +14,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import in_thread
-from tests.loopback.weight_cases import MANIFEST, PATIENCE, settles, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, settles, threads_and_files, transport_and_encoding
 
 VERSION = PolicyVersion(0, 1)
 
@@ -24,8 +24,19 @@ def connected(
 ) -> list[WeightGroup]:
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
+    transport, full_every = transport_and_encoding(transport)
     pending = host(
-        1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder, names=senders, senders=max(1, len(senders))
+        1,
+        world_size,
+        "127.0.0.1",
+        "gloo",
+        timeout,
+        "trainer",
+        transport,
+        folder,
+        full_every,
+        names=senders,
+        senders=max(1, len(senders)),
     )
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [

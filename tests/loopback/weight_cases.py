@@ -26,7 +26,14 @@ MANIFEST = Manifest(SPECS, 48 << 10)  # more buckets than are under way at once
 
 PATIENCE = 60.0  # seconds for what is to happen, on however busy a machine
 
-IN_A_STORE = ("collective", "shared_memory", "delta")  # transports whose members meet in a store
+IN_A_STORE = ("collective", "shared_memory", "collective+delta", "shared_memory+delta")  # whose members meet in a store
+WAYS = (*IN_A_STORE, "files", "files+delta")  # each transport with each encoding
+
+
+def transport_and_encoding(way: str) -> tuple[str, int]:
+    """The transport of one of `WAYS`, and `full_every`."""
+    transport, _, delta = way.partition("+")
+    return transport, 50 if delta else 0
 
 
 def fill(tensors: list[torch.Tensor], seed: int) -> None:

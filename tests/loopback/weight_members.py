@@ -16,7 +16,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup, host, join
 from runtime.weights.receiver import Staged, WeightReceiver
 from tests.loopback.ranks import FORKED, Helper, heard
-from tests.loopback.weight_cases import MANIFEST, PATIENCE, same, threads_and_files
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, same, threads_and_files, transport_and_encoding
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +100,8 @@ def connect(
     for one in members:
         one.ready()
     names = ("trainer", *(one.name for one in members))
-    pending = host(epoch, len(names), "127.0.0.1", backend, timeout, "trainer", transport, folder, names=names)
+    transport, full_every = transport_and_encoding(transport)
+    pending = host(epoch, len(names), "127.0.0.1", backend, timeout, "trainer", transport, folder, full_every, names=names)
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.structs.replace(pending.address, rank=rank), one.name)
     group = pending.connect()

@@ -51,7 +51,7 @@ GRPC = ("event_engine", "grpc_global_tim", "lifeguard")  # its threads
 
 def configuration(folder: Path, transport: str) -> settings.Config:
     """That of all processes. `folder`/model is the model."""
-    shared = str(folder / "weights") if transport == "filesystem" else ""
+    shared = str(folder / "weights") if transport == "files" else ""
     return settings.Config(
         run=settings.Run(name="faults", dir=str(folder)),
         model=settings.Model(path=str(folder / "model")),

@@ -21,7 +21,7 @@ def whole_versions(shared: Path) -> list[Path]:
 
 def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    way = ("publication.transport=filesystem", f"publication.folder={shared}")
+    way = ("publication.transport=files", f"publication.folder={shared}")
     with started(config, *LONG, *RESTARTS, *way, folder=tmp_path / "run") as run:
         run.reaches(2)
         eventually(lambda: whole_versions(shared), START, "a version with its index")  # only the newest two are kept
@@ -34,7 +34,7 @@ def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, t
 
 def test_a_killed_run_leaves_a_folder_that_the_next_one_clears(config: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
-    way = ("publication.transport=filesystem", f"publication.folder={shared}")
+    way = ("publication.transport=files", f"publication.folder={shared}")
     with started(config, *LONG, *way, "services.trainer.restarts.attempts=0", folder=tmp_path / "killed") as run:
         run.reaches(1)
         run.member("trainer-0").kill()
@@ -46,7 +46,7 @@ def test_a_killed_run_leaves_a_folder_that_the_next_one_clears(config: Path, tmp
 
 
 def test_deltas_are_a_small_part_of_the_weights(config: Path, tmp_path: Path) -> None:
-    way = ("publication.transport=delta", "publication.full_every=4", "publication.dtype=bfloat16")
+    way = ("publication.encoding=delta", "publication.full_every=4", "publication.dtype=bfloat16")
     run = trained(
         config, "training.steps=6", "training.optimizer.learning_rate=1e-6", *way, folder=tmp_path / "run", timeout=150.0
     )

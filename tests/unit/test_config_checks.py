@@ -184,26 +184,26 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
             "services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm",
         ),
         (
-            {"publication": {"transport": "filesystem"}},
-            "publication.folder: missing; transport filesystem needs a folder that trainer and rollouts share",
+            {"publication": {"transport": "files"}},
+            "publication.folder: missing; transport files needs a folder that trainer and rollouts share",
         ),
         (
-            {"publication": {"transport": "filesystem", "folder": "weights", "senders": "all"}},
-            "publication.senders: all is not for transport filesystem, whose folder one process writes; must be one",
+            {"publication": {"transport": "files", "folder": "weights", "senders": "all"}},
+            "publication.senders: all is not for transport files, whose folder one process writes; must be one",
         ),
         (
-            {"publication": {"transport": "filesystem", "folder": "/dev/null/weights"}},
+            {"publication": {"transport": "files", "folder": "/dev/null/weights"}},
             "publication.folder: '/dev/null/weights' cannot be made, as /dev/null is a file",
         ),
         (
-            {"publication": {"transport": "filesystem", "folder": "/tmp", "backend": "gloo"}},
-            "publication.backend: gloo is for a collective; transport filesystem has none, so must be auto",
+            {"publication": {"transport": "files", "folder": "/tmp", "backend": "gloo"}},
+            "publication.backend: gloo is for a collective; transport files has none, so must be auto",
         ),
         (
-            {"publication": {"transport": "delta", "folder": "/tmp", "dtype": "bfloat16"}},
-            "publication.folder: '/tmp' is for transport filesystem alone, and it is delta",
+            {"publication": {"encoding": "delta", "folder": "/tmp", "dtype": "bfloat16"}},
+            "publication.folder: '/tmp' is for transport files alone, and it is auto",
         ),
-        ({"publication": {"full_every": 7}}, "publication.full_every: 7 is for transport delta alone, and it is auto"),
+        ({"publication": {"full_every": 7}}, "publication.full_every: 7 is for encoding delta alone, and it is whole"),
     ],
 )
 def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault: str) -> None:

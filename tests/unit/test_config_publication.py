@@ -25,6 +25,11 @@ def test_each_mode_goes_with_each_staleness(sound: dict[str, Any], in_flight: st
             {"staging": "inplace"},
             "publication.staging: no longer a key: there is one way now, what shadow was; leave the key out",
         ),
+        ({"transport": "filesystem"}, "publication.transport: filesystem is no longer a value: write files"),
+        (
+            {"transport": "delta"},
+            "publication.transport: delta is no longer a value: write encoding: delta, and transport: auto or collective",
+        ),
         ({"in_flight": "auto"}, "publication.in_flight: auto is no longer a value: write keep, which it stood for"),
     ],
 )
@@ -47,14 +52,15 @@ def test_weights_may_go_past_a_shared_device(sound: dict[str, Any], changes: dic
     assert checked(sound, **changes) == []
 
 
-DELTAS = {"transport": "delta", "full_every": 7, "backend": "gloo", "dtype": "bfloat16"}
+DELTAS = {"transport": "collective", "encoding": "delta", "full_every": 7, "backend": "gloo", "dtype": "bfloat16"}
+FILES = {"transport": "files", "encoding": "delta", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("settings", [DELTAS, {"transport": "filesystem"}])
+@pytest.mark.parametrize("settings", [DELTAS, FILES, {"transport": "files"}])
 def test_weights_travel_by_a_shared_folder_or_as_deltas(
     sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    folder = str(tmp_path / "to" / "come") if settings["transport"] == "filesystem" else ""
+    folder = str(tmp_path / "to" / "come") if settings["transport"] == "files" else ""
     assert checked(sound, publication={**settings, "folder": folder}) == []
     if folder:
         monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
@@ -79,8 +85,8 @@ def test_deltas_of_float32_would_be_whole_versions(
 ) -> None:
     path = Path(sound["model"]["path"]) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | declared))
-    faults = checked(sound, model={"dtype": model}, publication={"transport": "delta", "dtype": wire})
+    faults = checked(sound, model={"dtype": model}, publication={"encoding": "delta", "dtype": wire})
     assert faults == [
-        f"publication.dtype: {told} changes in nearly every element, and transport delta would send it all; must be bfloat16"
+        f"publication.dtype: {told} changes in nearly every element, and encoding delta would send it all; must be bfloat16"
     ] * bool(told)
-    assert checked(sound, model={"dtype": model}, publication={"transport": "collective", "dtype": wire}) == []
+    assert checked(sound, model={"dtype": model}, publication={"dtype": wire}) == []

@@ -1,11 +1,11 @@
-"""Transport `filesystem`: versions as Hugging Face weights in a shared folder, for machines that reach each other by no port.
+"""Transport `files`: versions as Hugging Face weights in a shared folder, for machines that reach each other by no port.
 
     FOLDER/epoch-0003/
       sluice-weights                        the marker, by which the others see that they share the folder
       member-1                              while rank 1 is in the group
       000002-version-0.7/                   the second transfer of this epoch; the newest two are kept
         model-00001-of-00004.safetensors    one file a bucket, whose trailer is in the metadata
-        model.safetensors.index.json        last
+        model.safetensors.index.json        last, unless a file holds a delta
 
 Files get their names once they are whole. What a killed host leaves is removed by the next host of the folder.
 """
@@ -28,16 +28,18 @@ import torch
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
+from runtime.weights.delta import DeltaDecoder, DeltaEncoder
 from runtime.weights.gloo_mesh import BACKSTOP
 from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.link import Transfer
-from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, plan_buckets
+from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import clear, in_thread, tensors_in
 from runtime.weights.tensor_files import TensorReader, TensorWriter
 
 POLL = 0.05  # seconds between two looks for a member or a version
 SHARD_POLL = 0.01  # ... for the next file of a version that is being written
 KEPT = 2  # versions: the newest, and the one before, which may still be read
+_DELTA = "delta"  # the tensor of a file whose bucket is one
 INDEX = "model.safetensors.index.json"
 LAST_REMOVAL = 5.0  # seconds that leaving waits for the removal of the epoch's files
 _TRAILER = re.compile(rf"[0-9a-f]{{{2 * TRAILER.size}}}")
@@ -47,7 +49,7 @@ _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class _Writing:
-    def __init__(self, group: FilesystemGroup, written: futures.Future[None]):
+    def __init__(self, group: FilesGroup, written: futures.Future[None]):
         self._group, self._written = group, written
 
     def wait(self, timeout: float) -> None:
@@ -60,14 +62,14 @@ class _Writing:
 
 
 class _Reading:
-    def __init__(self, group: FilesystemGroup, index: int, buffer: torch.Tensor):
+    def __init__(self, group: FilesGroup, index: int, buffer: torch.Tensor):
         self._group, self._index, self._buffer = group, index, buffer
 
     def wait(self, timeout: float) -> None:
         self._group.read(self._index, self._buffer, time.monotonic() + timeout)
 
 
-class FilesystemGroup(WeightGroup):
+class FilesGroup(WeightGroup):
     """Nobody has a connection: that rank 0 left is seen by its folder, that another did by its file in it.
 
     So the loss of a member that was killed is not seen here. The coordinator, who sees it, aborts the group.
@@ -85,6 +87,10 @@ class FilesystemGroup(WeightGroup):
         self._transfers = 0
         self._writing: futures.Future[None] | None = None
         self._sent_bytes = 0
+        self._encoder = DeltaEncoder(address.full_every or 1)
+        self._decoder = DeltaDecoder()
+        self._encodes = address.full_every > 0
+        self._deltas = False  # whether a bucket of the version that is being written is one
 
     @property
     def sent_bytes(self) -> int:
@@ -97,6 +103,7 @@ class FilesystemGroup(WeightGroup):
     def announce(self, version: PolicyVersion) -> None:
         self._require_members()
         self._transfers += 1
+        self._deltas = False
         folder = self._epoch_folder / f"{self._transfers:06d}-version-{version}"
         try:
             folder.mkdir()
@@ -152,6 +159,9 @@ class FilesystemGroup(WeightGroup):
 
     def _fill(self, reader: TensorReader, index: int, buffer: torch.Tensor) -> None:
         # Read, not mapped: a mapped page whose file its server has given up would be the end of this process.
+        if header := reader.metadata.get("delta"):
+            self._fill_delta(reader, index, bytes.fromhex(header), buffer)
+            return
         bucket, tensors = self._buckets[index], self._tensors(index, buffer)
         trailer = reader.metadata.get("trailer", "")
         stored = {name: (spec.dtype, spec.shape) for name, spec in reader.specs.items()}
@@ -163,16 +173,22 @@ class FilesystemGroup(WeightGroup):
             reader.read_into(name, tensor)
         clear(bucket, buffer)
         buffer[bucket.data_bytes :] = torch.frombuffer(bytearray.fromhex(trailer), dtype=torch.uint8)
+        if self._encodes:
+            self._decoder.keep(index, buffer)
+
+    def _fill_delta(self, reader: TensorReader, index: int, header: bytes, buffer: torch.Tensor) -> None:
+        nbytes = self._decoder.require(index, header)
+        if reader.specs != {_DELTA: (spec := TensorSpec(_DELTA, "uint8", (nbytes,)))}:
+            raise RuntimeError(f"{reader.path} does not hold the delta of bucket {index}")
+        self._decoder.apply(index, header, reader.rows(spec, 0, nbytes).numpy(), buffer)
 
     def _write(self, folder: Path, index: int, buffer: torch.Tensor, before: futures.Future[None] | None) -> None:
         """In a thread. Files come in order, so that the index is the last."""
         if before is not None:
             before.result()
-        bucket, tensors, path = self._buckets[index], self._tensors(index, buffer), folder / self._shard(index)
-        assert self._manifest is not None
-        specs = [self._manifest.tensors[entry.tensor] for entry in bucket.entries]
-        trailer = buffer[bucket.data_bytes :].numpy().tobytes().hex()
-        metadata = {"version": folder.name.rpartition("-")[2], "trailer": trailer}
+        path = folder / self._shard(index)
+        specs, tensors, metadata = self._contents(index, buffer)
+        metadata["version"] = folder.name.rpartition("-")[2]
         partial = path.with_name(f".{path.name}.partial")
         try:
             with TensorWriter(partial, specs, metadata) as writer:
@@ -181,10 +197,27 @@ class FilesystemGroup(WeightGroup):
                     writer.write(name, tensor)
             self._sent_bytes += partial.stat().st_size
             partial.rename(path)
-            if index + 1 == len(self._buckets):
+            if index + 1 == len(self._buckets) and not self._deltas:
                 self._write_index(folder)
         except OSError as error:
             raise self._failure(error, f"{folder}: bucket {index} of {len(self._buckets)}") from error
+
+    def _contents(self, index: int, buffer: torch.Tensor) -> tuple[list[TensorSpec], dict[str, torch.Tensor], dict[str, str]]:
+        """Of the file of a bucket: the tensors, or a delta of them, and the metadata."""
+        assert self._manifest is not None
+        if self._encodes:
+            header, changes = self._encoder.encode(index, buffer)
+            if changes is not None:
+                self._deltas = True
+                return (
+                    [TensorSpec(_DELTA, "uint8", changes.shape)],
+                    {_DELTA: torch.from_numpy(changes)},
+                    {"delta": header.hex()},
+                )
+        bucket = self._buckets[index]
+        specs = [self._manifest.tensors[entry.tensor] for entry in bucket.entries]
+        trailer = buffer[bucket.data_bytes :].numpy().tobytes().hex()
+        return specs, self._tensors(index, buffer), {"trailer": trailer}
 
     def _write_index(self, folder: Path) -> None:
         assert self._manifest is not None
@@ -242,7 +275,7 @@ class FilesystemGroup(WeightGroup):
             self._left.wait(every)
 
 
-class PendingFilesystemGroup(PendingGroup):
+class PendingFilesGroup(PendingGroup):
     """Dropped without `abort`, it leaves its folder to the next host."""
 
     def __init__(self, address: GroupAddress, name: str):
@@ -261,7 +294,7 @@ class PendingFilesystemGroup(PendingGroup):
         except BaseException:
             leave(self._folder, address.rank)
             raise
-        return FilesystemGroup(address, self._name, self._folder)
+        return FilesGroup(address, self._name, self._folder)
 
     def abort(self) -> None:
         self._left.set()
@@ -331,10 +364,12 @@ def leave(folder: Path, rank: int) -> None:
         in_thread("remove-weights", remove).result(LAST_REMOVAL)
 
 
-def host(epoch: int, world_size: int, timeout: float, name: str, folder: str, names: Sequence[str]) -> PendingGroup:
+def host(
+    epoch: int, world_size: int, timeout: float, name: str, folder: str, full_every: int, names: Sequence[str]
+) -> PendingGroup:
     """As `group.host`. Removes what earlier hosts left in `folder`."""
     if not folder:
-        raise UserError("publication.folder: '' is no folder; transport filesystem needs one that all machines share")
+        raise UserError("publication.folder: '' is no folder; transport files needs one that all machines share")
     root = Path(folder).absolute()
     shared_folder.open_epoch(root, epoch)
     address = GroupAddress(
@@ -345,13 +380,14 @@ def host(epoch: int, world_size: int, timeout: float, name: str, folder: str, na
         world_size=world_size,
         backend="",
         timeout=timeout,
-        transport="filesystem",
+        transport="files",
         folder=str(root),
+        full_every=full_every,
         names=tuple(names),
     )
-    return PendingFilesystemGroup(address, name)
+    return PendingFilesGroup(address, name)
 
 
 def join(address: GroupAddress, name: str) -> WeightGroup:
     """As `group.join`."""
-    return PendingFilesystemGroup(address, name).connect()
+    return PendingFilesGroup(address, name).connect()
