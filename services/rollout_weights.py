@@ -84,7 +84,7 @@ class Subscription:
         self._answer(letter, self._meet(message))
 
     async def _meet(self, message: JoinWeights) -> None:
-        from runtime.weights import group
+        from runtime.weights import rendezvous
         from runtime.weights.sender import in_thread
 
         epoch, timeout = message.address.epoch, message.address.timeout
@@ -92,7 +92,7 @@ class Subscription:
             await asyncio.wait({self._reception}, timeout=timeout)
             if not self._reception.done():
                 raise DeadlineExceeded(self._name, "join", "the reception before has not ended", timeout)
-        met = await asyncio.wrap_future(in_thread("join-weights", lambda: group.join(message.address, self._name)))
+        met = await asyncio.wrap_future(in_thread("join-weights", lambda: rendezvous.join(message.address, self._name)))
         if epoch != self.epoch:  # it was told to leave meanwhile
             met.abort()
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")

@@ -184,14 +184,14 @@ class TrainerService(Leader):
         return WeightsHosted(pending.address, self._worker.manifest)
 
     async def _open(self, command: HostWeights) -> PendingGroup:
-        from runtime.weights import group
+        from runtime.weights import rendezvous
         from runtime.weights.sender import in_thread
 
         settings, network, senders = self.config.publication, self.config.network, self._worker.senders
         return await asyncio.wrap_future(
             in_thread(
                 "host-weights",
-                lambda: group.host(
+                lambda: rendezvous.host(
                     command.epoch,
                     len(senders) + command.world_size - 1,
                     network.interface,

@@ -85,12 +85,12 @@ def publication(device: str, folder: Path) -> Figures:
 
     from runtime.process import platform as own
     from runtime.types import PolicyVersion
-    from runtime.weights import group as groups
+    from runtime.weights import rendezvous
     from runtime.weights.sender import WeightSender
 
     where = own.device(device)
     backend = own.collective_backend("auto", where)
-    pending = groups.host(1, 2, "127.0.0.1", backend, DEADLINE)
+    pending = rendezvous.host(1, 2, "127.0.0.1", backend, DEADLINE)
     manifest = _manifest()
     sender = WeightSender(manifest, pin=where.type == "cuda")
     with _receiver(device, folder, pending.address) as receiver:
@@ -150,12 +150,12 @@ def receiver(device: str, folder: Path, address: str) -> None:
 
     from runtime.process import platform as own
     from runtime.types import PolicyVersion
-    from runtime.weights import group as groups
+    from runtime.weights import rendezvous
     from runtime.weights.plan import GroupAddress
     from runtime.weights.receiver import WeightReceiver
 
     own.device(device, 0 if device == "cpu" else 1)
-    group = groups.join(msgspec.json.decode(address, type=GroupAddress))
+    group = rendezvous.join(msgspec.json.decode(address, type=GroupAddress))
     receiving = WeightReceiver(_manifest())
     for version in range(VERSIONS + 1):
         coming = receiving.receive(group, PolicyVersion(0, version), DEADLINE)

@@ -26,7 +26,7 @@ from runtime.config.base import DType
 from runtime.process.network import is_loopback
 from runtime.rollout.vllm.arguments import own_faults
 from runtime.rollout.vllm.sampling import LEAST_TEMPERATURE
-from runtime.weights.transports import resolve
+from runtime.weights.plan import resolve_transport
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 RESERVED = 1024  # ports below belong to the system
@@ -140,7 +140,7 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
 def _shared_device(config: Config) -> Iterator[str]:
     """NCCL and HCCL refuse two members on one device. Who names none has its own."""
     settings = config.publication
-    transport = resolve(settings.transport, settings.backend, {"trainer-0": "this"})
+    transport = resolve_transport(settings.transport, settings.backend, {"trainer-0": "this"})
     if settings.backend == "gloo" or transport != "collective":
         return
     taken: dict[int, str] = {}
@@ -173,7 +173,10 @@ def hccl_beside_workers(config: Config) -> bool:
     if takes_turns(config) or settings.backend not in ("auto", "hccl"):
         return False
     machines = {"trainer-0": "this", "rollout-0": "this" if is_loopback(config.network.interface) else ""}
-    if settings.transport == "shared_memory" or resolve(settings.transport, settings.backend, machines) != "collective":
+    if (
+        settings.transport == "shared_memory"
+        or resolve_transport(settings.transport, settings.backend, machines) != "collective"
+    ):
         return False
     return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
 

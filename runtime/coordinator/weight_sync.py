@@ -33,7 +33,7 @@ from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswe
 from runtime.ports import RolloutPort, TrainerPort, WeightMember
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
-from runtime.weights import transports
+from runtime.weights.plan import resolve_transport
 
 TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
 
@@ -181,7 +181,7 @@ class Publisher:
         asked for."""
         ports = [self._pool.port(member) for member in epoch.members]
         machines = {**self._trainer.machines, **{port.name: port.machine for port in ports}}
-        transport = transports.resolve(self._settings.transport, self._settings.backend, machines)
+        transport = resolve_transport(self._settings.transport, self._settings.backend, machines)
         names = [self._trainer.name, *(port.name for port in ports)]
         address, manifest = await self._trainer.host_weights(epoch.number, names, transport)
         joins = [

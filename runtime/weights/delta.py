@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from runtime.types import PolicyVersion
-from runtime.weights.link import Link, Transfer
+from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import TRAILER
 from runtime.weights.sender import wait_until
 

@@ -30,8 +30,7 @@ from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder
 from runtime.weights.gloo_mesh import BACKSTOP
-from runtime.weights.group import PendingGroup, WeightGroup
-from runtime.weights.link import Transfer
+from runtime.weights.group import PendingGroup, Transfer, WeightGroup
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import clear, in_thread, tensors_in
 from runtime.weights.tensor_files import TensorReader, TensorWriter
@@ -367,7 +366,7 @@ def leave(folder: Path, rank: int) -> None:
 def host(
     epoch: int, world_size: int, timeout: float, name: str, folder: str, full_every: int, names: Sequence[str]
 ) -> PendingGroup:
-    """As `group.host`. Removes what earlier hosts left in `folder`."""
+    """As `rendezvous.host`. Removes what earlier hosts left in `folder`."""
     if not folder:
         raise UserError("publication.folder: '' is no folder; transport files needs one that all machines share")
     root = Path(folder).absolute()
@@ -389,5 +388,5 @@ def host(
 
 
 def join(address: GroupAddress, name: str) -> WeightGroup:
-    """As `group.join`."""
+    """As `rendezvous.join`."""
     return PendingFilesGroup(address, name).connect()

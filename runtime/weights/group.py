@@ -1,7 +1,6 @@
-"""The members of one epoch, connected: the base of all transports, and the way to one of each by its name.
+"""The members of one epoch, connected (`WeightGroup`), and how buckets move between two of them (`Link`): what transports are.
 
-`host` opens a rendezvous and `join` enters it; both return when all are connected, or raise ServiceFault with the ranks that
-are missing.
+`rendezvous` opens a group by the name of its transport.
 
 Nothing moves before the sender announces it (`announce`, `await_announcement`). A receiver may therefore be posted a whole
 training step ahead: it occupies no device stream, and deadlines count from the announcement.
@@ -10,18 +9,48 @@ training step ahead: it occupies no device stream, and deadlines count from the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from runtime.errors import UserError
-from runtime.process.network import PortRange
 from runtime.types import PolicyVersion
-from runtime.weights.link import Transfer
 from runtime.weights.plan import GroupAddress, Manifest
 
-BACKENDS = ("gloo", "nccl", "hccl")
-TRANSPORTS = ("collective", "shared_memory", "files")
+
+class Transfer(Protocol):
+    """A bucket under way."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
+
+        A receiver is given the xxh3-64 of what its buffer holds before the trailer, where that was taken on the way, else None.
+        """
+
+
+class Link(ABC):
+    """A sender, rank 0 of the link, and the receivers. All move the same buckets in the same order, each from one thread."""
+
+    sent_bytes = 0
+    """Rank 0: what went to each receiver so far."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory, uint8 [nbytes], out of which rank 0 can send."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    @abstractmethod
+    def send(self, index: int, buffer: torch.Tensor) -> Transfer:
+        """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""
+
+    @abstractmethod
+    def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
+        """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
+
+    def bound(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
+        """No bucket that starts to move from now on holds a thread for longer than `seconds`, even if `abort` cannot end it."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave for good: whoever waits for a transfer is freed. Idempotent, from any thread."""
 
 
 class WeightGroup(ABC):
@@ -102,50 +131,3 @@ class PendingGroup(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Fail `connect`, here and, where rank 0 does it, at everyone who came already. Idempotent, from any thread."""
-
-
-def host(
-    epoch: int,
-    world_size: int,
-    interface: str,
-    backend: str,
-    timeout: float,
-    name: str = "sender",
-    transport: str = "collective",
-    folder: str = "",
-    full_every: int = 0,
-    port_range: PortRange | None = None,
-    names: Sequence[str] = (),
-    senders: int = 1,
-) -> PendingGroup:
-    """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
-
-    `timeout` is in seconds. The first `senders` of the `world_size` members send; `names` is what messages call the members,
-    by rank. `files` meets in `folder` instead, and has neither interface nor backend. With `full_every` versions are deltas,
-    one of so many being whole. Raises UserError for an unknown interface, backend or transport, a range without a free port, or
-    a folder that cannot be written.
-    """
-    from runtime.weights import files, store_group
-
-    if backend not in BACKENDS:
-        raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if transport not in TRANSPORTS:
-        raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
-    if transport == "files":
-        if senders > 1:
-            raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
-        return files.host(epoch, world_size, timeout, name, folder, full_every, names)
-    return store_group.host(
-        epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names, senders
-    )
-
-
-def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
-    """Enter the rendezvous as `address.rank`; blocks until every member is there.
-
-    `interface` defaults to the local address from which `address.host` is reached. Raises ServiceFault, phase "rendezvous".
-    """
-    from runtime.weights import files, store_group
-
-    name = name or f"rank {address.rank}"
-    return files.join(address, name) if address.transport == "files" else store_group.join(address, name, interface)

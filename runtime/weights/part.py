@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from runtime.commands import AbortWeights, MeetWeights, ResendWeights
 from runtime.errors import SluiceError
 from runtime.types import PolicyVersion
-from runtime.weights import group as groups
+from runtime.weights import rendezvous
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sender import SendResult, WeightSender, in_thread
@@ -69,7 +69,7 @@ class SenderPart:
             address = replace(command.address, rank=self._number)
             with self._changed:
                 self._address = address
-                self._joined = in_thread("join-weights", lambda: groups.join(address, self._name))
+                self._joined = in_thread("join-weights", lambda: rendezvous.join(address, self._name))
         elif isinstance(command, ResendWeights):
             in_thread(f"resend-{command.version}", lambda: self._resend(command))
         elif self._address is not None and self._address.epoch == command.epoch:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from msgspec import Struct, structs
 
-from runtime.errors import InvalidMessage
+from runtime.errors import InvalidMessage, UserError
 
 ALIGNMENT = 64
 TRAILER = struct.Struct("<Qq")
@@ -184,3 +186,57 @@ def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> 
 def aligned(offset: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def plan_slots(buckets: Sequence[Bucket], bucket_bytes: int, spare: int, root: int = 0) -> tuple[int, ...]:
+    """The slot, a buffer, that each of the buckets of sender `root` uses; slots are numbered from 0.
+
+    `buckets` are all that this sender holds, also those that another sends. Their tensors are gathered in the manifest's
+    order, by all holders in step, and they leave in their own, each once it is whole. A bucket follows another in its slot
+    only if that one is due to leave before the first tensor of this one is gathered: so whoever gathers may wait for it.
+    Buckets of up to `bucket_bytes` of data have at least `spare` slots, as far as there are so many buckets; the larger ones,
+    of a single tensor each, share slots of their own.
+    """
+    whole = list(accumulate((max(entry.tensor for entry in bucket.entries) for bucket in buckets), max))
+    pools: dict[bool, deque[tuple[int, int]]] = {False: deque(), True: deque()}  # slots, and the last bucket of each
+    slots: list[int] = []
+    for index, bucket in enumerate(buckets):
+        if bucket.root != root:
+            continue
+        large = bucket.data_bytes > bucket_bytes
+        pool = pools[large]
+        slot = max(slots, default=-1) + 1
+        if len(pool) >= (1 if large else spare) and whole[pool[0][1]] < min(entry.tensor for entry in bucket.entries):
+            slot, _ = pool.popleft()
+        pool.append((slot, index))
+        slots.append(slot)
+    return tuple(slots)
+
+
+def predecessors(slots: Sequence[int]) -> tuple[int | None, ...]:
+    """The bucket that each follows in its slot, None for the first."""
+    newest: dict[int, int] = {}
+    found: list[int | None] = []
+    for index, slot in enumerate(slots):
+        found.append(newest.get(slot))
+        newest[slot] = index
+    return tuple(found)
+
+
+def resolve_transport(transport: str, backend: str, machines: Mapping[str, str]) -> str:
+    """The transport that `publication.transport` stands for.
+
+    `machines` says by name where the trainer and the epoch's rollouts run, "" = unknown. `auto` is shared memory where that is
+    one machine, unless `publication.backend` asks for a collective of some kind. Raises UserError for shared memory that
+    not everybody reaches.
+    """
+    name, machine = next(iter(machines.items()))
+    apart = [other for other, where in machines.items() if not where or where != machine]
+    if transport == "shared_memory" and apart:
+        raise UserError(
+            f"publication.transport: shared_memory needs all on one machine, and {', '.join(apart)} cannot be seen to share "
+            f"that of {name}; must be auto or collective"
+        )
+    if transport == "auto":
+        return "shared_memory" if backend == "auto" and not apart else "collective"
+    return transport

@@ -16,10 +16,8 @@ from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
 from runtime.weights import shared as memory
 from runtime.weights.gloo_mesh import drop_frames, reason
-from runtime.weights.group import WeightGroup
-from runtime.weights.link import Transfer
-from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
-from runtime.weights.slots import plan_slots, predecessors
+from runtime.weights.group import Transfer, WeightGroup
+from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets, plan_slots, predecessors
 
 T = TypeVar("T")
 

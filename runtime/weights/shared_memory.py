@@ -31,7 +31,7 @@ import xxhash
 from runtime.errors import ServiceFault, UserError
 from runtime.weights import shared
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.link import Link, Transfer
+from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message

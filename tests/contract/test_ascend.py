@@ -18,7 +18,7 @@ import yaml
 from launcher.node.machine import VISIBLE
 from runtime.process import platform
 from runtime.rollout.vllm.worker import CHECK_FORMAT
-from runtime.weights.device_link import KINDS
+from runtime.weights.collective import KINDS
 from tests.contract.wheels import PINS, NotToBeHad, Wheel, wheel
 from tests.unit.test_rules import ROOT, TREES
 
@@ -149,7 +149,7 @@ def test_the_process_group_is_made_as_torch_npu_makes_it(torch_npu: Wheel) -> No
     assert [len(call.args) for call in made] == [4]
     (ours,) = [
         node
-        for node in ast.walk(TREES["runtime/weights/device_link.py"])
+        for node in ast.walk(TREES["runtime/weights/collective.py"])
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "group"
     ]
     assert len(ours.args) == 4
@@ -163,7 +163,7 @@ def test_the_process_group_has_the_methods(torch_npu: Wheel) -> None:
     assert {use.name for use in group_uses()} <= {"Options", "_timeout", "broadcast", "rootRank", "abort_hccl_comm", "abort"}
     own = ast.unparse(torch_npu.tree("torch_npu.distributed.distributed_c10d"))
     assert ".abort_hccl_comm('reinit')" in own
-    assert "abort_hccl_comm('reinit')" in ast.unparse(TREES["runtime/weights/device_link.py"])
+    assert "abort_hccl_comm('reinit')" in ast.unparse(TREES["runtime/weights/collective.py"])
     header = torch_npu.bytes(HEADER).decode()
     assert re.search(r"broadcast\(\s*std::vector<at::Tensor>& \w+,\s*const c10d::BroadcastOptions& ", header)
 

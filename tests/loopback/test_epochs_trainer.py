@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime.errors import Cancelled, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights import group
+from runtime.weights import group, rendezvous
 from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
 
 
@@ -29,14 +29,14 @@ def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do(transport:
 
 
 def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, answered, host = threading.Event(), threading.Event(), group.host
+    opening, answered, host = threading.Event(), threading.Event(), rendezvous.host
 
     def slow(*arguments: Any) -> group.PendingGroup:
         opening.set()
         assert answered.wait(DEADLINE / 2), "the event loop waits for the store"
         return host(*arguments)
 
-    monkeypatch.setattr(group, "host", slow)
+    monkeypatch.setattr(rendezvous, "host", slow)
 
     async def test(here: Stage) -> None:
         publishing = asyncio.create_task(here.publish(1))
@@ -48,7 +48,7 @@ def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.Mon
 
 
 def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, may_open, host, opened = threading.Event(), threading.Event(), group.host, []
+    opening, may_open, host, opened = threading.Event(), threading.Event(), rendezvous.host, []
 
     def slow(epoch: int, *arguments: Any) -> group.PendingGroup:
         if epoch == 1:
@@ -57,7 +57,7 @@ def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(m
         opened.append(host(epoch, *arguments))
         return opened[-1]
 
-    monkeypatch.setattr(group, "host", slow)
+    monkeypatch.setattr(rendezvous, "host", slow)
 
     async def test(here: Stage) -> None:
         hosting = asyncio.ensure_future(here.trainer.host_weights(1, ("trainer-0", "rollout-0"), "collective"))

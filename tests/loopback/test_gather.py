@@ -17,9 +17,9 @@ from runtime.config import Config, Publication, Trainer
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import policy_trainer
 from runtime.types import PolicyVersion
-from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
 from runtime.weights.receiver import WeightReceiver
+from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import run_ranks
 from tests.unit.training_cases import make_config, make_groups, make_policy

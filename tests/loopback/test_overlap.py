@@ -16,7 +16,7 @@ from runtime.commands import Apply, BeginStep, SendWeights
 from runtime.config import Publication
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.reception import Reception
+from runtime.weights.receiver import Reception
 from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
 
 WITHOUT = msgspec.structs.replace(PUBLICATION, overlap=False)

@@ -19,8 +19,9 @@ from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWe
 from runtime.errors import InvalidMessage, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
-from runtime.weights.group import WeightGroup, host
+from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
+from runtime.weights.rendezvous import host
 from runtime.weights.sender import WeightSender, in_thread, stamp
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms

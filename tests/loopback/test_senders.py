@@ -16,9 +16,10 @@ import torch
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup, host, join
+from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, roots
 from runtime.weights.receiver import Staged, WeightReceiver
+from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendResult, WeightSender, in_thread, stamp
 from tests.loopback.weight_aborts import connected
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, expected, same, settles, threads_and_files, transport_and_encoding

@@ -24,10 +24,10 @@ import xxhash
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import shared, shared_memory
-from runtime.weights.group import host, join
-from runtime.weights.link import Link
+from runtime.weights.group import Link
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
+from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, gather, mappings, settles, threads_and_files
 from tests.loopback.weight_members import ROOT, Member, connect, leave, post
@@ -275,7 +275,7 @@ import sys, time
 import msgspec
 from runtime.types import PolicyVersion
 from runtime.weights import sender
-from runtime.weights.group import host
+from runtime.weights.rendezvous import host
 from tests.loopback.weight_cases import MANIFEST, gather
 pending = host(1, 2, "127.0.0.1", "gloo", 60.0, "trainer", "shared_memory", names=("trainer", "rollout-0"))
 print(msgspec.json.encode(pending.address).decode(), flush=True)

@@ -20,9 +20,10 @@ from safetensors import safe_open
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import files
-from runtime.weights.group import PendingGroup, WeightGroup, host, join
+from runtime.weights.group import PendingGroup, WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
+from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
 from runtime.weights.tensor_files import TensorReader, TensorWriter
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, expected, gather, same, settles
@@ -137,7 +138,7 @@ KILLED = """
 import sys, time
 from runtime.weights.tensor_files import TensorReader, TensorWriter
 from runtime.types import PolicyVersion
-from runtime.weights.group import host
+from runtime.weights.rendezvous import host
 from runtime.weights.sender import WeightSender
 from tests.loopback.weight_cases import MANIFEST, gather
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from runtime.errors import ServiceFault, UserError
-from runtime.weights.group import host, join
 from runtime.weights.plan import GroupAddress
+from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import in_thread
 from tests.loopback.weight_cases import IN_A_STORE, PATIENCE, transport_and_encoding
 from tests.loopback.weight_members import ROOT

@@ -11,8 +11,9 @@ import torch
 
 from runtime.errors import Cancelled, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup, host, join
+from runtime.weights.group import WeightGroup
 from runtime.weights.receiver import WeightReceiver
+from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import in_thread
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, settles, threads_and_files, transport_and_encoding
 

@@ -13,8 +13,9 @@ import msgspec
 from runtime.errors import ServiceFault
 from runtime.process import platform
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup, host, join
+from runtime.weights.group import WeightGroup
 from runtime.weights.receiver import Staged, WeightReceiver
+from runtime.weights.rendezvous import host, join
 from tests.loopback.ranks import FORKED, Helper, heard
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, same, threads_and_files, transport_and_encoding
 

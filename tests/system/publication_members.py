@@ -32,7 +32,7 @@ from runtime.process import os_process
 from runtime.rollout.torch.decoder_weights import DecoderWeights
 from runtime.telemetry.startup import Phases
 from runtime.types import PolicyVersion
-from runtime.weights import store_group  # noqa: F401
+from runtime.weights import rendezvous  # noqa: F401
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver

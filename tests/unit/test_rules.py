@@ -34,7 +34,6 @@ PURE = (
     "runtime/telemetry/report/lineages.py",
     "runtime/telemetry/report/thinning.py",
     "runtime/weights/plan.py",
-    "runtime/weights/transports.py",
     "runtime/coordinator/states.py",
     "runtime/coordinator/staleness.py",
     "runtime/coordinator/weight_sync_protocol.py",

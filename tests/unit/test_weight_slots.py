@@ -8,8 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.weights.plan import Bucket, BucketEntry, Manifest, TensorSpec, plan_buckets
-from runtime.weights.slots import plan_slots, predecessors
+from runtime.weights.plan import Bucket, BucketEntry, Manifest, TensorSpec, plan_buckets, plan_slots, predecessors
 
 
 @st.composite

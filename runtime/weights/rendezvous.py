@@ -1,4 +1,8 @@
-"""Groups whose members meet in a TCPStore that rank 0 hosts, and move buckets over links: from each sender to all receivers."""
+"""How the members of an epoch meet: `host` opens a group by the name of its transport, and `join` enters it.
+
+Both return when all are connected, or raise ServiceFault with the ranks that are missing. But for `files`, members meet in a
+TCPStore that rank 0 hosts, and move buckets over links, from each sender to all receivers.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,18 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from runtime.errors import ServiceFault
+from runtime.errors import ServiceFault, UserError
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
-from runtime.weights import collective, shared_memory
+from runtime.weights import collective, files, shared_memory
 from runtime.weights.delta import DeltaLink
 from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, meet, reason
-from runtime.weights.group import PendingGroup, WeightGroup
-from runtime.weights.link import Link, Transfer
+from runtime.weights.group import Link, PendingGroup, Transfer, WeightGroup
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sockets import SocketAddress, shut_down
 
+BACKENDS = ("gloo", "nccl", "hccl")
+TRANSPORTS = ("collective", "shared_memory", "files")
 BACKLOG = 1024  # members that knock at once
 
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
@@ -165,7 +170,7 @@ def _left(give_up: float) -> float:
     return max(give_up - time.monotonic(), 0.1)
 
 
-def host(
+def _host(
     epoch: int,
     world_size: int,
     interface: str,
@@ -178,7 +183,7 @@ def host(
     names: Sequence[str],
     senders: int,
 ) -> PendingGroup:
-    """As `group.host`."""
+    """As `host`, for members that meet in a store."""
     ip = own_address(interface)
     with listen(ip, port_range, BACKLOG) as listener:
         port = listener.getsockname()[1]
@@ -206,8 +211,8 @@ def host(
     return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
 
 
-def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
-    """As `group.join`."""
+def _join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
+    """As `join`, for members that meet in a store."""
     give_up = time.monotonic() + address.timeout
     try:
         store = dist.TCPStore(
@@ -219,3 +224,44 @@ def join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
     ip = own_address(interface or AUTO, address.host)
     left = structs.replace(address, timeout=_left(give_up))
     return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()
+
+
+def host(
+    epoch: int,
+    world_size: int,
+    interface: str,
+    backend: str,
+    timeout: float,
+    name: str = "sender",
+    transport: str = "collective",
+    folder: str = "",
+    full_every: int = 0,
+    port_range: PortRange | None = None,
+    names: Sequence[str] = (),
+    senders: int = 1,
+) -> PendingGroup:
+    """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
+
+    `timeout` is in seconds. The first `senders` of the `world_size` members send; `names` is what messages call the members,
+    by rank. `files` meets in `folder` instead, and has neither interface nor backend. With `full_every` versions are deltas,
+    one of so many being whole. Raises UserError for an unknown interface, backend or transport, a range without a free port, or
+    a folder that cannot be written.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if transport not in TRANSPORTS:
+        raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
+    if transport == "files":
+        if senders > 1:
+            raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
+        return files.host(epoch, world_size, timeout, name, folder, full_every, names)
+    return _host(epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names, senders)
+
+
+def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
+    """Enter the rendezvous as `address.rank`; blocks until every member is there.
+
+    `interface` defaults to the local address from which `address.host` is reached. Raises ServiceFault, phase "rendezvous".
+    """
+    name = name or f"rank {address.rank}"
+    return files.join(address, name) if address.transport == "files" else _join(address, name, interface)
