@@ -50,7 +50,7 @@ class TrainingRun:
     @property
     def transport(self) -> str:
         """Which one the weights of the newest epoch take, or "" before the first."""
-        return self._lineage.publisher.transport
+        return self._lineage.publisher.group.transport
 
     @property
     def gap(self) -> str:

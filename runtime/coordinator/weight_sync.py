@@ -1,4 +1,19 @@
-"""Drives weight publications: the epochs' groups, and `publication.Publication` against the clock and the ports."""
+"""Weight sync: new weights go from the trainer to every rollout that lives. This drives it; the bytes go past the coordinator.
+
+      train_loop ── begin(v) ──► Publisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
+          │                          │  lock: one       │ ── join_weights ────► rollouts       and who lives
+          │                          │  sync at a time  │
+          └── finish() ◄── Transaction ◄── reads its ───┘
+                               │           epoch and ports
+             send_weights ─────┼───► trainer ═══ buckets (runtime/weights) ═══► rollouts
+             receive_weights ──┼───► rollouts: staged beside the weights in use
+             commit_weights ───┼───► rollouts: swap between two steps
+             abort_weights ────┴───► all: leave the group
+
+Who waits for whom: the trainer for nobody until it has made the version; rollouts for the trainer's announcement; `finish` for
+each answer or its deadline, as `WeightSync` (weight_sync_protocol.py, pure) says; `run`, which brings newcomers the committed
+version, for the lock. Who is in an epoch is `membership`, which `pool` feeds: a loss or a newcomer makes the epoch stale.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +55,90 @@ TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lo
 log = logging.getLogger("sluice")
 
 
+class SyncGroup:
+    """The trainer and the rollouts of one epoch, connected for weights. What others read is `epoch`, `members`, `transport`."""
+
+    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
+        self.trainer = trainer
+        self.pool = pool
+        self.settings = settings
+        self.epoch = Epoch(0, ())
+        """The newest that was connected, and below its rollouts by name."""
+        self.members: dict[str, RolloutPort] = {}
+        self.transport = ""
+        """Which one its weights take, or "" """
+
+    async def open(self) -> None:
+        """Connect the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
+
+        Raises ServiceFault when no rollout comes, or the group fails for no rollout's fault `TRIES` times.
+        """
+        fruitless = 0
+        while True:
+            await self.pool.somebody()
+            epoch = self.pool.membership.open()
+            fault = await self._meet(epoch)
+            if fault is None:
+                return
+            log.warning("epoch %d: %s", epoch.number, fault)
+            if set(epoch.members) <= set(self.pool.membership.living):
+                fruitless += 1
+            if fruitless == TRIES:
+                raise fault
+
+    async def _meet(self, epoch: Epoch) -> SluiceError | None:
+        """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
+        asked for."""
+        ports = [self.pool.port(member) for member in epoch.members]
+        machines = {**self.trainer.machines, **{port.name: port.machine for port in ports}}
+        transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
+        names = [self.trainer.name, *(port.name for port in ports)]
+        # The trainer opens the rendezvous and answers at once; it connects beside this, once the rollouts have come.
+        address, manifest = await self.trainer.host_weights(epoch.number, names, transport)
+        joins = [
+            asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
+            for rank, port in enumerate(ports, start=address.senders)
+        ]
+        try:
+            # All at once, as each blocks until all are there; the first failure ends the wait for the others.
+            await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(join.done() and join.exception() for join in joins):
+                self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
+                log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(self.members), transport)
+                return None
+            self.pool.membership.break_up(epoch.number)
+            failed = next(error for join in joins if join.done() and (error := join.exception()))
+            if not isinstance(failed, SluiceError):
+                raise failed
+            # Who came waits for the one that failed until its own deadline, unless it is told to leave.
+            return await self._leave(epoch, ports, failed)
+        finally:
+            for join in joins:
+                join.add_done_callback(_seen)
+                join.cancel()
+
+    async def _leave(self, epoch: Epoch, ports: Sequence[RolloutPort], failed: SluiceError) -> SluiceError:
+        """All members leave the group. A rollout that does not confirm is lost; one that confirms was only kept waiting.
+
+        Returns the fault to report: that of a lost rollout where there is one, else `failed`.
+        """
+        version = self.pool.membership.committed or PolicyVersion()
+        members: tuple[WeightMember, ...] = (self.trainer, *ports)
+        left = await asyncio.gather(*(one.abort_weights(version, epoch.number) for one in members), return_exceptions=True)
+        for error in left:
+            if isinstance(error, BaseException) and not isinstance(error, SluiceError):
+                raise error
+        if isinstance(left[0], SluiceError):
+            raise left[0]
+        for port, error in zip(ports, left[1:], strict=True):
+            if isinstance(error, Unreachable | Unanswered):
+                self.pool.lose(port, str(error))
+                failed = failed if isinstance(failed, Unreachable | Unanswered) else error
+        return failed
+
+
 class Publisher:
-    """One publication at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
+    """One weight sync at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
     Whoever is lost is left out of the next epoch, in which the same version is tried again. A newcomer is in the next epoch
     too; as soon as no publication is under way the committed version is sent once more, so that a newcomer need not wait for a
@@ -50,7 +147,6 @@ class Publisher:
     """
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, prepare_seconds: float):
-        self._trainer = trainer
         self._pool = pool
         self._settings = settings
         self._seconds = PhaseSeconds(
@@ -63,10 +159,7 @@ class Publisher:
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._held = False  # whether nothing is published but what is asked for
         self._awaited = False  # whether the next version, which is being made, waits for it
-        self._epoch = Epoch(0, ())  # the newest that was connected, and its members by name
-        self._members: dict[str, RolloutPort] = {}
-        self.transport = ""
-        """Which one the weights of the newest epoch that was connected take, or "" """
+        self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
         self.abort = ""
@@ -117,7 +210,7 @@ class Publisher:
     async def _begun(self, version: PolicyVersion, closed: Callable[[], None]) -> Transaction:
         try:
             if self._pool.membership.stale:
-                await self._open_epoch()
+                await self.group.open()
             return Transaction(self, version, closed)
         except BaseException:
             closed()
@@ -146,7 +239,7 @@ class Publisher:
         membership = self._pool.membership
         if self.committed is None or not membership.living or not membership.stale:
             return
-        await self._open_epoch()
+        await self.group.open()
         if membership.newcomers and self._can_resend():
             transaction = Transaction(self, self.committed)
             try:
@@ -158,70 +251,6 @@ class Publisher:
         """Whether the trainer has the committed version, or will have it when it comes to a command that is posted now."""
         return self._settings.overlap or not self._awaited
 
-    async def _open_epoch(self) -> None:
-        """A group of the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
-
-        Raises ServiceFault when no rollout comes, or the group fails for no rollout's fault `TRIES` times.
-        """
-        fruitless = 0
-        while True:
-            await self._pool.somebody()
-            epoch = self._pool.membership.open()
-            fault = await self._meet(epoch)
-            if fault is None:
-                return
-            log.warning("epoch %d: %s", epoch.number, fault)
-            if set(epoch.members) <= set(self._pool.membership.living):
-                fruitless += 1
-            if fruitless == TRIES:
-                raise fault
-
-    async def _meet(self, epoch: Epoch) -> SluiceError | None:
-        """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
-        asked for."""
-        ports = [self._pool.port(member) for member in epoch.members]
-        machines = {**self._trainer.machines, **{port.name: port.machine for port in ports}}
-        transport = resolve_transport(self._settings.transport, self._settings.backend, machines)
-        names = [self._trainer.name, *(port.name for port in ports)]
-        address, manifest = await self._trainer.host_weights(epoch.number, names, transport)
-        joins = [
-            asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
-            for rank, port in enumerate(ports, start=address.senders)
-        ]
-        try:
-            await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
-            if not any(join.done() and join.exception() for join in joins):
-                self._epoch, self._members, self.transport = epoch, {port.name: port for port in ports}, transport
-                log.info("epoch %d: %s to %s by %s", epoch.number, self._trainer.name, ", ".join(self._members), transport)
-                return None
-            self._pool.membership.break_up(epoch.number)
-            failed = next(error for join in joins if join.done() and (error := join.exception()))
-            if not isinstance(failed, SluiceError):
-                raise failed
-            return await self._leave(epoch, ports, failed)
-        finally:
-            for join in joins:
-                join.add_done_callback(_seen)
-                join.cancel()
-
-    async def _leave(self, epoch: Epoch, ports: Sequence[RolloutPort], failed: SluiceError) -> SluiceError:
-        """Nobody waits for the one that failed: all leave. Whoever does not confirm that is given up, and whoever did was only
-        kept waiting. Returns what is worth telling.
-        """
-        version = self.committed or PolicyVersion()
-        members: tuple[WeightMember, ...] = (self._trainer, *ports)
-        left = await asyncio.gather(*(one.abort_weights(version, epoch.number) for one in members), return_exceptions=True)
-        for error in left:
-            if isinstance(error, BaseException) and not isinstance(error, SluiceError):
-                raise error
-        if isinstance(left[0], SluiceError):
-            raise left[0]
-        for port, error in zip(ports, left[1:], strict=True):
-            if isinstance(error, Unreachable | Unanswered):
-                self._pool.lose(port, str(error))
-                failed = failed if isinstance(failed, Unreachable | Unanswered) else error
-        return failed
-
 
 class Transaction:
     """One version until it counts: calls to the ports become events, the machine's actions become calls.
@@ -231,7 +260,7 @@ class Transaction:
 
     def __init__(self, publisher: Publisher, version: PolicyVersion, closed: Callable[[], None] = lambda: None):
         self._publisher = publisher
-        self._pool = publisher._pool
+        self._group = publisher.group
         self._version = version
         self._closed = closed
         self._clock = asyncio.get_running_loop().time
@@ -239,7 +268,7 @@ class Transaction:
         self._pause = 0.0
         self._bytes = 0
         self._aborts = self._fruitless = 0
-        self._behind = not publisher._settings.overlap
+        self._behind = not self._group.settings.overlap
         self._post()
 
     async def finish(self, again: Callable[[], bool] = lambda: True) -> PublicationFigures:
@@ -250,8 +279,9 @@ class Transaction:
         nobody was lost.
         """
         began = self._clock()
+        # An attempt waits for the members' answers; an aborted one for a new epoch without whoever was lost in it.
         while not await self._attempt():
-            await self._publisher._open_epoch()
+            await self._group.open()
             if not again():
                 break
             self._post()
@@ -277,16 +307,16 @@ class Transaction:
 
     def _post(self) -> None:
         """The calls of one attempt, in the newest epoch."""
-        self._epoch, self._ports = self._publisher._epoch, self._publisher._members
-        number, trainer = self._epoch.number, self._publisher._trainer
-        self._call(trainer.name, self._sent(trainer.send_weights(self._version, number)), _sent)
+        self._epoch, self._ports = self._group.epoch, self._group.members
+        number, trainer = self._epoch.number, self._group.trainer
+        self._call(trainer.name, self._sent(trainer.send_weights(self._version, number)), lambda _: Sent())
         for name, rollout in self._ports.items():
             self._call(name, rollout.receive_weights(self._version, number), Verified)
 
     async def _attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
-        publisher, now = self._publisher, self._clock()
-        machine = WeightSync(self._version, self._ports, publisher._trainer.name, publisher.seconds(self._behind), now)
+        now = self._clock()
+        machine = WeightSync(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
         for name in self._ports:
             machine.handle(Prepared(name), now)
@@ -296,13 +326,13 @@ class Transaction:
         return self._conclude(machine)
 
     def _conclude(self, machine: WeightSync) -> bool:
-        publisher, pool = self._publisher, self._pool
+        pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
-        self._behind |= publisher._trainer.name in machine.failed  # it may not have the whole version, and gather it anew
-        if publisher._trainer.name in machine.lost or self._fruitless == TRIES:
-            raise _fault(machine)
+        self._behind |= self._group.trainer.name in machine.failed  # it may not have the whole version, and gather it anew
+        if self._group.trainer.name in machine.lost or self._fruitless == TRIES:
+            raise ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)
         reason = machine.reason
-        if machine.phase == "done" and publisher._settings.in_flight == "drain":  # it got as far as the commit
+        if machine.phase == "done" and self._group.settings.in_flight == "drain":  # it got as far as the commit
             reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
         for name in machine.lost:
             pool.lose(self._ports[name], reason)
@@ -310,7 +340,7 @@ class Transaction:
             pool.commit(self._epoch, self._version, self._ports.keys() - machine.lost)
             return True
         self._aborts += 1
-        publisher.abort = reason
+        self._publisher.abort = reason
         log.warning("publication aborted in epoch %d: %s", self._epoch.number, reason)
         pool.membership.break_up(self._epoch.number)
         return False
@@ -335,7 +365,7 @@ class Transaction:
                     self._call(name, self._commit(self._ports[name]), Committed)
             elif isinstance(action, Abort):
                 for name in action.members:
-                    member = self._ports.get(name, self._publisher._trainer)
+                    member = self._ports.get(name, self._group.trainer)
                     self._call(name, member.abort_weights(self._version, self._epoch.number), Aborted)
 
     def _call(self, name: str, call: Awaitable[Any], answered: Callable[[str], Event]) -> None:
@@ -349,13 +379,9 @@ class Transaction:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """What became of a call that was withdrawn concerns nobody."""
+    """Take the result of a withdrawn call, which nobody reads, so that asyncio does not report it."""
     if not task.cancelled():
         task.exception()
-
-
-def _sent(_: str) -> Event:
-    return Sent()
 
 
 def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event:
@@ -367,8 +393,3 @@ def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event])
     if isinstance(error, SluiceError):
         return Failed(name, str(error))
     raise error
-
-
-def _fault(machine: WeightSync) -> ServiceFault:
-    """Names the members that were lost, or else whoever failed first."""
-    return ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)

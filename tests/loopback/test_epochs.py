@@ -244,7 +244,7 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         staying, dying = here.rollouts
         await here.publish(1)
         dying.cut()
-        await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
+        await until(lambda: not here.pool.membership.stale and here.publisher.group.epoch.number == 2)
         assert (await here.publish(2)).epoch == 2
         late = RolloutHere("rollout-1", settings, incarnation=1)
         here.comes(late)

@@ -149,7 +149,7 @@ def test_a_newcomer_gets_the_committed_version_of_both(transport: str, overlap: 
         sizes = [sum(bucket.total_bytes for _, bucket in sender._own) for sender in senders(trainer)]
         assert all(sizes) and figures.bytes >= sum(sizes)
         dying.cut()
-        await until(lambda: not here.pool.membership.stale and here.publisher._epoch.number == 2)
+        await until(lambda: not here.pool.membership.stale and here.publisher.group.epoch.number == 2)
         assert (await step(here, trainer, 2)).epoch == 2
         late = RolloutHere("rollout-1", settings, incarnation=1)
         here.comes(late)

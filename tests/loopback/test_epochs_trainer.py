@@ -63,7 +63,7 @@ def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(m
         hosting = asyncio.ensure_future(here.trainer.host_weights(1, ("trainer-0", "rollout-0"), "collective"))
         await until(opening.is_set)
         await here.trainer.abort_weights(PolicyVersion(), 1)  # it is answered meanwhile
-        publishing = asyncio.ensure_future(here.publisher._open_epoch())  # of the number 1 again: it waits for its turn
+        publishing = asyncio.ensure_future(here.publisher.group.open())  # of the number 1 again: it waits for its turn
         await asyncio.sleep(0)
         may_open.set()
         with pytest.raises(Cancelled, match="trainer-0: epoch 1 was given up"):
@@ -81,7 +81,7 @@ def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_before_the
         dying = here.rollouts[1]
         here.trainer.worker.sender._buffers[1][0] ^= 1
         dying.cut()
-        await until(lambda: here.publisher._epoch.number == 2 and not here.publisher._lock.locked())
+        await until(lambda: here.publisher.group.epoch.number == 2 and not here.publisher._lock.locked())
         late = RolloutHere("rollout-1", incarnation=1)
         here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]

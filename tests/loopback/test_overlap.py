@@ -155,7 +155,7 @@ def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() ->
     async def test(here: Stage) -> None:
         await here.publish(1)
         here.rollouts[1].cut()
-        await until(lambda: here.publisher._epoch.number == 2 and not here.publisher._lock.locked())
+        await until(lambda: here.publisher.group.epoch.number == 2 and not here.publisher._lock.locked())
         applying, applied = threading.Event(), threading.Event()
         execute = here.trainer.worker.execute
 

@@ -64,11 +64,11 @@ def test_each_epoch_takes_the_transport_that_all_its_members_reach() -> None:
         late.machine = "there"
         publishing = make(cast)
         await publishing.publish(FIRST)
-        assert here.address is not None and here.address.transport == publishing.transport == "shared_memory"
+        assert here.address is not None and here.address.transport == publishing.group.transport == "shared_memory"
         cast.rollouts[1].die()
         publishing._pool.arrive(late)
         await publishing.publish(SECOND)
-        assert here.address.transport == publishing.transport == "collective"
+        assert here.address.transport == publishing.group.transport == "collective"
 
     run(test)
 
