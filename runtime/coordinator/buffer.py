@@ -82,6 +82,9 @@ class Buffer:
         self.staleness = staleness
         self.step = step
         self.committed = step
+        self.last_step = step
+        """The run ends before this step."""
+        self.stop_reason = ""
         self.ready_changed = asyncio.Event()
         """Set when `take` may have become possible, or a group is generated, referenced or dropped. Clear it, call `take`, then
         wait."""
@@ -104,6 +107,13 @@ class Buffer:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the step whose batch was completed last; one that is still being filled is given up. The first
+        reason counts."""
+        self.stop_reason = self.stop_reason or reason
+        self.last_step = min(self.last_step, self.step)
+        self.ready_changed.set()
 
     # ------------------------------------------------------------------------------------------ what happens to a group
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,13 +59,12 @@ class Checkpoints:
     def newest_accuracy(self) -> float | None:
         return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
-    async def due(self, step: int) -> Callable[[asyncio.Future[None] | None], Answer[None]] | None:
-        """What orders the checkpoint of version `step`, if there is to be one, given the end of the step that makes it; asked
-        before that is applied, when every group of it has been taken."""
+    async def due(self, step: int) -> Position | None:
+        """Where the run is once version `step` is made, if `save` is to be called for it; asked before that step is applied,
+        when every group of it has been taken."""
         if not self._settings.every or step % self._settings.every:
             return None
-        position = await self.position(step)
-        return lambda finishing: self.save(step, position, finishing)
+        return await self.position(step)
 
     async def position(self, step: int) -> Position:
         """Where the run is once version `step` is made."""

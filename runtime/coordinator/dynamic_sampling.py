@@ -10,8 +10,6 @@ would tell apart replies that are all right, or all wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.states import Mark
@@ -20,13 +18,12 @@ NO_SIGNAL = "no signal"  # why such groups are dropped
 
 
 class DynamicSampling:
-    """Judges scored groups. `exhausted(reason)` is called when a step cannot be filled: `limit` groups were dropped since the
-    batch before it was complete, and it still lacks groups."""
+    """Judges scored groups. Stops the run when a step cannot be filled: `limit` groups were dropped since the batch before
+    it was complete, and it still lacks groups."""
 
-    def __init__(self, buffer: Buffer, limit: int, exhausted: Callable[[str], None]):
+    def __init__(self, buffer: Buffer, limit: int):
         self._buffer = buffer
         self._limit = limit
-        self._exhausted = exhausted
         self._step = buffer.step
         self._dropped_for_step = 0
         self._kept = self._dropped = 0  # since `close_step`
@@ -42,7 +39,7 @@ class DynamicSampling:
             self._step, self._dropped_for_step = self._buffer.step, 0
         self._dropped_for_step += 1
         if self._dropped_for_step >= self._limit and not self._step_has_enough():
-            self._exhausted(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
+            self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
 
     def judge_restored(self) -> None:
         """Drop what a run that took every group has left in the buffer. It says nothing of the prompts to come: not counted."""

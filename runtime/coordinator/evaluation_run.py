@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from runtime.cluster.topology import slots, takes_turns
-from runtime.commands import Level
+from runtime.cluster.topology import slots
+from runtime.coordinator.devices import wake_without_trainer
 from runtime.coordinator.evaluation import Evaluator
 from runtime.coordinator.roles import EvaluationRoles
 from runtime.coordinator.rollout_pool import RolloutPool
@@ -38,10 +38,8 @@ class EvaluationRun:
             self._roles.arrive(role, replica)
 
     async def _serve(self, rollout: RolloutPort) -> None:
-        """Where rollouts take turns with a trainer they are asleep at first; here there is no trainer."""
         try:
-            if takes_turns(self._material.config):
-                await rollout.move(Level.AWAKE)
+            await wake_without_trainer(self._material.config, rollout)
         except SluiceError as error:
             self._pool.lose(rollout, str(error))
         else:

@@ -7,11 +7,11 @@ admission: a group is dispatched only while it may still be trained on in time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from itertools import count
 
 from runtime import codec
 from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.devices import Devices
 from runtime.coordinator.dynamic_sampling import DynamicSampling
 from runtime.coordinator.roles import Roles
 from runtime.coordinator.rollout_pool import RolloutPool
@@ -30,7 +30,7 @@ STREAM = "stream"  # the ledger's note of where the prompt stream is
 
 # Samples admitted at once that go to one replica before the next is chosen: a decode step of a few sequences costs nearly
 # that of many, so spreading them thinner only multiplies the steps.
-TOGETHER = 64
+SAMPLES_PER_DISPATCH = 64
 
 
 class GroupStage:
@@ -41,6 +41,7 @@ class GroupStage:
         material: Material,
         roles: Roles,
         pool: RolloutPool,
+        devices: Devices,
         buffer: Buffer,
         stream: PromptStream,
         spans: SpanClock,
@@ -50,6 +51,7 @@ class GroupStage:
         self._size = sampling.group_size
         self._roles = roles
         self._pool = pool
+        self._devices = devices
         self._buffer = buffer
         self._ledger = material.ledger
         self._stream = stream
@@ -66,8 +68,8 @@ class GroupStage:
         pool.subscribe(buffer.room_changed.set)
         self._lives: set[asyncio.Task[None]] = set()
 
-    async def run(self, tasks: TaskGroup, last_step: Callable[[], int]) -> None:
-        """Admit until cancelled. `last_step()` is where the run ends, as far as is known: no group is made for later steps."""
+    async def run(self, tasks: TaskGroup) -> None:
+        """Admit until cancelled, as far as the buffer's `last_step`."""
         buffer = self._buffer
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
@@ -75,7 +77,7 @@ class GroupStage:
         while True:
             buffer.room_changed.clear()
             waiting, together = buffer.waiting(), 0
-            for index in range(buffer.capacity(sum(map(self._most, self._pool.admitting)), last_step())):
+            for index in range(buffer.capacity(sum(map(self._max_groups, self._pool.admitting)), buffer.last_step)):
                 if not together:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
                     if not self._pool.admitting:
@@ -110,15 +112,15 @@ class GroupStage:
         self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
         return group
 
-    def _most(self, rollout: RolloutPort) -> int:
+    def _max_groups(self, rollout: RolloutPort) -> int:
         """Groups that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that most groups
         under way are down to a few that still run, and with what its slots take two thirds of the slots would be empty."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolloutPort) -> int:
         """Groups that go to `rollout` before the next is chosen."""
-        wanted = min(TOGETHER, self._pool.slots[rollout.name]) // self._size
-        return max(1, min(wanted, self._most(rollout) - self._pool.load(rollout) // self._size))
+        wanted = min(SAMPLES_PER_DISPATCH, self._pool.slots[rollout.name]) // self._size
+        return max(1, min(wanted, self._max_groups(rollout) - self._pool.load(rollout) // self._size))
 
     def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
         task = tasks.create_task(life)
@@ -187,7 +189,8 @@ class GroupStage:
     async def _reference(self, group: Group, payload: bytes, turn: int) -> None:
         request = LogprobRequest(group_id=group.group_id, payload=payload, temperature=self._sampling.temperature)
         with self._spans.span("reference_model"):
-            logprobs = await self._roles.references.ask(turn, lambda reference: reference.logprobs(request))
+            async with self._devices.lease("reference"):
+                logprobs = await self._roles.references.ask(turn, lambda reference: reference.logprobs(request))
         self._buffer.referenced(group.group_id, logprobs)
 
     async def _value(self, group: Group, payload: bytes) -> None:

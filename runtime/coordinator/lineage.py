@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime import codec, run_files
-from runtime.chosen_algorithm import groups_per_update, streams
-from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
+from runtime.cluster.topology import alternates
 from runtime.coordinator.accounting import Books, BusyMeter, gap, line
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.checkpoints import Checkpoints
+from runtime.coordinator.devices import devices_of
 from runtime.coordinator.dynamic_sampling import DynamicSampling
 from runtime.coordinator.evaluation import Evaluator
 from runtime.coordinator.groups import STREAM, GroupStage
@@ -33,9 +31,7 @@ from runtime.coordinator.probes import Probes
 from runtime.coordinator.roles import Roles, Updated
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import Material, needs
-from runtime.coordinator.train_loop import TrainedStep, TrainStage
-from runtime.coordinator.turn_stage import TurnStage
-from runtime.coordinator.turn_taking import TurnTaking
+from runtime.coordinator.train_loop import TrainedStep, TrainLoop
 from runtime.coordinator.updates import AlternatingUpdates, ModelUpdates
 from runtime.coordinator.weight_sync import Publisher
 from runtime.data.prompts import PromptStream, StreamState
@@ -77,18 +73,19 @@ class Lineage:
             journal=material.ledger.record,
             step=first,
         )
+        self._buffer.last_step = config.training.steps
         history.goes_on_at(first)
         self._checkpoints = Checkpoints(material, roles, self._stream, self._buffer, history)
         self._spans = SpanClock()
         self._publisher = Publisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
-        self._dynamic = DynamicSampling(self._buffer, limit, self.stop) if config.algorithm.dynamic_sampling else None
-        self._probes = Probes(material, pool, history, self._spans, self._buffer.ready_changed.set)
+        self._dynamic = DynamicSampling(self._buffer, limit) if config.algorithm.dynamic_sampling else None
+        self._probes = Probes(material, pool, history, self._spans, self._buffer.ready_changed)
         self._books = Books(material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes)
-        self._groups = GroupStage(material, roles, pool, self._buffer, self._stream, self._spans, self._dynamic)
-        self._turns = self._turn_taking() if takes_turns(config) else None
-        self._training = self._train_stage()
+        self._devices = devices_of(config, roles, pool, self._publisher, self._buffer, self._probes, self._spans)
+        self._groups = GroupStage(material, roles, pool, self._devices, self._buffer, self._stream, self._spans, self._dynamic)
+        self._training = self._train_loop()
         evaluates = material.held_out and config.rewards.rules
         self._evaluator = Evaluator(material, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
@@ -98,19 +95,20 @@ class Lineage:
         self._regrouping: asyncio.Future[Updated] | None = None
         self.accuracy_after: float | None = None
         self._interrupted = False
-        self.stop_reason = ""
 
     # ------------------------------------------------------------------------------------------ from outside
 
     def stop(self, reason: str) -> None:
         """End after the step under way and save. Asked for from outside, it also ends an evaluation, and there is no other."""
-        if not self.stop_reason:
-            self.stop_reason = reason
-            self._training.stop()
+        self._buffer.stop(reason)
         self._interrupted = self._interrupted or reason == INTERRUPTED
         for task in (self._evaluating, self._regrouping):
             if self._interrupted and task is not None:
                 task.cancel()
+
+    @property
+    def stop_reason(self) -> str:
+        return self._buffer.stop_reason
 
     @property
     def buffer(self) -> Buffer:
@@ -153,36 +151,32 @@ class Lineage:
 
     def arrive(self, rollout: RolloutPort) -> None:
         """A rollout has come, perhaps in the place of one that was lost."""
-        (self._turns or self._pool).arrive(rollout)
+        self._devices.arrive(rollout)
 
-    def _turn_taking(self) -> TurnTaking:
-        refers, brings = reference_takes_part(self._config), not alternates(self._config)
-        return TurnTaking(self._roles, self._pool, self._publisher, self._spans, refers=refers, brings=brings)
-
-    def _train_stage(self) -> TrainStage:
+    def _train_loop(self) -> TrainLoop:
         config, roles = self._config, self._roles
         updates = ModelUpdates(roles.trainer, roles.critic, self._spans)
         if alternates(config) and roles.critic is not None:
             updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
-        make: Callable[..., TrainStage] = TrainStage
-        if self._turns is not None:
-            make = partial(TurnStage, self._turns, self._evaluates, self._is_evaluating, self._dynamic is not None)
-        return make(
+        return TrainLoop(
+            config=config,
             updates=updates,
-            publisher=self._publisher,
+            devices=self._devices,
             probes=self._probes,
             buffer=self._buffer,
             ledger=self._material.ledger,
             spans=self._spans,
-            streams=streams(config),
-            groups_per_update=groups_per_update(config),
-            checkpoint=self._checkpoints.due,
-            finished=self._finished,
+            checkpoints=self._checkpoints,
+            observer=self,
         )
 
     def _can_recover(self) -> bool:
-        """In turns rollouts may hold the devices that another trainer would begin on."""
-        return self._turns is None and self._begun and self._material.regroup is not None and not self._interrupted
+        return (
+            self._devices.trainer_is_replaceable
+            and self._begun
+            and self._material.regroup is not None
+            and not self._interrupted
+        )
 
     async def _regrouped(self, loss: ServiceFault) -> Updated:
         """Wait for other groups, while the rollouts go on as far as the staleness bound allows. Raises `loss` when the run is
@@ -225,11 +219,8 @@ class Lineage:
         if self._position is not None:
             await self._restore(self._position)
         before, version = time.monotonic(), PolicyVersion(self._incarnation, self._buffer.step)
-        if self._turns is None:
-            await self._publisher.publish(version)
-        else:
-            await self._turns.take()
-            await self._turns.give(version)
+        async with self._devices.lease("trainer") as lease:
+            await lease.sync(version)
         self._material.startup.phases.setdefault("first publication", time.monotonic() - before)
         self._begun = True
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
@@ -247,14 +238,13 @@ class Lineage:
         history.rl_began = history.rl_began or time.monotonic()
         self._spans.close_step()
         self._report("training")
-        if self.stop_reason:
+        if self._buffer.stop_reason:
             return
-        self._training.last_step = self._config.training.steps
-        self._admission = self._tasks.create_task(self._groups.run(self._tasks, lambda: self._training.last_step))
-        await self._training.run(tasks, self._config.training.steps)
+        self._admission = self._tasks.create_task(self._groups.run(self._tasks))
+        await self._training.run(tasks)
         self._admission.cancel()
         await self._evaluation_over()
-        self.stop_reason = self.stop_reason or "all steps done"
+        self._buffer.stop("all steps done")
         history.rl_seconds = time.monotonic() - history.rl_began
 
     async def _end_groups(self) -> None:
@@ -266,7 +256,7 @@ class Lineage:
             self._stream.give_back(ticket.problem)
         self._material.ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
 
-    async def _finished(self, trained: TrainedStep) -> None:
+    async def finished(self, trained: TrainedStep) -> None:
         """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
         config, step, history = self._config, trained.step + 1, self._history
         await self._books.step(trained)
@@ -274,18 +264,18 @@ class Lineage:
             self._started_up()
         if config.stop.hours and time.monotonic() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
-        if self._evaluates(step):
+        if self.evaluates(step):
             if self._is_evaluating():
                 history.skipped_evaluations += 1  # training waits for none
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
-                self._evaluating.add_done_callback(lambda _: self._buffer.ready_changed.set())
+                await asyncio.sleep(0)  # it takes the rollouts' devices before the trainer may
         self._report("training")
 
-    def _evaluates(self, step: int) -> bool:
+    def evaluates(self, step: int) -> bool:
         """Whether version `step` is to be evaluated beside training."""
         every = self._config.evaluation.every
-        return self._evaluator is not None and every > 0 and step % every == 0 and step < self._training.last_step
+        return self._evaluator is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
 
     def _is_evaluating(self) -> bool:
         return self._evaluating is not None and not self._evaluating.done()
@@ -299,7 +289,8 @@ class Lineage:
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None
-        found = await self._evaluator.run(step, alone=False)
+        async with self._devices.lease("rollout"):
+            found = await self._evaluator.run(step, alone=False)
         await self._note(step, found)
         goal = self._config.stop.accuracy
         if goal and found.accuracy >= goal:
@@ -339,11 +330,10 @@ class Lineage:
         self._report("saving")
         step = self._buffer.committed
         await self._training.saved()  # it may be of the same step
-        if self._turns is not None:
-            await self._turns.take()
-        await self._checkpoints.save_end(step)
-        folder = self._material.folder / run_files.MODEL
-        await self._roles.trainer.export(str(folder.absolute()))
+        async with self._devices.lease("trainer", last=True):
+            await self._checkpoints.save_end(step)
+            folder = self._material.folder / run_files.MODEL
+            await self._roles.trainer.export(str(folder.absolute()))
 
     def _first_position(self) -> Position | None:
         """Where the lineage begins; None for a run without a past."""

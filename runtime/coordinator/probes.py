@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from runtime.coordinator.history import History
 from runtime.coordinator.membership import Member
@@ -32,8 +32,8 @@ log = logging.getLogger("sluice")
 class Probes:
     """Asks whenever a rollout has come to the committed version. A probe that is not answered is counted, and fails nothing."""
 
-    def __init__(self, material: Material, pool: RolloutPool, history: History, spans: SpanClock, answered: Callable[[], None]):
-        """`history` is told of alarms. `answered` is called after each answer, and after each that did not come in time."""
+    def __init__(self, material: Material, pool: RolloutPool, history: History, spans: SpanClock, answered: asyncio.Event):
+        """`history` is told of alarms. `answered` is set after each answer, and after each that did not come in time."""
         config = material.config
         self._prompts, self._seed = material.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.publication.commit_timeout
@@ -102,7 +102,7 @@ class Probes:
             member = member_of(rollout)
             if member not in self._asked:
                 self._asked[member] = asyncio.ensure_future(self._ask(rollout, version))
-                self._asked[member].add_done_callback(lambda _: self._answered())
+                self._asked[member].add_done_callback(lambda _: self._answered.set())
 
     def _drop(self) -> None:
         for asked in self._asked.values():

@@ -32,8 +32,6 @@ class Replicas(Generic[T]):
         self._tell = lost
         self._reason = ""
         self._arrived = asyncio.Event()
-        self._admitted = asyncio.Event()
-        self._admitted.set()
         for replica in replicas:
             self.arrive(replica)
 
@@ -70,13 +68,6 @@ class Replicas(Generic[T]):
             except Unreachable as error:
                 self.lose(replica, error.reason)
 
-    def close(self) -> None:
-        """Requests wait until `open`: the replicas' devices are another's."""
-        self._admitted.clear()
-
-    def open(self) -> None:
-        self._admitted.set()
-
     async def tell(self, order: Callable[[T], Awaitable[None]]) -> None:
         """All that live carry out `order`, but for those that are lost meanwhile."""
 
@@ -89,7 +80,6 @@ class Replicas(Generic[T]):
         await asyncio.gather(*map(told, list(self._living)))
 
     async def _choose(self, turn: int) -> T:
-        await self._admitted.wait()
         while not self._living:  # again, as it may be lost before the waiter's turn
             try:
                 await asyncio.wait_for(self._some(), self._patience)

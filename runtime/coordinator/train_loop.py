@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from runtime.chosen_algorithm import groups_per_update, streams
+from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.checkpoints import Checkpoints
+from runtime.coordinator.devices import Devices, Lease
 from runtime.coordinator.probes import Probes
 from runtime.coordinator.states import Phase
 from runtime.coordinator.updates import ModelUpdates, joined
-from runtime.coordinator.weight_sync import Publisher, Transaction
+from runtime.coordinator.weight_sync import Transaction
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.position import Position
 from runtime.ports import Answer
 from runtime.process.aio import TaskGroup
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
@@ -36,67 +42,90 @@ class TrainedStep(Struct, kw_only=True):
     publication: PublicationFigures | None  # None: it was not published
 
 
-class TrainStage:
-    """`checkpoint(step)` is asked once a batch is complete, before it is applied: it returns what orders the checkpoint of the
-    version that the batch makes, if one is due, given the end of the step. `finished` is awaited after each step."""
+class StepObserver(Protocol):
+    """Who is told of the steps."""
+
+    async def finished(self, trained: TrainedStep) -> None:
+        """Called after each step, in order."""
+
+    def evaluates(self, step: int) -> bool:
+        """Whether rollouts are to evaluate version `step`."""
+
+
+class TrainLoop:
+    """`observer` is told of each step."""
 
     def __init__(
         self,
+        config: Config,
         updates: ModelUpdates,
-        publisher: Publisher,
+        devices: Devices,
         probes: Probes,
         buffer: Buffer,
         ledger: LedgerWriter,
         spans: SpanClock,
-        *,
-        streams: bool,
-        groups_per_update: int,
-        checkpoint: Callable[[int], Awaitable[Callable[[asyncio.Future[None] | None], Answer[None]] | None]],
-        finished: Callable[[TrainedStep], Awaitable[None]],
+        checkpoints: Checkpoints,
+        observer: StepObserver,
     ):
         self._updates = updates
-        self._publisher = publisher
+        self._devices = devices
         self._probes = probes
         self._buffer = buffer
         self._ledger = ledger
         self._spans = spans
-        self._streams = streams
-        self._groups_per_update = groups_per_update
-        self._checkpoint = checkpoint
-        self._finished = finished
+        self._streams = streams(config)
+        self._groups_per_update = groups_per_update(config)
+        self._checkpoints = checkpoints
+        self._observer = observer
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self.incarnation = 0
-        self.last_step = 0
-        """The run ends before this step."""
         self.first_applied = 0.0
         """When the first step was submitted whole, on the clock of time.monotonic."""
 
-    def stop(self) -> None:
-        """End after the step whose batch was completed last; one that is still being filled is given up."""
-        self.last_step = min(self.last_step, self._buffer.step)
-        self._buffer.ready_changed.set()
+    async def run(self, tasks: TaskGroup) -> None:
+        """Train until the buffer's `last_step`. A trainer's command that fails fails the task group."""
+        # On shared devices: until the rollouts have generated all that the staleness bound admits.
+        while await self._devices.next_lease():
+            async with self._devices.lease("trainer") as lease:
+                unpublished = await self._steps(tasks, lease)
+            # The lease ended with the sync of its last version, if that was not published before.
+            if lease.version is not None:
+                self._buffer.commit(lease.version.step)
+            if unpublished is not None:
+                await self._observer.finished(replace(unpublished, publication=lease.figures))
 
-    async def run(self, tasks: TaskGroup, last_step: int) -> None:
-        """Train until `last_step`, or until `stop`. A trainer's command that fails fails the task group."""
-        self.last_step = last_step
-        while (step := self._buffer.step) < self.last_step:
-            batch = await self._fill(tasks, step)
-            if batch is None:
-                break
-            saving = await self._checkpoint(step + 1)
-            if saving is not None:
-                await self.saved()  # at most one is being written
+    async def _steps(self, tasks: TaskGroup, lease: Lease) -> TrainedStep | None:
+        """The steps of a lease. Returns the last of them where it is published only as the lease ends."""
+        while (batch := await self._fill(tasks, self._buffer.step)) is not None:
+            step = self._buffer.step - 1
+            # Where the run is once this step is made has to be known before it is applied; one checkpoint is written at a time.
+            position = await self._checkpoints.due(step + 1)
+            if position is not None:
+                await self.saved()
             if self._running is not None:
                 await self._running
-            version = PolicyVersion(self.incarnation, step + 1)
+            # The update is ordered, and right behind it the sync of the version that it makes.
             applying = await self._apply(tasks, step)
-            publication = await self._publisher.begin(version)
-            self._running = tasks.create_task(self._finish(step, batch, applying, publication))
-            if saving is not None:
-                self._saving = tasks.create_task(self._save(saving(self._running)))
+            sync = await lease.begin_sync(PolicyVersion(self.incarnation, step + 1))
+            if sync is not None:  # both go on while the next batch is filled
+                self._running = tasks.create_task(self._finish(step, batch, applying, sync))
+                if position is not None:
+                    self._saving = tasks.create_task(self._save(self._checkpoints.save(step + 1, position, self._running)))
+                continue
+            trained = await self._finish_unpublished(step, batch, applying, position)
+            if not self._goes_on():
+                return trained
+            await self._observer.finished(trained)
         if self._running is not None:
             await self._running
+        return None
+
+    def _goes_on(self) -> bool:
+        """Whether there is a batch for another step before the rollouts need the newest version."""
+        buffer = self._buffer
+        there = sum(group.generated is not None and group.taken is None for group in buffer)
+        return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and there >= buffer.groups_per_step
 
     async def _apply(self, tasks: TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
         """Order the update: the trainer's result, and others'."""
@@ -117,12 +146,12 @@ class TrainStage:
             await saving
 
     async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
-        """Take the groups of `step` as they become ready, and send them on; None when `stop` came first."""
+        """Take the groups of `step` as they become ready, and send them on; None when the run ends first."""
         buffer, batch = self._buffer, list[Group]()
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
-            if step >= self.last_step:
+            if step >= buffer.last_step:
                 return None
             buffer.ready_changed.clear()
             groups = buffer.take(step, whole=not self._may_stream(len(batch)))
@@ -144,24 +173,35 @@ class TrainStage:
         ready = sum(group.state.phase == Phase.READY and group.taken is None for group in buffer)
         return ready >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
 
-    async def _finish(
-        self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], publication: Transaction
-    ) -> None:
+    async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: Transaction) -> None:
+        """A step whose version is published as soon as the trainer has it."""
         trainer, *others = applying
         try:
             await trainer
             async with TaskGroup() as both:  # the rollouts need not wait for the critic
-                publishing = both.create_task(self._publish(publication))
+                publishing = both.create_task(self._publish(sync))
                 result = await joined(trainer, others)
                 self._buffer.consume(step)
         finally:
-            publication.close()
+            sync.close()
         self._buffer.commit(step + 1)
-        await self._finished(TrainedStep(step=step, groups=batch, result=result, publication=publishing.result()))
+        trained = TrainedStep(step=step, groups=batch, result=result, publication=publishing.result())
+        await self._observer.finished(trained)
 
-    async def _publish(self, publication: Transaction) -> PublicationFigures:
+    async def _finish_unpublished(
+        self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
+    ) -> TrainedStep:
+        """A step whose version is not published before the lease of the devices ends: its checkpoint is written before that."""
+        trainer, *others = applying
+        result = await joined(trainer, others)
+        self._buffer.consume(step)
+        if position is not None:
+            await self._save(self._checkpoints.save(step + 1, position))
+        return TrainedStep(step=step, groups=batch, result=result, publication=None)
+
+    async def _publish(self, sync: Transaction) -> PublicationFigures:
         with self._spans.span("resharding_to_infer"):
-            return await publication.finish()
+            return await sync.finish()
 
     async def _train_group(self, group: Group) -> TrainGroup:
         scores = group.scores

@@ -12,6 +12,7 @@ import pytest
 
 from runtime import config
 from runtime.commands import Level
+from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.states import Phase
 from runtime.errors import ServiceFault
@@ -277,8 +278,9 @@ def test_a_run_that_lost_all_rollouts_goes_on_with_one_that_comes(tmp_path: Path
     late = newcomer(cast, "rollout-1")
 
     async def course(run: TrainingRun) -> None:
-        assert run._lineage._turns is not None
-        while not (run.buffer.committed and run._lineage._turns.phase == phase):  # noqa: ASYNC110
+        devices = run._lineage._devices
+        assert isinstance(devices, ColocatedDevices)
+        while not (run.buffer.committed and devices.phase == phase):  # noqa: ASYNC110
             await asyncio.sleep(0)
         for rollout in cast.rollouts:
             assert isinstance(rollout, Sleeper)

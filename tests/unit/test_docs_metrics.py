@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from runtime.config import Critic, RowFormat
 from runtime.coordinator.accounting import Books
+from runtime.coordinator.devices import TO_INFER, TO_TRAIN
 from runtime.coordinator.dynamic_sampling import DynamicSampling
 from runtime.coordinator.probes import Probes
 from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.turn_taking import TO_INFER, TO_TRAIN
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import Judged
 from runtime.evaluation.sets import EvaluationData

@@ -21,13 +21,12 @@ def rewarded(group_id: int, *rewards: float, valid: tuple[int, ...] | None = Non
 
 
 class Sieve:
-    """A buffer whose groups are judged; `said` is why the run would end."""
+    """A buffer whose groups are judged; the buffer's `stop_reason` is why the run would end."""
 
     def __init__(self, limit: int = 1000, staleness: int = 1, per_step: int = 2):
         self.harness = Harness(staleness, per_step)
         self.buffer = self.harness.buffer
-        self.said: list[str] = []
-        self.sampling = DynamicSampling(self.buffer, limit, self.said.append)
+        self.sampling = DynamicSampling(self.buffer, limit)
 
     def dispatch(self, count: int) -> list[int]:
         first = max((change.group_id for change in self.harness.journal), default=-1) + 1
@@ -81,9 +80,9 @@ def test_a_step_that_is_not_filled_is_told_at_the_limit() -> None:
     assert sieve.score(groups[0], good=True)  # one of the two that the step needs
     for group in groups[1:3]:
         sieve.score(group, good=False)
-    assert sieve.said == []
+    assert sieve.buffer.stop_reason == ""
     sieve.score(groups[3], good=False)
-    assert sieve.said == ["too little signal: 3 groups with equal rewards dropped for one step"]
+    assert sieve.buffer.stop_reason == "too little signal: 3 groups with equal rewards dropped for one step"
 
 
 def test_the_count_begins_anew_with_each_step() -> None:
@@ -93,7 +92,7 @@ def test_the_count_begins_anew_with_each_step() -> None:
         for group, good in zip(groups, (False, False, True, True), strict=True):
             sieve.score(group, good)
         assert len(sieve.buffer.take(step)) == 2
-    assert sieve.said == []
+    assert sieve.buffer.stop_reason == ""
 
 
 def test_a_step_whose_groups_wait_for_the_trainer_is_not_given_up() -> None:
@@ -103,7 +102,7 @@ def test_a_step_whose_groups_wait_for_the_trainer_is_not_given_up() -> None:
         sieve.score(group, good=True)
     for group in groups[2:]:
         sieve.score(group, good=False)
-    assert sieve.said == []
+    assert sieve.buffer.stop_reason == ""
 
 
 def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:

@@ -38,7 +38,7 @@ PURE = (
     "runtime/coordinator/staleness.py",
     "runtime/coordinator/weight_sync_protocol.py",
     "runtime/coordinator/membership.py",
-    "runtime/coordinator/turns.py",
+    "runtime/coordinator/device_schedule.py",
 )
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),

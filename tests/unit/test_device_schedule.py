@@ -1,4 +1,4 @@
-"""Turns on shared devices: no two have them at once, and no turn waits for ever, whoever comes and goes."""
+"""DeviceSchedule on shared devices: no two have them at once, and no turn waits for ever, whoever comes and goes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.strategies import booleans, data, integers, sampled_from
 
 from runtime.commands import Level
-from runtime.coordinator.membership import Member
-from runtime.coordinator.turns import (
+from runtime.coordinator.device_schedule import (
     Action,
     Arrived,
+    DeviceSchedule,
     Event,
     GenerationDone,
     MemberLost,
@@ -23,15 +23,15 @@ from runtime.coordinator.turns import (
     TellOffload,
     TellOnload,
     Trained,
-    Turns,
     VersionPublished,
 )
+from runtime.coordinator.membership import Member
 from runtime.errors import InvariantViolated
 
 ONE, TWO = Member("rollout-0"), Member("rollout-1")
 
 
-def settle(turns: Turns, *events: Event) -> list[Action]:
+def settle(turns: DeviceSchedule, *events: Event) -> list[Action]:
     """Feed `events`, and the answers to whatever they lead to; what was told, in order."""
     told: list[Action] = []
     for event in events:
@@ -55,7 +55,7 @@ def moves(level: Level, *members: Member) -> list[Action]:
 
 
 def test_a_whole_round() -> None:
-    turns = Turns([ONE, TWO])
+    turns = DeviceSchedule([ONE, TWO])
     assert settle(turns, GenerationDone()) == [TellOnload("trainer")]  # they are asleep at first
     assert turns.phase == "train"
     assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
@@ -66,33 +66,33 @@ def test_a_whole_round() -> None:
 
 
 def test_the_reference_has_the_devices_between_them() -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     assert settle(turns, GenerationDone(refers=True)) == [TellOnload("reference")]
     assert turns.phase == "refer"
     assert settle(turns, Referred()) == [TellOffload("reference"), TellOnload("trainer")]
 
 
 def test_a_turn_without_a_step_publishes_nothing() -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone())
     assert settle(turns, Trained(publishes=False)) == [TellOffload("trainer"), *moves(Level.AWAKE, ONE)]
     assert turns.phase == "generate"
 
 
 def test_each_phase_waits_for_the_last_answer() -> None:
-    turns = Turns([ONE, TWO])
+    turns = DeviceSchedule([ONE, TWO])
     settle(turns, GenerationDone(), Trained())
     turns.handle(VersionPublished())
     turns.handle(Offloaded("trainer"))
     assert turns.waiting_for == (ONE, TWO)
     turns.handle(Reached(ONE, Level.AWAKE))
-    assert (turns.phase, turns.waiting_for) == ("wake", (TWO,))
+    assert (turns.phase, turns.waiting_for) == ("wake_kv", (TWO,))
     turns.handle(MemberLost(TWO))
     assert turns.phase == "generate"
 
 
 def test_a_newcomer_comes_as_far_as_the_others_are() -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone())
     assert settle(turns, Arrived(TWO)) == []
     assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
@@ -105,18 +105,18 @@ def test_a_newcomer_comes_as_far_as_the_others_are() -> None:
 
 
 def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     assert turns.handle(Arrived(TWO)) == moves(Level.AWAKE, TWO)
     assert turns.handle(GenerationDone()) == moves(Level.ASLEEP, ONE)
     turns.handle(Reached(ONE, Level.ASLEEP))
-    assert turns.phase == "park"
+    assert turns.phase == "sleep"
     assert turns.handle(Reached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == [TellOnload("trainer")]
 
 
 def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     turns.handle(GenerationDone())
     assert turns.handle(MemberLost(TWO)) == []
@@ -127,13 +127,13 @@ def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
 
 
 def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     turns.handle(GenerationDone())
     assert (turns.told(ONE), turns.waiting_for) == (True, (ONE,))
     assert turns.handle(Reached(ONE, Level.AWAKE)) == []
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == []  # nobody knows it
-    assert (turns.phase, turns.told(ONE), turns.members) == ("park", True, {ONE})
+    assert (turns.phase, turns.told(ONE), turns.members) == ("sleep", True, {ONE})
     assert turns.handle(Reached(ONE, Level.ASLEEP)) == [TellOnload("trainer")]
     assert (turns.told(ONE), turns.waiting_for) == (False, ())
 
@@ -146,7 +146,7 @@ def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
     ],
 )
 def test_it_is_the_one_whose_turn_it_is_that_moves(before: list[Event], event: Event) -> None:
-    turns = Turns()
+    turns = DeviceSchedule()
     for earlier in (GenerationDone(), *before):
         turns.handle(earlier)
     with pytest.raises(InvariantViolated, match=rf"reference.* phase {turns.phase}"):
@@ -155,7 +155,7 @@ def test_it_is_the_one_whose_turn_it_is_that_moves(before: list[Event], event: E
 
 @pytest.mark.parametrize("event", [Trained(), VersionPublished(), Referred(), Onloaded("trainer"), Offloaded("reference")])
 def test_what_cannot_happen_is_a_fault(event: Event) -> None:
-    turns = Turns([ONE])
+    turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     with pytest.raises(InvariantViolated, match="phase generate"):
         turns.handle(event)
@@ -166,7 +166,7 @@ class Devices(RuleBasedStateMachine):
 
     @initialize(count=integers(0, 3))
     def begin(self, count: int) -> None:
-        self.turns = Turns([Member(f"rollout-{index}") for index in range(count)])
+        self.turns = DeviceSchedule([Member(f"rollout-{index}") for index in range(count)])
         self.rollouts = dict.fromkeys(self.turns.members, Level.ASLEEP)  # what each really has
         self.there: set[str] = set()  # of reference and trainer
         self.orders: list[Action] = []  # not carried out yet

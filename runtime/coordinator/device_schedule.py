@@ -1,14 +1,15 @@
-"""Turns of rollouts, reference and trainer on the same devices, as a state machine. Pure: no I/O, no clock.
+"""The schedule of devices that rollouts, reference and trainer share: a state machine. Pure: no I/O, no clock.
 
 ::
 
-    generate → park → (ref_onload → refer → ref_offload →) onload → train → rouse → publish → offload → wake → generate
+    generate → sleep → (ref_onload → refer → ref_offload →) onload → train
+        → wake_weights → publish → offload → wake_kv → generate
 
 - generate: the rollouts have the devices, until the caller says that nothing is being generated any more.
-- park: they give back their memory; then the reference has the devices, where it takes part, and then the trainer.
-- rouse: with the steps done, and the trainer's weights still there, the rollouts take back the memory of their weights alone,
-  into which the new ones are published.
-- offload, wake: once the trainer is gone they take that of keys and values, and generate.
+- sleep: they free their memory; then the reference has the devices, where it takes part, and then the trainer.
+- wake_weights: the steps are done, and the trainer's weights are still there. The rollouts allocate the memory of their weights
+  alone, into which the new ones are published.
+- offload, wake_kv: once the trainer is gone the rollouts allocate keys and values, and generate.
 
 A rollout is asleep when it arrives, whatever the phase, and is told to come as far as the others are. The run begins in
 `asleep`, which is left as `generate` is. One that is lost is waited for no longer, and a phase that waits for nobody is over:
@@ -30,9 +31,20 @@ from runtime.coordinator.membership import Member
 from runtime.errors import InvariantViolated
 
 Phase = Literal[
-    "asleep", "generate", "park", "ref_onload", "refer", "ref_offload", "onload", "train", "rouse", "publish", "offload", "wake"
+    "asleep",
+    "generate",
+    "sleep",
+    "ref_onload",
+    "refer",
+    "ref_offload",
+    "onload",
+    "train",
+    "wake_weights",
+    "publish",
+    "offload",
+    "wake_kv",
 ]
-Lender = Literal["reference", "trainer"]
+Offloadable = Literal["reference", "trainer"]
 
 
 class Arrived(Struct, frozen=True):
@@ -61,7 +73,7 @@ class GenerationDone(Struct, frozen=True):
 
 
 class Onloaded(Struct, frozen=True):
-    who: Lender
+    who: Offloadable
 
 
 class Referred(Struct, frozen=True):
@@ -79,7 +91,7 @@ class VersionPublished(Struct, frozen=True):
 
 
 class Offloaded(Struct, frozen=True):
-    who: Lender
+    who: Offloadable
 
 
 Event = Arrived | MemberLost | Reached | GenerationDone | Onloaded | Referred | Trained | VersionPublished | Offloaded
@@ -95,13 +107,13 @@ class TellLevel(Struct, frozen=True):
 class TellOnload(Struct, frozen=True):
     """Tell `who` to bring its state to the devices."""
 
-    who: Lender
+    who: Offloadable
 
 
 class TellOffload(Struct, frozen=True):
     """Tell `who` to take its state off the devices."""
 
-    who: Lender
+    who: Offloadable
 
 
 Action = TellLevel | TellOnload | TellOffload
@@ -116,14 +128,14 @@ _EXPECTED: dict[type, tuple[Phase, ...]] = {
     Offloaded: ("ref_offload", "offload"),
 }
 _LEVEL: dict[Phase, Level] = {
-    "rouse": Level.WEIGHTS,
+    "wake_weights": Level.WEIGHTS,
     "publish": Level.WEIGHTS,
-    "wake": Level.AWAKE,
+    "wake_kv": Level.AWAKE,
     "generate": Level.AWAKE,
 }
 
 
-class Turns:
+class DeviceSchedule:
     """`phase` is whose turn it is; `members` are the rollouts that are there."""
 
     def __init__(self, members: Iterable[Member] = ()):
@@ -144,7 +156,7 @@ class Turns:
     @property
     def waiting_for(self) -> tuple[Member, ...]:
         """The rollouts that the phase waits for."""
-        if self.phase not in ("park", "rouse", "wake"):
+        if self.phase not in ("sleep", "wake_weights", "wake_kv"):
             return ()
         return tuple(sorted(member for member in self._levels if self._behind(member)))
 
@@ -153,10 +165,10 @@ class Turns:
         actions: list[Action] = []
         if isinstance(event, Arrived):
             for former in [member for member in self._levels if member.name == event.member.name]:
-                self._forget(former)
+                self._remove(former)
             self._levels[event.member] = Level.ASLEEP
         elif isinstance(event, MemberLost):
-            self._forget(event.member)
+            self._remove(event.member)
         elif isinstance(event, Reached):
             if self._told.get(event.member) == event.level:
                 del self._told[event.member]
@@ -164,11 +176,11 @@ class Turns:
         else:
             actions += self._proceed(event)
         actions += self._orders()
-        while self.phase in ("park", "rouse", "wake") and not self.waiting_for:
+        while self.phase in ("sleep", "wake_weights", "wake_kv") and not self.waiting_for:
             actions += self._leave() + self._orders()
         return actions
 
-    def _forget(self, member: Member) -> None:
+    def _remove(self, member: Member) -> None:
         self._levels.pop(member, None)
         self._told.pop(member, None)
 
@@ -186,19 +198,19 @@ class Turns:
 
     def _proceed(self, event: Event) -> list[Action]:
         if self.phase not in _EXPECTED[type(event)]:
-            raise InvariantViolated(f"{event} in the turns' phase {self.phase}")
+            raise InvariantViolated(f"{event} in the phase {self.phase}")
         if isinstance(event, GenerationDone):
-            self.phase, self._refers = "park", event.refers
+            self.phase, self._refers = "sleep", event.refers
         elif isinstance(event, Referred):
             self.phase = "ref_offload"
             return [TellOffload("reference")]
         elif isinstance(event, Trained):
             if event.publishes:
-                self.phase = "rouse"
+                self.phase = "wake_weights"
                 return []
-            return self._dismiss()
+            return self._offload_trainer()
         elif isinstance(event, VersionPublished):
-            return self._dismiss()
+            return self._offload_trainer()
         else:
             assert isinstance(event, Onloaded | Offloaded)
             return self._moved(event)
@@ -206,26 +218,26 @@ class Turns:
 
     def _moved(self, event: Onloaded | Offloaded) -> list[Action]:
         if event.who != ("reference" if self.phase.startswith("ref_") else "trainer"):
-            raise InvariantViolated(f"{event} in the turns' phase {self.phase}")
+            raise InvariantViolated(f"{event} in the phase {self.phase}")
         if self.phase == "ref_offload":
-            return self._invite()
-        self.phase = {"ref_onload": "refer", "onload": "train", "offload": "wake"}[self.phase]  # type: ignore[assignment]
+            return self._onload_trainer()
+        self.phase = {"ref_onload": "refer", "onload": "train", "offload": "wake_kv"}[self.phase]  # type: ignore[assignment]
         return []
 
     def _leave(self) -> list[Action]:
         """The rollouts are where this phase wants them."""
-        if self.phase == "park":
+        if self.phase == "sleep":
             if self._refers:
                 self.phase = "ref_onload"
                 return [TellOnload("reference")]
-            return self._invite()
-        self.phase = "publish" if self.phase == "rouse" else "generate"
+            return self._onload_trainer()
+        self.phase = "publish" if self.phase == "wake_weights" else "generate"
         return []
 
-    def _invite(self) -> list[Action]:
+    def _onload_trainer(self) -> list[Action]:
         self.phase = "onload"
         return [TellOnload("trainer")]
 
-    def _dismiss(self) -> list[Action]:
+    def _offload_trainer(self) -> list[Action]:
         self.phase = "offload"
         return [TellOffload("trainer")]

@@ -1,0 +1,346 @@
+"""Who may use the devices: `async with devices.lease("trainer"): ...`.
+
+::
+
+    lease          Devices (each role its own)    ColocatedDevices (rollouts, reference and trainer share them)
+    "rollout"      at once                        while the rollouts are awake; the trainer's lease waits for its end
+    "reference"    at once                        once the rollouts sleep and the reference is on the devices
+    "trainer"      at once                        once the rollouts sleep; it ends with the weight sync and their wake-up
+
+Groups that are being generated hold the devices as a lease of the rollouts does: `Devices.next_lease` returns once nothing is
+left to be generated. That is every group that the bound η admits, η + 1 batches. So no sample is in flight while rollouts
+sleep, and none has tokens of two versions. The trainer then makes up to η + 1 steps in one lease, and the last of them alone is
+published: nobody could generate with the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
+from runtime.commands import Level
+from runtime.config import Config
+from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.device_schedule import (
+    Action,
+    Arrived,
+    DeviceSchedule,
+    Event,
+    GenerationDone,
+    MemberLost,
+    Offloadable,
+    Offloaded,
+    Onloaded,
+    Phase,
+    Reached,
+    Referred,
+    TellLevel,
+    TellOnload,
+    Trained,
+    VersionPublished,
+)
+from runtime.coordinator.membership import Member
+from runtime.coordinator.probes import Probes
+from runtime.coordinator.roles import Roles
+from runtime.coordinator.rollout_pool import RolloutPool, member_of
+from runtime.coordinator.states import Mark
+from runtime.coordinator.states import Phase as GroupPhase
+from runtime.coordinator.weight_sync import Publisher, Transaction
+from runtime.errors import InvariantViolated, SluiceError
+from runtime.ports import RolloutPort
+from runtime.status import replaced
+from runtime.telemetry.metrics import PublicationFigures, SpanClock
+from runtime.types import PolicyVersion
+
+TO_TRAIN, TO_INFER = "resharding_to_train", "resharding_to_infer"
+_ANY = 1 << 30  # groups: the rollouts' slots do not matter
+
+Role = Literal["rollout", "reference", "trainer"]
+
+
+class Lease:
+    """The right to use a role's devices. A version is published as soon as the trainer has it."""
+
+    figures: PublicationFigures | None = None  # of the version that was published as the lease ended
+    version: PolicyVersion | None = None  # the one to be published as the lease ends
+
+    def __init__(self, publisher: Publisher):
+        self._publisher = publisher
+
+    async def begin_sync(self, version: PolicyVersion) -> Transaction | None:
+        """Begin to publish `version`, whose update was ordered just now; None: it is published as the lease ends, unless a
+        later one is made before."""
+        return await self._publisher.begin(version)
+
+    async def sync(self, version: PolicyVersion) -> None:
+        """Publish `version`, which the trainer has, before the lease is over."""
+        await self._publisher.publish(version)
+
+
+class ColocatedLease(Lease):
+    """The rollouts have no memory to receive weights into before the steps of the lease are done: it ends with the sync."""
+
+    async def begin_sync(self, version: PolicyVersion) -> None:
+        self.version = version
+
+    async def sync(self, version: PolicyVersion) -> None:
+        self.version = version
+
+
+class Devices:
+    """Dedicated devices: every role has its own, and a lease does nothing."""
+
+    trainer_is_replaceable = True  # while rollouts generate: they hold nothing that another trainer needs
+
+    def __init__(self, pool: RolloutPool, publisher: Publisher, buffer: Buffer):
+        self._pool = pool
+        self._publisher = publisher
+        self._buffer = buffer
+
+    def arrive(self, rollout: RolloutPort) -> None:
+        """A process of a rollout has come, perhaps in the place of one that was lost."""
+        self._pool.arrive(rollout)
+
+    async def next_lease(self) -> bool:
+        """Return once the trainer is to have the devices; False: the run ends, without another step."""
+        return self._buffer.step < self._buffer.last_step
+
+    @asynccontextmanager
+    async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
+        """The devices of `role`. `last`: the run ends in this lease, and nobody needs the devices after it. Raises what ends
+        the run: whatever the trainer or the reference raised as devices changed hands."""
+        yield Lease(self._publisher)
+
+
+class ColocatedDevices(Devices):
+    """The rollouts are asleep at first, and nobody has the devices.
+
+    During a lease of the trainer the pool is closed, and no newcomer is sent the committed version: its weights may be off the
+    devices. A newcomer joins the pool once it has come as far as the others, so that the next publication has it as a member.
+    """
+
+    trainer_is_replaceable = False  # rollouts may hold the devices that another trainer would begin on
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        pool: RolloutPool,
+        publisher: Publisher,
+        buffer: Buffer,
+        probes: Probes,
+        spans: SpanClock,
+    ):
+        super().__init__(pool, publisher, buffer)
+        self._roles = roles
+        self._probes = probes
+        self._spans = spans
+        self._refers = reference_takes_part(config)
+        self._onloads_trainer = not alternates(config)  # else who orders the updates of trainer and critic does
+        self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group, and another be generated in its place
+        self._schedule = DeviceSchedule(pool.membership.living)
+        self._arriving: dict[Member, RolloutPort] = {}  # not in the pool yet
+        self._rollout_leases = 0
+        self._reference_leases = asyncio.Event()  # set while the reference has the devices
+        self._calls: set[asyncio.Task[None]] = set()
+        self._fault: BaseException | None = None
+        self._changed = asyncio.Event()
+        pool.close()
+        pool.subscribe(self._look)
+
+    @property
+    def phase(self) -> Phase:
+        return self._schedule.phase
+
+    @asynccontextmanager
+    async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
+        lease = ColocatedLease(self._publisher)
+        if role == "rollout":
+            self._rollout_leases += 1
+            try:
+                yield lease
+            finally:
+                self._rollout_leases -= 1
+                self._buffer.ready_changed.set()
+        elif role == "reference":
+            if self._refers:
+                await self._reference_leases.wait()
+            yield lease
+        else:
+            await self._acquire()
+            yield lease
+            if not last:
+                lease.figures = await self._release(lease.version)
+
+    async def next_lease(self) -> bool:
+        buffer = self._buffer
+        while buffer.step < buffer.last_step:
+            buffer.ready_changed.clear()
+            if self._nothing_to_generate():
+                return True
+            await buffer.ready_changed.wait()
+        return False
+
+    def _nothing_to_generate(self) -> bool:
+        buffer = self._buffer
+        if self._rollout_leases or self._probes.pending or buffer.capacity(_ANY, buffer.last_step):
+            return False
+        return not any(group.state.phase == GroupPhase.GENERATING or self._may_be_dropped(group) for group in buffer)
+
+    def _may_be_dropped(self, group: Group) -> bool:
+        """And another prompt be drawn in its place."""
+        return self._scores_drop and group.state.phase == GroupPhase.GENERATED and not group.state.marks & Mark.SCORED
+
+    # ------------------------------------------------------------------------------------------ devices change hands
+
+    async def _acquire(self) -> None:
+        """The trainer has the devices when this returns; before it the reference has, if groups wait for it. To be called
+        when no rollout has anything to do."""
+        # Before the first version nobody brings groups to the reference, and some may have been restored without it.
+        refers = self._refers and self.phase != "asleep" and any(map(_lacks_reference, self._buffer))
+        self._pool.close()
+        with self._spans.span(TO_TRAIN):
+            await self._publisher.hold()
+            self._handle(GenerationDone(refers))
+            await self._until("ref_onload", "refer", "train")
+        if refers:
+            await self._until("refer")
+            self._reference_leases.set()
+            await self._referred()
+            self._reference_leases.clear()
+            self._handle(Referred())
+            await self._until("onload", "train")
+            with self._spans.span(TO_TRAIN):
+                await self._until("train")
+
+    async def _referred(self) -> None:
+        """The reference has seen every group that was generated."""
+        buffer = self._buffer
+        while any(map(_lacks_reference, buffer)):
+            buffer.ready_changed.clear()
+            await buffer.ready_changed.wait()
+
+    async def _release(self, version: PolicyVersion | None) -> PublicationFigures | None:
+        """The rollouts have the devices when this returns, with `version` if the trainer made one."""
+        with self._spans.span(TO_INFER):
+            # The rollouts wake their weights only, and receive the version: the trainer's weights are still on the devices.
+            self._handle(Trained(publishes=version is not None))
+            figures = None
+            if version is not None:
+                await self._until("publish")
+                figures = await self._publisher.publish(version)
+                self._handle(VersionPublished())
+            # The trainer offloads, and the rollouts wake the rest.
+            await self._until("generate")
+            self._publisher.free()
+        self._pool.open()
+        return figures
+
+    # ------------------------------------------------------------------------------------------ rollouts come and go
+
+    def arrive(self, rollout: RolloutPort) -> None:
+        """A process has come, asleep."""
+        member = member_of(rollout)
+        formers = [one for one in (*self._schedule.members, *self._pool.membership.living) if one.name == member.name]
+        if any(one.incarnation >= member.incarnation for one in formers):
+            return
+        for former in set(formers) & set(self._pool.membership.living):
+            self._pool.lose(self._pool.port(former), replaced(member.incarnation))
+        self._arriving = {one: port for one, port in self._arriving.items() if one not in formers} | {member: rollout}
+        self._handle(Arrived(member))
+        if not self._schedule.told(member):
+            self._join(member)
+
+    def _join(self, member: Member) -> None:
+        """It is one of the pool's from now on."""
+        self._pool.arrive(self._arriving[member])
+        del self._arriving[member]
+
+    def _look(self) -> None:
+        """Tell the schedule who was lost."""
+        there = {*self._pool.membership.living, *self._arriving}
+        for member in self._schedule.members - there:
+            self._handle(MemberLost(member))
+
+    def _handle(self, event: Event) -> None:
+        for action in self._schedule.handle(event):
+            task = asyncio.ensure_future(self._carry_out(action))
+            self._calls.add(task)
+            task.add_done_callback(self._done)
+        self._changed.set()
+
+    def _carry_out(self, action: Action) -> Coroutine[Any, Any, None]:
+        if isinstance(action, TellLevel):
+            return self._move(action.member, action.level)
+        return self._onload(action.who) if isinstance(action, TellOnload) else self._offload(action.who)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fault = self._fault or error
+            self._changed.set()
+
+    async def _until(self, *phases: Phase) -> None:
+        while self._fault is None and self._schedule.phase not in phases:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    async def _move(self, member: Member, level: Level) -> None:
+        """A rollout that does not come as far is lost, whatever kept it."""
+        rollout = self._arriving.get(member)
+        if rollout is None:
+            if member not in self._pool.membership.living:
+                return
+            rollout = self._pool.port(member)
+        try:
+            await rollout.move(level)
+        except InvariantViolated:
+            raise
+        except SluiceError as error:
+            if member in self._arriving:
+                self._join(member)
+            self._pool.lose(rollout, str(error))
+            return
+        self._handle(Reached(member, level))
+        if member in self._arriving and not self._schedule.told(member):
+            self._join(member)
+
+    async def _onload(self, who: Offloadable) -> None:
+        if who == "reference":
+            with self._spans.span("ref_onload"):
+                await self._roles.references.tell(lambda reference: reference.onload())
+        elif self._onloads_trainer:
+            await self._roles.trainer.onload()
+        self._handle(Onloaded(who))
+
+    async def _offload(self, who: Offloadable) -> None:
+        if who == "reference":
+            with self._spans.span("ref_offload"):
+                await self._roles.references.tell(lambda reference: reference.offload())
+        else:
+            await self._roles.trainer.offload()
+        self._handle(Offloaded(who))
+
+
+def devices_of(
+    config: Config, roles: Roles, pool: RolloutPool, publisher: Publisher, buffer: Buffer, probes: Probes, spans: SpanClock
+) -> Devices:
+    """The devices of a run: shared ones where rollouts and trainer are colocated."""
+    if takes_turns(config):
+        return ColocatedDevices(config, roles, pool, publisher, buffer, probes, spans)
+    return Devices(pool, publisher, buffer)
+
+
+async def wake_without_trainer(config: Config, rollout: RolloutPort) -> None:
+    """A rollout on shared devices is asleep when it starts; where no trainer runs, it has them for good."""
+    if takes_turns(config):
+        await rollout.move(Level.AWAKE)
+
+
+def _lacks_reference(group: Group) -> bool:
+    return group.generated is not None and bool(Mark.REFERENCED & group.state.needs & ~group.state.marks)
