@@ -21,10 +21,11 @@ from runtime import run_files
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
 from runtime.config import Config
-from runtime.coordinator.evaluation_run import EvaluationRun
-from runtime.coordinator.lineage import INTERRUPTED
+from runtime.coordinator.attempt import INTERRUPTED
+from runtime.coordinator.evaluation import EvaluationRun
+from runtime.coordinator.roles import TrainedModels
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.run_context import EvaluationMaterial, Material
+from runtime.coordinator.run_context import EvaluationContext, RunContext
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
@@ -32,7 +33,7 @@ from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.ports import Replaceable
 from runtime.process.aio import first_error
-from runtime.status import Progress, Registration, Status, Stop, Topology
+from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process
@@ -48,6 +49,8 @@ T = TypeVar("T")
 class CoordinatorProcess:
     """One coordinator process, from binding its port to its end."""
 
+    restarts = True
+
     def __init__(self, config: Config, phases: Phases, trains: bool = True):
         """`phases`: of the start-up so far. `trains`: False for an evaluation alone."""
         self._config = config
@@ -58,7 +61,7 @@ class CoordinatorProcess:
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
-        self._peers = Peers(config, lambda: self._report(self._progress))
+        self._peers = Peers(config, lambda: self.report(self._progress))
         self._nodes = Nodes(config, trains, self._peers)
         self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
@@ -96,7 +99,7 @@ class CoordinatorProcess:
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
             await self._peers.stop_all()
-            self._report(msgspec.structs.replace(self._progress, phase=end))
+            self.report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
             await server.stop(grace=0.2)
 
@@ -137,14 +140,13 @@ class CoordinatorProcess:
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
         trackers = self._trackers()
-        material = EvaluationMaterial(
+        material = EvaluationContext(
             config=config,
             trackers=trackers,
             held_out=held_out,
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
-            report=self._report,
-            lost=self._peers.lose,
+            supervisor=self,
         )
         try:
             await self._peers.connect(placed, self._arrive)
@@ -166,7 +168,7 @@ class CoordinatorProcess:
         config = self._config
         return Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
 
-    async def _material(self) -> Material:
+    async def _material(self) -> RunContext:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
         phases = {"launcher": self._phases.born - self._launched, "coordinator": before - self._phases.born}
@@ -174,7 +176,7 @@ class CoordinatorProcess:
         train = training_prompts(config.data, tokenizer)
         log.info("prompts: %s", train.report())
         held_out = load_held_out(config, tokenizer, train.problems)
-        return Material(
+        return RunContext(
             config=config,
             ledger=await LedgerWriter.open(self._folder / run_files.LEDGER, config.ledger.segment_bytes),
             trackers=self._trackers(),
@@ -182,13 +184,11 @@ class CoordinatorProcess:
             held_out=held_out,
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
-            report=self._report,
+            supervisor=self,
             launched=self._launched,
             startup=Startup(
                 phases={**phases, "data": time.monotonic() - before}, processes={"coordinator": self._phases.seconds}
             ),
-            lost=self._peers.lose,
-            regroup=self._peers.regroup,
         )
 
     def _arrive(self, role: str, replica: Replaceable) -> None:
@@ -284,9 +284,15 @@ class CoordinatorProcess:
         )
 
     def _wait_for_nodes(self, missing: str) -> None:
-        self._report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
+        self.report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
 
-    def _report(self, progress: Progress) -> None:
+    def lose(self, loss: Loss) -> None:
+        self._peers.lose(loss)
+
+    async def wait_restarted(self) -> TrainedModels:
+        return await self._peers.wait_restarted()
+
+    def report(self, progress: Progress) -> None:
         self._progress = msgspec.structs.replace(progress, lost=list(self._peers.lost.values()))
         for watcher in self._watchers:
             watcher.set()

@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.cluster.topology import Instance, group_of
 from runtime.config import Config
-from runtime.coordinator.roles import EvaluationRoles, Replicas, Roles, Updated
+from runtime.coordinator.roles import EvaluationRoles, Replicas, Roles, TrainedModels
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.ports import Replaceable
 from runtime.process.aio import still_missing
@@ -45,7 +45,7 @@ class Peers:
         self._joining: set[asyncio.Task[None]] = set()
         self._sessions: dict[Instance, Session] = {}  # none before all are there
         self._groups: dict[str, Any] = {}  # of the roles UPDATED, the client of the newest that is connected
-        self._handed: dict[str, int] = {}  # their incarnations, as `regroup` or `roles` gave them away last
+        self._handed: dict[str, int] = {}  # their incarnations, as `wait_restarted` or `roles` gave them away last
         self._back = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------ who is there
@@ -134,7 +134,7 @@ class Peers:
         self._sessions = {instance: self._session(instance) for instance in self._instances if instance in self._registered}
         await asyncio.gather(*(session.open(timeout) for session in self._sessions.values()))
 
-    async def regroup(self) -> Updated:
+    async def wait_restarted(self) -> TrainedModels:
         """Trainer and critic, once all their ranks are there again: of later incarnations than those that were given away
         before. Raises DeadlineExceeded, naming who is not there after `deadlines.start`, and the longest that a role's
         `restarts` may put off a start.
@@ -221,12 +221,12 @@ class Peers:
             reward_models=self._replicas("reward_model"),
         )
 
-    def _updated(self) -> Updated:
+    def _updated(self) -> TrainedModels:
         self._handed = {role: one.incarnation for role, one in self._groups.items()}
-        return Updated(self._groups["trainer"], self._groups.get("critic"))
+        return TrainedModels(self._groups["trainer"], self._groups.get("critic"))
 
     def _replicas(self, role: str) -> Replicas[Any]:
-        return Replicas(self._clients(role), self._config.deadlines.start, self.lose)
+        return Replicas(self._clients(role), self._config.deadlines.start, self)
 
     def _clients(self, role: str) -> list[Any]:
         """Of every unit of a role, in the order of their names."""

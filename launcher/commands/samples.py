@@ -15,7 +15,6 @@ from rich.console import Console
 
 from runtime import codec, run_files
 from runtime.config import loading
-from runtime.coordinator.states import Phase
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.evaluation import generations
@@ -23,6 +22,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Generation
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.ledger.states import Phase
 from runtime.telemetry.shown import LiteralTable, shown
 from runtime.types import GroupPayload
 

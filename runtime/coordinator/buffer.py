@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from msgspec import Struct, field, structs
 
-from runtime.coordinator import staleness, states
-from runtime.coordinator.states import Event, GroupState, Mark, Phase
+from runtime.coordinator import staleness
 from runtime.errors import InvariantViolated
+from runtime.ledger import states
 from runtime.ledger.payloads import Handle
 from runtime.ledger.reader import PARTS, GroupRow
 from runtime.ledger.records import Change, Ticket
+from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.types import GeneratedGroup, Scores
 
 Part = bytes | Handle  # in memory, or on disk since before a restart
@@ -64,6 +66,12 @@ class Wait(Struct, frozen=True):
     deadline: int | None
 
 
+class ChangeJournal(Protocol):
+    """Where every change of a group is kept."""
+
+    def record(self, change: Change) -> None: ...
+
+
 class Buffer:
     """`step`: the next to be filled, which is also the committed version when the run (re)starts."""
 
@@ -73,7 +81,7 @@ class Buffer:
         needs: Mark,
         groups_per_step: int,
         staleness: int,
-        journal: Callable[[Change], None],
+        journal: ChangeJournal,
         step: int = 0,
         clock: Callable[[], float] = time.time,
     ):
@@ -318,7 +326,7 @@ class Buffer:
         return group
 
     def _record(self, group: Group, stamp: str, **what: object) -> None:
-        self._journal(Change(group_id=group.group_id, state=group.state, stamp=stamp, at=group.since, **what))  # type: ignore[arg-type]
+        self._journal.record(Change(group_id=group.group_id, state=group.state, stamp=stamp, at=group.since, **what))  # type: ignore[arg-type]
 
     def _leave(self, group: Group) -> None:
         del self._groups[group.group_id]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from runtime.cluster.topology import alternates
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.history import History
+from runtime.coordinator.recovery import RunHistory
 from runtime.coordinator.roles import Roles
-from runtime.coordinator.run_context import Material
+from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import ServiceFault
 from runtime.ledger import checkpoint
@@ -29,14 +29,14 @@ log = logging.getLogger("sluice")
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(self, material: Material, roles: Roles, stream: PromptStream, buffer: Buffer, history: History):
-        config = material.config
-        self._folder = material.folder
+    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
+        config = context.config
+        self._folder = context.folder
         self._settings = config.checkpoint
         self._alternates = alternates(config)
         self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
-        self._ledger = material.ledger
+        self._ledger = context.ledger
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
@@ -93,7 +93,8 @@ class Checkpoints:
     def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Answer[None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
-        It counts only once its step is in the books, when `finishing` is done: who goes back to it repeats all that is not.
+        It counts only once the metrics of its step are recorded, when `finishing` is done: who goes back to it repeats all
+        that is not.
         Raises StorageFull when there is no room for it.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles

@@ -46,10 +46,10 @@ from runtime.coordinator.membership import Member
 from runtime.coordinator.probes import Probes
 from runtime.coordinator.roles import Roles
 from runtime.coordinator.rollout_pool import RolloutPool, member_of
-from runtime.coordinator.states import Mark
-from runtime.coordinator.states import Phase as GroupPhase
 from runtime.coordinator.weight_sync import Publisher, Transaction
 from runtime.errors import InvariantViolated, SluiceError
+from runtime.ledger.states import Mark
+from runtime.ledger.states import Phase as GroupPhase
 from runtime.ports import RolloutPort
 from runtime.status import replaced
 from runtime.telemetry.metrics import PublicationFigures, SpanClock

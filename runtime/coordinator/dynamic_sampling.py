@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer, Group
-from runtime.coordinator.states import Mark
+from runtime.ledger.states import Mark
 
 NO_SIGNAL = "no signal"  # why such groups are dropped
 

@@ -23,25 +23,28 @@ from pathlib import Path
 
 from runtime import codec
 from runtime.cluster.topology import slots
-from runtime.coordinator.roles import EvaluationRoles
+from runtime.coordinator.devices import wake_without_trainer
+from runtime.coordinator.roles import EvaluationRoles, RewardScoring
 from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.run_context import EvaluationMaterial
-from runtime.coordinator.scoring import RewardScoring
+from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
+from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult, Judged
+from runtime.ports import Replaceable, RolloutPort
 from runtime.process.aio import TaskGroup
+from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
 
-Progress = Callable[[int, int], None]
+ReportDone = Callable[[int, int], None]
 Part = tuple[GeneratedGroup, Scores]
 
 
-class Places:
+class WeightedSemaphore:
     """Room for `free` samples, given out in the order in which it is asked for."""
 
     def __init__(self, free: int):
@@ -66,7 +69,7 @@ class Places:
 class _Course:
     """One evaluation under way: where its replies go, and how far it is."""
 
-    def __init__(self, folder: Path, sets: Sequence[HeldOut], places: Places, largest: int, progress: Progress):
+    def __init__(self, folder: Path, sets: Sequence[HeldOut], places: WeightedSemaphore, largest: int, progress: ReportDone):
         self.places, self.largest = places, largest
         self.judged: list[list[Judged]] = [[] for _ in sets]
         self.transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in sets]
@@ -87,18 +90,18 @@ class _Course:
 class Evaluator:
     """Evaluates on the same problems, with the same seeds, each time."""
 
-    def __init__(self, material: EvaluationMaterial, roles: EvaluationRoles, pool: RolloutPool):
-        self._config = material.config
-        self._folder = material.folder
-        self._sets = material.held_out
+    def __init__(self, context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool):
+        self._config = context.config
+        self._folder = context.folder
+        self._sets = context.held_out
         self._pool = pool
         self._scoring = RewardScoring(roles)
-        self._text = material.text
-        self._judge = material.config.rewards.rules[0]
-        self._sampling = [_sampling(material, held_out) for held_out in self._sets]
+        self._text = context.text
+        self._judge = context.config.rewards.rules[0]
+        self._sampling = [_sampling(context, held_out) for held_out in self._sets]
         self._ids = count(-1, -1)  # negative: never a training group's
 
-    async def run(self, step: int, alone: bool, progress: Progress = lambda done, total: None) -> EvaluationResult:
+    async def run(self, step: int, alone: bool, progress: ReportDone = lambda done, total: None) -> EvaluationResult:
         """Evaluate after `step` optimizer steps. `alone`: nothing else needs the rollouts.
 
         Replies and results go into the folder of the step, in place of what an earlier evaluation of it left; cut short, it
@@ -135,12 +138,12 @@ class Evaluator:
             result.write(folder)
         return result
 
-    def _course(self, folder: Path, alone: bool, progress: Progress) -> _Course:
+    def _course(self, folder: Path, alone: bool, progress: ReportDone) -> _Course:
         each = slots(self._config).values()
         if alone:  # twice the slots keeps them full
-            return _Course(folder, self._sets, Places(2 * sum(each)), min(each), progress)
+            return _Course(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
         places, largest = sum(each) // SHARE, min(each) // SHARE
-        return _Course(folder, self._sets, Places(max(1, places)), max(1, largest), progress)
+        return _Course(folder, self._sets, WeightedSemaphore(max(1, places)), max(1, largest), progress)
 
     async def _problem(self, course: _Course, which: int, index: int) -> None:
         samples, largest = self._sets[which].settings.samples, course.largest
@@ -198,13 +201,71 @@ class Evaluator:
         )
 
 
-def _sampling(material: EvaluationMaterial, held_out: HeldOut) -> SamplingParams:
-    settings = material.config.evaluation
+def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
+    settings = context.config.evaluation
     return SamplingParams(
         max_new_tokens=held_out.settings.max_new_tokens,
         temperature=held_out.settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
-        stop_token_ids=material.stop_token_ids,
+        stop_token_ids=context.stop_token_ids,
     )
+
+
+class EvaluationRun:
+    """`sluice eval`: one evaluation of the weights that the rollouts loaded, and nothing else. `stop` cuts it short."""
+
+    def __init__(self, context: EvaluationContext, roles: EvaluationRoles):
+        self._context = context
+        self._roles = roles
+        self._pool = RolloutPool(roles.rollouts, slots(context.config), context.config.deadlines.start, context.supervisor)
+        self._serving = {asyncio.ensure_future(self._serve(rollout)) for rollout in roles.rollouts}
+        self._evaluator = Evaluator(context, roles, self._pool)
+        self._stopped = False
+        self._evaluating: asyncio.Task[EvaluationResult] | None = None
+
+    def arrive(self, role: str, replica: Replaceable) -> None:
+        """A process has come in the place of one that was lost."""
+        if role == "rollout":
+            self._pool.arrive(replica)  # type: ignore[arg-type]
+            self._serving.add(asyncio.ensure_future(self._serve(replica)))  # type: ignore[arg-type]
+        else:
+            self._roles.arrive(role, replica)
+
+    async def _serve(self, rollout: RolloutPort) -> None:
+        try:
+            await wake_without_trainer(self._context.config, rollout)
+        except SluiceError as error:
+            self._pool.lose(rollout, str(error))
+        else:
+            self._pool.serve_as_loaded()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+
+    async def execute(self) -> EvaluationResult | None:
+        """The results, which also lie in the run's folder; None when it was stopped before. Raises ServiceFault, UserError."""
+        if self._stopped:
+            return None
+
+        def report(done: int, total: int) -> None:
+            self._context.supervisor.report(Progress(phase="evaluating", done=done, total=total))
+
+        report(0, 0)
+        self._evaluating = asyncio.create_task(self._evaluator.run(0, alone=True, progress=report))
+        guard = asyncio.create_task(self._pool.guard())
+        try:
+            await asyncio.wait([self._evaluating, guard], return_when=asyncio.FIRST_COMPLETED)
+            if guard.done():
+                guard.result()
+        finally:
+            guard.cancel()
+            self._evaluating.cancel()
+        if self._evaluating.cancelled():
+            return None
+        found = self._evaluating.result()
+        await self._context.trackers.log(0, evaluation.metrics(found))
+        return found

@@ -13,14 +13,13 @@ from runtime import codec
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.devices import Devices
 from runtime.coordinator.dynamic_sampling import DynamicSampling
-from runtime.coordinator.roles import Roles
+from runtime.coordinator.roles import RewardScoring, Roles
 from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.run_context import Material
-from runtime.coordinator.scoring import RewardScoring
-from runtime.coordinator.states import Mark, Phase
+from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import Unreachable
 from runtime.ledger.records import Note, Ticket
+from runtime.ledger.states import Mark, Phase
 from runtime.ports import Answer, RolloutPort
 from runtime.process.aio import TaskGroup
 from runtime.telemetry.metrics import SpanClock
@@ -38,7 +37,7 @@ class GroupStage:
 
     def __init__(
         self,
-        material: Material,
+        context: RunContext,
         roles: Roles,
         pool: RolloutPool,
         devices: Devices,
@@ -47,15 +46,15 @@ class GroupStage:
         spans: SpanClock,
         dynamic_sampling: DynamicSampling | None,
     ):
-        sampling = material.config.sampling
+        sampling = context.config.sampling
         self._size = sampling.group_size
         self._roles = roles
         self._pool = pool
         self._devices = devices
         self._buffer = buffer
-        self._ledger = material.ledger
+        self._ledger = context.ledger
         self._stream = stream
-        self._prompts = material.train
+        self._prompts = context.train
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
         self._turn = count()
@@ -63,7 +62,7 @@ class GroupStage:
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
-            stop_token_ids=material.stop_token_ids,
+            stop_token_ids=context.stop_token_ids,
         )
         pool.subscribe(buffer.room_changed.set)
         self._lives: set[asyncio.Task[None]] = set()

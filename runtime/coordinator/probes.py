@@ -12,10 +12,10 @@ import logging
 import math
 from collections.abc import Sequence
 
-from runtime.coordinator.history import History
 from runtime.coordinator.membership import Member
+from runtime.coordinator.recovery import RunHistory
 from runtime.coordinator.rollout_pool import RolloutPool, member_of
-from runtime.coordinator.run_context import Material
+from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ports import RolloutPort
@@ -32,15 +32,15 @@ log = logging.getLogger("sluice")
 class Probes:
     """Asks whenever a rollout has come to the committed version. A probe that is not answered is counted, and fails nothing."""
 
-    def __init__(self, material: Material, pool: RolloutPool, history: History, spans: SpanClock, answered: asyncio.Event):
+    def __init__(self, context: RunContext, pool: RolloutPool, history: RunHistory, spans: SpanClock, answered: asyncio.Event):
         """`history` is told of alarms. `answered` is set after each answer, and after each that did not come in time."""
-        config = material.config
-        self._prompts, self._seed = material.train.tokens, config.run.seed
+        config = context.config
+        self._prompts, self._seed = context.train.tokens, config.run.seed
         self._limit, self._seconds = config.mismatch.limit, config.publication.commit_timeout
         self._sampling = SamplingParams(
             max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
             temperature=config.sampling.temperature,
-            stop_token_ids=material.stop_token_ids,
+            stop_token_ids=context.stop_token_ids,
         )
         self._pool, self._history, self._spans, self._answered = pool, history, spans, answered
         self._version: PolicyVersion | None = None

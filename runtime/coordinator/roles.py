@@ -1,17 +1,21 @@
-"""Every process that the pipeline talks to, and what becomes of a request whose replica is lost."""
+"""Every process that the coordinator talks to, what becomes of a request whose replica is lost, and who is asked for scores."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from runtime.errors import ServiceFault, Unreachable
 from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, RolloutPort, TrainerPort
+from runtime.rewards.combination import combine
 from runtime.status import Loss, replaced
+from runtime.telemetry.metrics import SpanClock
+from runtime.types import ScoreRequest, Scores
 
 log = logging.getLogger("sluice")
 
@@ -19,17 +23,23 @@ T = TypeVar("T", bound=Replaceable)
 R = TypeVar("R")
 
 
+class LossListener(Protocol):
+    """Is told of every process that the run does without."""
+
+    def lose(self, loss: Loss) -> None: ...
+
+
 class Replicas(Generic[T]):
     """Interchangeable replicas of a role, which take turns. A request whose replica is lost goes to another; when there is
     none, it waits for the process that comes in its place. No request is left out.
     """
 
-    def __init__(self, replicas: Sequence[T] = (), patience: float = 120.0, lost: Callable[[Loss], None] = lambda loss: None):
-        """`patience`: seconds that a request waits when there is no replica. `lost` is told of each that is lost."""
+    def __init__(self, replicas: Sequence[T] = (), patience: float = 120.0, listener: LossListener | None = None):
+        """`patience`: seconds that a request waits when there is no replica. `listener` is told of each that is lost."""
         self._name = replicas[0].name.rpartition("-")[0] if replicas else ""
         self._living: list[T] = []
         self._patience = patience
-        self._tell = lost
+        self._listener = listener
         self._reason = ""
         self._arrived = asyncio.Event()
         for replica in replicas:
@@ -57,7 +67,8 @@ class Replicas(Generic[T]):
             self._reason = f"{replica.name}: {reason}"
             log.warning("%s (incarnation %d) is lost: %s", replica.name, replica.incarnation, reason)
             replica.give_up(reason)
-            self._tell(Loss(name=replica.name, incarnation=replica.incarnation, reason=reason))
+            if self._listener is not None:
+                self._listener.lose(Loss(name=replica.name, incarnation=replica.incarnation, reason=reason))
 
     async def ask(self, turn: int, question: Callable[[T], Awaitable[R]]) -> R:
         """The answer of a replica. Raises what it raised, or ServiceFault when there is none for `patience` seconds."""
@@ -107,7 +118,7 @@ class EvaluationRoles:
 
 
 @dataclass(frozen=True)
-class Updated:
+class TrainedModels:
     """The groups under training."""
 
     trainer: TrainerPort
@@ -125,3 +136,32 @@ class Roles(EvaluationRoles):
             self.references.arrive(replica)  # type: ignore[arg-type]
         else:
             super().arrive(role, replica)
+
+
+class RewardScoring:
+    """Asks one replica of each role that gives rewards, and adds up what they answer."""
+
+    def __init__(self, roles: EvaluationRoles, spans: SpanClock | None = None):
+        """`spans`: accounts the time as that of the phases `rule_reward` and `reward_model`."""
+        by_phase = {"rule_reward": roles.rewards, "reward_model": roles.reward_models}
+        self._replicas = {phase: replicas for phase, replicas in by_phase.items() if replicas}
+        self._spans = spans
+
+    async def score(self, request: ScoreRequest, turn: int, asked: set[str] | None = None) -> Scores:
+        """Replicas take turns. `asked` holds, until this returns, the names of those that have not answered."""
+        names = set() if asked is None else asked
+        answers = (self._ask(phase, replicas, request, turn, names) for phase, replicas in self._replicas.items())
+        return combine(await asyncio.gather(*answers))
+
+    async def _ask(
+        self, phase: str, replicas: Replicas[RewardPort], request: ScoreRequest, turn: int, asked: set[str]
+    ) -> Scores:
+        async def question(replica: RewardPort) -> Scores:
+            asked.add(replica.name)
+            try:
+                return await replica.score(request)
+            finally:
+                asked.discard(replica.name)
+
+        with self._spans.span(phase) if self._spans else nullcontext():
+            return await replicas.ask(turn, question)

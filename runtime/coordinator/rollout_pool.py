@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from runtime.coordinator.membership import Epoch, Member, Membership
+from runtime.coordinator.roles import LossListener
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolloutPort
 from runtime.status import Loss, replaced
@@ -28,10 +29,10 @@ class RolloutPool:
         rollouts: Sequence[RolloutPort],
         slots: Mapping[str, int],
         patience: float = 120.0,
-        lost: Callable[[Loss], None] = lambda loss: None,
+        listener: LossListener | None = None,
     ):
         """`slots`: how many sequences each generates at once, by name. `patience`: seconds that a run goes on without any
-        rollout. `lost` is told of each that is lost."""
+        rollout. `listener` is told of each that is lost."""
         self.slots = slots
         self.membership = Membership()
         self.losses: dict[str, Loss] = {}
@@ -39,7 +40,7 @@ class RolloutPool:
         self._ports: dict[Member, RolloutPort] = {}
         self._load: dict[Member, int] = {}
         self._patience = patience
-        self._tell = lost
+        self._listener = listener
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = [self._changed.set]
         self._lost = self._repeated = 0  # since `close_step`
@@ -79,7 +80,8 @@ class RolloutPool:
         loss = self.losses[member.name] = Loss(name=member.name, incarnation=member.incarnation, reason=reason)
         log.warning("%s (incarnation %d) is lost: %s", member.name, member.incarnation, reason)
         self._forget(rollout, reason)
-        self._tell(loss)
+        if self._listener is not None:
+            self._listener.lose(loss)
         self._notify()
 
     def commit(self, epoch: Epoch, version: PolicyVersion, swapped: Collection[str]) -> None:

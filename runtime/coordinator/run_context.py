@@ -1,28 +1,40 @@
-"""What a run is made of, besides its roles; and what follows from its configuration alone."""
+"""What a run is given, besides its roles; and what follows from its configuration alone."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from runtime.chosen_algorithm import choose
 from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.config import Computing, Config, Rollout
-from runtime.coordinator.roles import Updated
-from runtime.coordinator.states import Mark
+from runtime.coordinator.roles import LossListener, TrainedModels
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
 from runtime.evaluation.generations import TextDecoder
 from runtime.evaluation.held_out import HeldOut
 from runtime.ledger.journal import LedgerWriter
-from runtime.status import Loss, Progress
+from runtime.ledger.states import Mark
+from runtime.status import Progress
 from runtime.telemetry.startup import Startup
 from runtime.telemetry.trackers import Trackers
 
 
+class RunSupervisor(LossListener, Protocol):
+    """Who runs the coordinator's logic in a process: is told how far the run is, and has lost processes started again."""
+
+    restarts: bool
+    """Whether trainer and critic are started again after a loss; where they are not, a loss ends the run."""
+
+    def report(self, progress: Progress) -> None: ...
+
+    async def wait_restarted(self) -> TrainedModels:
+        """Trainer and critic after a loss, once all their ranks are there again. Raises DeadlineExceeded."""
+
+
 @dataclass(kw_only=True)
-class EvaluationMaterial:
+class EvaluationContext:
     """What an evaluation is made of, besides its roles."""
 
     config: Config
@@ -30,8 +42,7 @@ class EvaluationMaterial:
     held_out: list[HeldOut]
     text: TextDecoder
     stop_token_ids: tuple[int, ...]
-    report: Callable[[Progress], None]
-    lost: Callable[[Loss], None] = lambda loss: None  # told of every process that is done without
+    supervisor: RunSupervisor
 
     @property
     def folder(self) -> Path:
@@ -40,13 +51,12 @@ class EvaluationMaterial:
 
 
 @dataclass(kw_only=True)
-class Material(EvaluationMaterial):
+class RunContext(EvaluationContext):
     """What a run that trains is made of, besides its roles."""
 
     ledger: LedgerWriter
     train: Prompts
     launched: float  # when the run was asked for, on the clock of time.monotonic
-    regroup: Callable[[], Awaitable[Updated]] | None = None  # waits for trainer and critic after a loss; None: it ends the run
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
 

@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from runtime.coordinator import states
-from runtime.coordinator.states import GroupState, Mark
 from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError, is_full
+from runtime.ledger import states
 from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
 from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, check_format, group_row
 from runtime.ledger.records import (
@@ -39,6 +38,7 @@ from runtime.ledger.records import (
     state_columns,
     ticket_columns,
 )
+from runtime.ledger.states import GroupState, Mark
 
 T = TypeVar("T")
 

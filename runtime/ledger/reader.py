@@ -11,10 +11,10 @@ from typing import Any
 from msgspec import Struct
 
 from runtime import codec
-from runtime.coordinator.states import Mark, Phase
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import payloads
 from runtime.ledger.payloads import Handle
+from runtime.ledger.states import Mark, Phase
 from runtime.types import PolicyVersion, Scores
 
 DATABASE = "ledger.sqlite"

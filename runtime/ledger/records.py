@@ -8,9 +8,9 @@ import numpy as np
 from msgspec import Struct, field, structs
 
 from runtime import codec
-from runtime.coordinator.states import GroupState, Phase
 from runtime.ledger.payloads import Handle
 from runtime.ledger.reader import MARKS, PARTS
+from runtime.ledger.states import GroupState, Phase
 from runtime.types import GeneratedGroup, Scores
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from runtime.coordinator.states import Phase
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from tests.loopback.pipeline_fakes import FakeTrainer, RunFolder
 
 

@@ -19,10 +19,9 @@ from msgspec.structs import replace
 from runtime import codec, config, run_files
 from runtime.commands import Level
 from runtime.config import Config
-from runtime.coordinator.roles import Replicas, Roles, Updated
+from runtime.coordinator.roles import Replicas, Roles, TrainedModels
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.run_context import Material
-from runtime.coordinator.states import Phase
+from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
@@ -32,8 +31,9 @@ from runtime.ledger import checkpoint
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.position import Position
 from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.ledger.states import Phase
 from runtime.process.aio import first_error
-from runtime.status import Progress, Status
+from runtime.status import Loss, Progress, Status
 from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers, read_jsonl
 from runtime.types import (
@@ -247,7 +247,7 @@ class Cast:
     critic: FakeCritic | None = None
     reward_model: FakeRewardModel | None = None
     patience: float = 20.0  # seconds that a request waits for a replica when there is none
-    regroup: Callable[[], Awaitable[Updated]] | None = None  # after the loss of trainer or critic
+    regroup: Callable[[], Awaitable[TrainedModels]] | None = None  # after the loss of trainer or critic
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -283,6 +283,24 @@ class Cast:
         return {group: version for rollout in self.rollouts for group, version in rollout.generated_by.items()}
 
 
+class FakeSupervisor:
+    """Keeps what it is told; `regroup` returns the models that come after a loss, where any do."""
+
+    def __init__(self, progress: list[Progress], losses: list[Loss], regroup: Callable[[], Awaitable[TrainedModels]] | None):
+        self._progress, self._losses, self._regroup = progress, losses, regroup
+        self.restarts = regroup is not None
+
+    def report(self, progress: Progress) -> None:
+        self._progress.append(progress)
+
+    def lose(self, loss: Loss) -> None:
+        self._losses.append(loss)
+
+    async def wait_restarted(self) -> TrainedModels:
+        assert self._regroup is not None
+        return await self._regroup()
+
+
 @dataclass
 class RunFolder:
     """One run's folder and settings; `run` may be called again to resume."""
@@ -295,6 +313,7 @@ class RunFolder:
     eval_problems: int = 0
     sections: dict[str, Any] = field(default_factory=dict)
     progress: list[Progress] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
 
     def config(self, resume: str = "") -> Config:
         base = Config(
@@ -328,7 +347,7 @@ class RunFolder:
         ledger = await LedgerWriter.open(self.path / "ledger", settings.ledger.segment_bytes)
         trackers = Trackers(settings.trackers, self.path, "test", {})
         try:
-            material = Material(
+            material = RunContext(
                 config=settings,
                 ledger=ledger,
                 trackers=trackers,
@@ -336,8 +355,7 @@ class RunFolder:
                 held_out=self.held_out(settings),
                 text=Numbers(),
                 stop_token_ids=(0,),
-                report=self.progress.append,
-                regroup=cast.regroup,
+                supervisor=FakeSupervisor(self.progress, self.losses, cast.regroup),
                 launched=time.monotonic(),
             )
             run = TrainingRun(material, cast.roles)

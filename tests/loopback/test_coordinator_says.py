@@ -44,5 +44,5 @@ def test_its_status_says_what_a_start_waits_for_and_why_a_run_recovers(tmp_path:
     found = coordinator(tmp_path)
     found._wait_for_nodes("1 of 2 nodes")
     assert found.status().detail == "a: starting 0/1000: waits for 1 of 2 nodes"
-    found._report(Progress(phase="recovering", step=3, steps=10, detail="trainer-0: run: connection lost"))
+    found.report(Progress(phase="recovering", step=3, steps=10, detail="trainer-0: run: connection lost"))
     assert found.status().detail == "a: recovering 3/10: trainer-0: run: connection lost"

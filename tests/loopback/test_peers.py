@@ -197,7 +197,7 @@ def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> 
         async with connected() as (here, ranks, trainer):
             await ranks[1].dies()
             here.peers.lose(Loss(name="trainer-0", reason=await told(trainer)))
-            back = asyncio.ensure_future(here.peers.regroup())
+            back = asyncio.ensure_future(here.peers.wait_restarted())
             await here.register("trainer", 0, incarnation=1)  # whose other rank dies while it loads
             await here.register("trainer", 1, incarnation=2)
             await asyncio.sleep(0.05)
@@ -223,7 +223,7 @@ def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_
             assert await told(trainer) == "incarnation 1 has come in its place"
             with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
                 await trainer.apply(0)
-            updated = await asyncio.wait_for(here.peers.regroup(), PATIENCE)
+            updated = await asyncio.wait_for(here.peers.wait_restarted(), PATIENCE)
             assert updated.trainer.incarnation == 1
 
     run(test())
@@ -248,7 +248,7 @@ def test_a_group_that_does_not_come_back_is_named_at_its_deadline() -> None:
         async with connected(deadlines={"start": 0.3}) as (here, _, _):
             await here.register("trainer", 1, incarnation=1)
             with pytest.raises(DeadlineExceeded, match=r"trainer-0: restart: did not register again \(deadline 0.3 s\)"):
-                await here.peers.regroup()
+                await here.peers.wait_restarted()
 
     run(test())
 

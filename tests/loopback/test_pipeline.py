@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.coordinator.lineage import WHY_ENDED
+from runtime.coordinator.attempt import WHY_ENDED
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.states import Phase
 from runtime.ledger import checkpoint
+from runtime.ledger.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, StepResult
 from tests.loopback.model_fakes import checkpoint_step
 from tests.loopback.pipeline_checks import check_books, check_order

@@ -12,9 +12,9 @@ import pytest
 from runtime import config, run_files
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.states import Mark, Phase
 from runtime.errors import ServiceFault, StorageFull, UserError
 from runtime.ledger import checkpoint
+from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, StepResult, ValueRequest
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeRollout, LongTail, RunFolder

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from runtime import config
+from runtime.coordinator.attempt import WHY_ENDED
 from runtime.coordinator.dynamic_sampling import NO_SIGNAL
-from runtime.coordinator.lineage import WHY_ENDED
-from runtime.coordinator.states import Phase
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from runtime.types import LogprobRequest, ScoreRequest, Scores
 from tests.loopback.pipeline_checks import check_books, check_order
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeReward, LongTail, RunFolder

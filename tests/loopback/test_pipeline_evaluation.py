@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runtime import config
-from runtime.coordinator.lineage import INTERRUPTED
+from runtime.coordinator.attempt import INTERRUPTED
 from runtime.coordinator.run import TrainingRun
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation

@@ -10,8 +10,8 @@ import pytest
 
 from runtime import config
 from runtime.commands import WeightsSent
-from runtime.coordinator.states import Phase
 from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.ledger.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_checks import check_books, check_order
 from tests.loopback.pipeline_fakes import (

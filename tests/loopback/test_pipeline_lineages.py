@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import pytest
 
 from runtime import config
-from runtime.coordinator.lineage import INTERRUPTED
-from runtime.coordinator.roles import Updated
+from runtime.coordinator.attempt import INTERRUPTED
+from runtime.coordinator.roles import TrainedModels
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.states import Phase
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_fakes import DEADLINE, Cast, FakeRollout, LongTail, RunFolder
@@ -70,9 +70,9 @@ class Troupe:
         self.critics.append(critic)
         return trainer, critic if self._critic else None
 
-    async def regroup(self) -> Updated:
+    async def regroup(self) -> TrainedModels:
         await asyncio.sleep(0)
-        return Updated(*self._next())
+        return TrainedModels(*self._next())
 
 
 def begins(model: Any) -> int:
@@ -175,7 +175,7 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
     troupe = Troupe(cast, ("apply", 5))
     made, runs = list[dict[str, int]](), list[TrainingRun]()
 
-    async def regroup() -> Updated:
+    async def regroup() -> TrainedModels:
         (run,) = runs
         while run.buffer.counts()["ready"] < 3 * folder.groups_per_step:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0.001)
@@ -245,7 +245,7 @@ def test_an_interruption_while_the_trainer_is_away_ends_the_run(tmp_path: Path) 
     Troupe(cast, ("apply", 8))
     away = asyncio.Event()
 
-    async def regroup() -> Updated:
+    async def regroup() -> TrainedModels:
         away.set()
         await asyncio.Event().wait()
         raise AssertionError

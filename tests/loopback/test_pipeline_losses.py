@@ -12,9 +12,9 @@ import pytest
 
 from runtime import config
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.states import Phase
 from runtime.errors import Unanswered
-from runtime.status import Loss, Status
+from runtime.ledger.states import Phase
+from runtime.status import Status
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeReward, FakeRollout, LongTail, RunFolder
 
@@ -143,22 +143,18 @@ class Stopped(Mortal):
 
 
 def test_a_rollout_that_tells_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.coordinator.accounting.POLL", 0.02)
+    monkeypatch.setattr("runtime.coordinator.metrics_recorder.POLL", 0.02)
     cast, _ = cast_of("rollout-0")
     stopped = Stopped("rollout-1", cast.weights)
     stopped.last = 2
     cast.rollouts = [FakeRollout("rollout-0", cast.weights), stopped]
-    losses: list[Loss] = []
-
-    async def course(run: TrainingRun) -> None:
-        run.pool._tell = losses.append
 
     # Nobody publishes while the step waits for the group that it holds: only its silence tells.
     folder = RunFolder(tmp_path, staleness=0, sections={"services": SERVICES, "deadlines": config.Deadlines(silence=1.0)})
-    folder.run(cast, course)
+    folder.run(cast)
     check_books(folder)
-    assert [(loss.name, loss.incarnation) for loss in losses] == [("rollout-1", 0)]
-    assert "deadlines.silence" in losses[0].reason
+    assert [(loss.name, loss.incarnation) for loss in folder.losses] == [("rollout-1", 0)]
+    assert "deadlines.silence" in folder.losses[0].reason
 
 
 def test_an_evaluation_beside_training_survives_the_loss_of_a_rollout(tmp_path: Path) -> None:

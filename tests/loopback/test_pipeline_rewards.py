@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.states import Phase
 from runtime.errors import ServiceFault
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from runtime.types import ScoreRequest, Scores, StepResult
 from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, FakeTrainer, LongTail, RunFolder
 

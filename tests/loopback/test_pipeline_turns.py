@@ -14,8 +14,8 @@ from runtime import config
 from runtime.commands import Level
 from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.run import TrainingRun
-from runtime.coordinator.states import Phase
 from runtime.errors import ServiceFault
+from runtime.ledger.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ValueRequest
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_checks import check_books
@@ -278,7 +278,7 @@ def test_a_run_that_lost_all_rollouts_goes_on_with_one_that_comes(tmp_path: Path
     late = newcomer(cast, "rollout-1")
 
     async def course(run: TrainingRun) -> None:
-        devices = run._lineage._devices
+        devices = run._attempt._devices
         assert isinstance(devices, ColocatedDevices)
         while not (run.buffer.committed and devices.phase == phase):  # noqa: ASYNC110
             await asyncio.sleep(0)

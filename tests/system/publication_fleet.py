@@ -178,7 +178,7 @@ class Fleet:
         names = [TRAINER, *(f"rollout-{index}" for index in range(size))]
         trainer, *rollouts = await asyncio.gather(*(self.process(name) for name in names))
         names = [f"rollout-{index}" for index in range(8)]
-        self.pool = RolloutPool([one.port for one in rollouts], dict.fromkeys(names, SLOTS), START, self._lost)
+        self.pool = RolloutPool([one.port for one in rollouts], dict.fromkeys(names, SLOTS), START, self)
         self.publisher = Publisher(trainer.port, self.pool, self.config.publication, START)
         self.renewing = asyncio.create_task(self.publisher.run())
 
@@ -237,7 +237,7 @@ class Fleet:
             self.rebuilt.append(now - self.lost_at)
             self.lost_at = None
 
-    def _lost(self, loss: Loss) -> None:
+    def lose(self, loss: Loss) -> None:
         self.losses.append(loss)
         self.lost_at = time.monotonic()
         process = self.processes[loss.name]

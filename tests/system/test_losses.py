@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runtime.coordinator.states import Phase
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from tests.system.runs import Live, check_gone, eventually, sluice, started, steps
 from tests.system.test_faults import LONG
 

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from runtime import codec, run_files
-from runtime.coordinator.states import Phase
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply
 from runtime.types import GroupPayload
 from services.remote_reward import SCORE

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.coordinator.states import Phase
 from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.ledger.states import Phase
 from tests.system.runs import Live, steps, trained, write_config
 from tests.unit.training_steps import assert_metrics
 

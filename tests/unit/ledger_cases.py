@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.states import Mark
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.states import Mark
 from tests.unit.test_buffer import generated, ids, scores, ticket
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def with_ledger(folder: Path, use: Callable[[LedgerWriter], Awaitable[T]], segme
 
 
 def buffer_on(ledger: LedgerWriter, step: int = 0, per_step: int = 2, staleness: int = 2) -> Buffer:
-    return Buffer(needs=NEEDS, groups_per_step=per_step, staleness=staleness, journal=ledger.record, step=step)
+    return Buffer(needs=NEEDS, groups_per_step=per_step, staleness=staleness, journal=ledger, step=step)
 
 
 def make_ready(buffer: Buffer, *group_ids: int) -> None:

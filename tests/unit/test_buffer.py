@@ -8,20 +8,27 @@ import numpy as np
 import pytest
 
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.states import Mark
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
+from runtime.ledger.states import Mark
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
+
+
+class KeptChanges(list[Change]):
+    """A journal in memory."""
+
+    def record(self, change: Change) -> None:
+        self.append(change)
 
 
 class Harness:
     """A buffer with a list as its journal and a clock that the test moves."""
 
     def __init__(self, staleness: int = 1, per_step: int = 2, needs: Mark = Mark.SCORED):
-        self.journal: list[Change] = []
+        self.journal = KeptChanges()
         self.now = 100.0
         self.buffer = Buffer(
-            needs=needs, groups_per_step=per_step, staleness=staleness, journal=self.journal.append, clock=lambda: self.now
+            needs=needs, groups_per_step=per_step, staleness=staleness, journal=self.journal, clock=lambda: self.now
         )
 
     def dispatch(self, *ids: int, replica: str = "rollout-0") -> None:

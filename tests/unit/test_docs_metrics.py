@@ -17,9 +17,9 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import Critic, RowFormat
-from runtime.coordinator.accounting import Books
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
 from runtime.coordinator.dynamic_sampling import DynamicSampling
+from runtime.coordinator.metrics_recorder import MetricsRecorder
 from runtime.coordinator.probes import Probes
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.evaluation import results as evaluation
@@ -91,7 +91,7 @@ def of_the_coordinator() -> set[str]:
         told.append(found)
 
     fakes: dict[str, Any] = {
-        "material": SimpleNamespace(trackers=SimpleNamespace(log=log), config=config),
+        "context": SimpleNamespace(trackers=SimpleNamespace(log=log), config=config),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
         "buffer": SimpleNamespace(counts=Counter),
         "meter": SimpleNamespace(close_step=lambda: 0.5),
@@ -100,7 +100,7 @@ def of_the_coordinator() -> set[str]:
         "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),
         "probes": SimpleNamespace(close_step=lambda version, gaps: Probes.close_step(probes, version, gaps)),
     }
-    books = Books(**fakes)
+    books = MetricsRecorder(**fakes)
     step: Any = SimpleNamespace(
         step=0,
         groups=[SimpleNamespace(generated=generated, scores=scores)],

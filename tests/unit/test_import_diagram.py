@@ -7,7 +7,6 @@ from itertools import combinations
 from tests.unit.import_diagram import PAGE, arrows, leads, written
 
 BOTH_WAYS = {
-    frozenset(("ledger", "coordinator")),  # the ledger journals the state table, which is the coordinator's
     frozenset(("data", "rewards")),  # labels are read as answers are; a reward model reads by a tokenizer
 }
 

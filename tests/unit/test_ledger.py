@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.states import Phase
 from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import segment_path
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.records import CheckpointSaved, Note
+from runtime.ledger.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
-from tests.unit.test_buffer import ticket
+from tests.unit.test_buffer import KeptChanges, ticket
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
@@ -189,9 +189,9 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
     async def run(ledger: LedgerWriter) -> None:
         with pytest.raises(UserError, match="in use by another coordinator"):
             await LedgerWriter.open(tmp_path, 100)
-        other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=lambda change: None)
+        other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges())
         make_ready(other, 5)
-        other._journal = ledger.record
+        other._journal = ledger
         other.take(0)
         with pytest.raises(InvariantViolated, match="never admitted"):
             await ledger.flush()

@@ -7,16 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.states import Phase
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import PayloadLost, segment_path
 from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
 from tests.unit.test_buffer import generated, ids, scores, ticket
 
@@ -217,7 +218,7 @@ def test_a_run_cut_anywhere_twice_ends_with_every_group_trained_once(
     async def first(ledger: LedgerWriter) -> tuple[int, list[tuple[int, int]]]:
         left = itertools.count(budget, -1)
         buffer = buffer_on(ledger)
-        buffer._journal = lambda change: ledger.record(change) if next(left) > 0 else None
+        buffer._journal = SimpleNamespace(record=lambda change: ledger.record(change) if next(left) > 0 else None)
         passed = 0
         for step in range(4):
             make_ready(buffer, 2 * step, 2 * step + 1)

@@ -26,9 +26,9 @@ from launcher.run_folder import LOCK
 from runtime import config, run_files
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.states import Mark
 from runtime.errors import UserError
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.states import Mark
 from runtime.telemetry.report import published, record
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket
@@ -217,7 +217,7 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
 
     async def keep() -> None:
         ledger = await LedgerWriter.open(folder / run_files.LEDGER, 1 << 20)
-        buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger.record)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger)
         for number in range(3):
             buffer.admit(ticket(number))
         buffer.drop(0, "no signal")

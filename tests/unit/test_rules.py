@@ -34,7 +34,7 @@ PURE = (
     "runtime/telemetry/report/lineages.py",
     "runtime/telemetry/report/thinning.py",
     "runtime/weights/plan.py",
-    "runtime/coordinator/states.py",
+    "runtime/ledger/states.py",
     "runtime/coordinator/staleness.py",
     "runtime/coordinator/weight_sync_protocol.py",
     "runtime/coordinator/membership.py",
@@ -287,3 +287,26 @@ def test_each_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+CALLABLES = 30  # constructor parameters and fields that are callables: no more than today; pass an object with a method
+
+
+def callables() -> list[str]:
+    """`file:class.name` of each parameter of `__init__`, and each field of a class, that is annotated as a Callable."""
+    found = []
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            named = [(ast.unparse(one.target), one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                    arguments = (*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs)
+                    named += [(each.arg, each.annotation) for each in arguments if each.annotation is not None]
+            found += [f"{file}:{node.name}.{name}" for name, kind in named if "Callable" in ast.unparse(kind)]
+    return found
+
+
+def test_callables_are_passed_to_few_constructors() -> None:
+    assert len(callables()) <= CALLABLES, callables()

@@ -17,13 +17,13 @@ from runtime import codec, config
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.dynamic_sampling import NO_SIGNAL
-from runtime.coordinator.states import Mark
 from runtime.data.handlers import Problem
 from runtime.errors import UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Transcript
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
 from tests.unit.test_buffer import ticket
@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> Path:
 
     async def write() -> None:
         ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
-        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger.record)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger)
         for group_id, replies in enumerate((("5", "6"), ("4", "5"))):
             buffer.admit(ticket(group_id))
             buffer.dispatch(group_id, "rollout-0")

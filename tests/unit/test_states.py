@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.coordinator import states
-from runtime.coordinator.states import (
+from runtime.errors import InvariantViolated
+from runtime.ledger import states
+from runtime.ledger.states import (
     Consumed,
     Covered,
     Dispatched,
@@ -27,7 +28,6 @@ from runtime.coordinator.states import (
     Rewound,
     apply,
 )
-from runtime.errors import InvariantViolated
 
 ALL_MARKS = (Mark.SCORED, Mark.REFERENCED, Mark.VALUED)
 NEEDS = [Mark(bits) for bits in range(8)]

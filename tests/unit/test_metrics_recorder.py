@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runtime.actor import MailboxStats
-from runtime.coordinator import accounting
-from runtime.coordinator.accounting import BusyMeter
+from runtime.coordinator import metrics_recorder
+from runtime.coordinator.metrics_recorder import BusyMeter
 from runtime.status import Status
 
 
@@ -46,8 +46,8 @@ class Pool:
 def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy at first, and idle when the step ends: the time before counts too."""
     clock: Any = iter(range(1_000))
-    monkeypatch.setattr(accounting, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    monkeypatch.setattr(accounting, "POLL", 0.0)
+    monkeypatch.setattr(metrics_recorder, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(metrics_recorder, "POLL", 0.0)
 
     async def measured() -> tuple[float, float]:
         rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)

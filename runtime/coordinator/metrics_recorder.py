@@ -1,4 +1,4 @@
-"""The run's books: each step's metrics to the trackers and the totals, and how busy the rollouts are."""
+"""Each step's metrics to the trackers and the totals, and how busy the rollouts are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.dynamic_sampling import DynamicSampling
 from runtime.coordinator.probes import Probes
 from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.run_context import Material, accelerators
+from runtime.coordinator.run_context import RunContext, accelerators
 from runtime.coordinator.train_loop import TrainedStep
 from runtime.errors import ServiceFault
 from runtime.ports import RolloutPort
@@ -74,12 +74,12 @@ class BusyMeter:
         return None
 
 
-class Books:
+class MetricsRecorder:
     """What is known of the steps so far."""
 
     def __init__(
         self,
-        material: Material,
+        context: RunContext,
         spans: SpanClock,
         buffer: Buffer,
         meter: BusyMeter,
@@ -88,16 +88,16 @@ class Books:
         dynamic_sampling: DynamicSampling | None,
         probes: Probes,
     ):
-        self._trackers = material.trackers
+        self._trackers = context.trackers
         self._spans = spans
         self._buffer = buffer
         self._meter = meter
-        self._world_size = accelerators(material.config)
+        self._world_size = accelerators(context.config)
         self._pool = pool
         self._dynamic_sampling = dynamic_sampling
         self._totals = totals
         self._probes = probes
-        self._scores_as = _score_names(material.config)
+        self._scores_as = _score_names(context.config)
         self.incarnation = 0
         self.newest: Metrics = {}
 

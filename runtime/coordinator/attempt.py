@@ -1,12 +1,24 @@
-"""One lineage of a run: from its beginning or a checkpoint to its last step, or until trainer or critic is lost.
+"""One attempt of a run: from its beginning or a checkpoint to its last step, or until trainer or critic is lost.
 
 ::
 
-    begin → [evaluate] → train → evaluate → save                                the run is over
-        |__________________|________|________|   lost(trainer or critic)  →  generate as far as staleness allows  →  end
+    begin → [evaluate] → train → [evaluate] → save                                the run is over
+        |__________________|________|__________|   lost(trainer or critic)  →  wait for others  →  the next attempt
 
-What needs the groups under training is the lineage's course, and ends when one of them is lost. Admission, generation, scores
-and the journal go on beside it until other groups are there: then another lineage goes on from the newest checkpoint.
+    TrainingRun owns   RolloutPool, RunHistory, and one Attempt after the other
+    Attempt owns       everything below; a task for each line that waits
+
+    GroupStage         admits prompts, waits for room in the buffer; a task for each group: rollout → reward, reference, critic
+       ↓ Buffer        its groups, in their states; bounded by the staleness bound; every change goes into the ledger
+    TrainLoop          waits for a batch → trainer and critic: accumulate, apply → Publisher: new weights to the rollouts
+       ↓ finished()    MetricsRecorder; an Evaluator beside training, in a task; Checkpoints
+    Devices            TrainLoop, evaluations and references wait for the devices that they share
+    Publisher.run      waits for rollouts that come or are lost, and gives newcomers the committed version
+    RolloutPool.guard  waits until no rollout has served for too long: that ends the run
+    Recovery           waits for the loss of trainer or critic
+
+All that needs trainer and critic is cut short when one of them is lost (`_until_saved`). Admission, generation, scores and the
+journal go on beside it until others are there: then the next attempt goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,30 +30,27 @@ from typing import Any
 
 from runtime import codec, run_files
 from runtime.cluster.topology import alternates
-from runtime.coordinator.accounting import Books, BusyMeter, gap, line
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.checkpoints import Checkpoints
 from runtime.coordinator.devices import devices_of
 from runtime.coordinator.dynamic_sampling import DynamicSampling
 from runtime.coordinator.evaluation import Evaluator
 from runtime.coordinator.groups import STREAM, GroupStage
-from runtime.coordinator.history import History
-from runtime.coordinator.loss import Watch
+from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, gap, line
 from runtime.coordinator.probes import Probes
-from runtime.coordinator.roles import Roles, Updated
+from runtime.coordinator.recovery import Recovery, RunHistory
+from runtime.coordinator.roles import Roles, TrainedModels
 from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.run_context import Material, needs
-from runtime.coordinator.train_loop import TrainedStep, TrainLoop
-from runtime.coordinator.updates import AlternatingUpdates, ModelUpdates
+from runtime.coordinator.run_context import RunContext, needs
+from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainedStep, TrainLoop
 from runtime.coordinator.weight_sync import Publisher
 from runtime.data.prompts import PromptStream, StreamState
-from runtime.errors import ServiceFault
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import Note
-from runtime.ports import RolloutPort, UpdatePort
+from runtime.ports import RolloutPort
 from runtime.process.aio import TaskGroup
 from runtime.status import Progress
 from runtime.telemetry import startup
@@ -52,15 +61,15 @@ WHY_ENDED = "run ended"
 INTERRUPTED = "interrupted"
 
 
-class Lineage:
+class Attempt:
     """`execute` is all of it; `stop` ends it in order."""
 
-    def __init__(self, material: Material, roles: Roles, pool: RolloutPool, history: History):
+    def __init__(self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory):
         """`pool` and `history` are the run's, and outlive it."""
-        config = material.config
-        self._material, self._config, self._roles, self._pool, self._history = material, config, roles, pool, history
+        config = context.config
+        self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         self._stream = PromptStream(
-            material.train.problems, config.run.seed, config.data.shuffle, material.train.shares, config.data.curriculum
+            context.train.problems, config.run.seed, config.data.shuffle, context.train.shares, config.data.curriculum
         )
         self._position = self._first_position()
         first = self._position.version.step if self._position else 0
@@ -70,29 +79,29 @@ class Lineage:
             needs=self._needs,
             groups_per_step=config.training.groups_per_step,
             staleness=config.training.staleness,
-            journal=material.ledger.record,
+            journal=context.ledger,
             step=first,
         )
         self._buffer.last_step = config.training.steps
         history.goes_on_at(first)
-        self._checkpoints = Checkpoints(material, roles, self._stream, self._buffer, history)
+        self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history)
         self._spans = SpanClock()
         self._publisher = Publisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit) if config.algorithm.dynamic_sampling else None
-        self._probes = Probes(material, pool, history, self._spans, self._buffer.ready_changed)
-        self._books = Books(material, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes)
+        self._probes = Probes(context, pool, history, self._spans, self._buffer.ready_changed)
+        self._recorder = MetricsRecorder(
+            context, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes
+        )
         self._devices = devices_of(config, roles, pool, self._publisher, self._buffer, self._probes, self._spans)
-        self._groups = GroupStage(material, roles, pool, self._devices, self._buffer, self._stream, self._spans, self._dynamic)
+        self._groups = GroupStage(context, roles, pool, self._devices, self._buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
-        evaluates = material.held_out and config.rewards.rules
-        self._evaluator = Evaluator(material, roles, pool) if evaluates else None
+        evaluates = context.held_out and config.rewards.rules
+        self._evaluator = Evaluator(context, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
-        self._begun = history.lineages > 0
-        self._updated: list[UpdatePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
-        self._regrouping: asyncio.Future[Updated] | None = None
+        self._recovery = Recovery(context, roles, self._devices.trainer_is_replaceable, history)
         self.accuracy_after: float | None = None
         self._interrupted = False
 
@@ -102,9 +111,10 @@ class Lineage:
         """End after the step under way and save. Asked for from outside, it also ends an evaluation, and there is no other."""
         self._buffer.stop(reason)
         self._interrupted = self._interrupted or reason == INTERRUPTED
-        for task in (self._evaluating, self._regrouping):
-            if self._interrupted and task is not None:
-                task.cancel()
+        if self._interrupted:
+            self._recovery.interrupt()
+            if self._evaluating is not None:
+                self._evaluating.cancel()
 
     @property
     def stop_reason(self) -> str:
@@ -121,26 +131,29 @@ class Lineage:
     @property
     def gap(self) -> str:
         """How far rollouts and trainer were apart in the newest step; "" where nothing was compared."""
-        return gap(self._books.figures)
+        return gap(self._recorder.figures)
 
-    async def execute(self) -> Updated | None:
-        """The whole lineage. None when the run is over; after a loss, the groups with which another lineage goes on.
+    async def execute(self) -> TrainedModels | None:
+        """The whole attempt. None when the run is over; after a loss, the models with which the next attempt goes on.
 
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
         async with TaskGroup() as tasks:
             self._tasks = tasks
-            self._beside = [tasks.create_task(self._material.ledger.run(self._config.ledger.tick))]
-            watch = Watch(self._updated, self._material.lost, self._can_recover)
-            updated = None
-            if not await watch.holds(self._course()):
-                updated = await self._regrouped(watch.fault)
+            self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
+            restarted = None
+            loss = await self._recovery.run_until_lost(self._until_saved())
+            if loss is not None:
+                # Rollouts go on beside this, as far as the staleness bound allows.
+                self._recovery.check_progress(loss, self._buffer.committed)
+                self._report("recovering", detail=str(loss))
+                restarted = await self._recovery.wait_restarted(loss)
             await self._close()
-        await self._material.ledger.flush()
-        return updated
+        await self._context.ledger.flush()
+        return restarted
 
     async def _close(self) -> None:
-        """End what is left, whatever it is at. A group that is being generated would be of two lineages' weights: another
+        """End what is left, whatever it is at. A group that is being generated would be of two attempts' weights: the next
         generates it from the same seed."""
         for task in (*self._beside, self._admission, self._evaluating):
             if task is not None:
@@ -164,42 +177,16 @@ class Lineage:
             devices=self._devices,
             probes=self._probes,
             buffer=self._buffer,
-            ledger=self._material.ledger,
+            ledger=self._context.ledger,
             spans=self._spans,
             checkpoints=self._checkpoints,
             observer=self,
         )
 
-    def _can_recover(self) -> bool:
-        return (
-            self._devices.trainer_is_replaceable
-            and self._begun
-            and self._material.regroup is not None
-            and not self._interrupted
-        )
+    # ------------------------------------------------------------------------------------------ from the beginning to the end
 
-    async def _regrouped(self, loss: ServiceFault) -> Updated:
-        """Wait for other groups, while the rollouts go on as far as the staleness bound allows. Raises `loss` when the run is
-        interrupted meanwhile, or when as many lineages in a row as a trainer may be started again have not got any further."""
-        regroup, history = self._material.regroup, self._history
-        assert regroup is not None
-        history.lost(self._buffer.committed)
-        if history.fruitless > self._config.services.trainer.restarts.attempts:
-            message = f"{loss.reason}; {history.fruitless} times in a row before any step after {history.furthest}"
-            raise ServiceFault(loss.service, loss.phase, message) from loss
-        self._report("recovering", detail=str(loss))
-        self._regrouping = asyncio.ensure_future(regroup())
-        try:
-            return await self._regrouping
-        except asyncio.CancelledError:
-            if self._interrupted:
-                raise loss from None
-            raise
-
-    # ------------------------------------------------------------------------------------------ the course of the run
-
-    async def _course(self) -> None:
-        """All that needs the groups under training."""
+    async def _until_saved(self) -> None:
+        """All that needs trainer and critic."""
         history, config = self._history, self._config
         async with TaskGroup() as tasks:
             await self._begin()
@@ -215,21 +202,21 @@ class Lineage:
 
     async def _begin(self) -> None:
         """Restore, connect the publication group, and bring the first version to every rollout."""
-        self._report("recovering" if self._history.lineages else "starting")
+        self._report("recovering" if self._history.attempts else "starting")
         if self._position is not None:
             await self._restore(self._position)
         before, version = time.monotonic(), PolicyVersion(self._incarnation, self._buffer.step)
         async with self._devices.lease("trainer") as lease:
             await lease.sync(version)
-        self._material.startup.phases.setdefault("first publication", time.monotonic() - before)
-        self._begun = True
+        self._context.startup.phases.setdefault("first publication", time.monotonic() - before)
+        self._recovery.begun = True
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
 
     async def _evaluate_before(self) -> float | None:
         began = time.monotonic()
         accuracy = await self._evaluate_alone(self._config.evaluation.before)
         if accuracy is not None:
-            self._material.startup.phases[startup.NOT_COUNTED] = time.monotonic() - began
+            self._context.startup.phases[startup.NOT_COUNTED] = time.monotonic() - began
         return accuracy
 
     async def _train(self, tasks: TaskGroup) -> None:
@@ -254,13 +241,13 @@ class Lineage:
         for group in sorted(self._buffer, key=lambda group: group.group_id):
             ticket = self._buffer.drop(group.group_id, WHY_ENDED)
             self._stream.give_back(ticket.problem)
-        self._material.ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
+        self._context.ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
 
     async def finished(self, trained: TrainedStep) -> None:
-        """After each step: the books, a checkpoint's record, an evaluation if one is due, and the conditions to stop."""
+        """After each step: its metrics, an evaluation if one is due, and the conditions to stop."""
         config, step, history = self._config, trained.step + 1, self._history
-        await self._books.step(trained)
-        if startup.TOTAL not in self._material.startup.phases:
+        await self._recorder.step(trained)
+        if startup.TOTAL not in self._context.startup.phases:
             self._started_up()
         if config.stop.hours and time.monotonic() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
@@ -282,10 +269,10 @@ class Lineage:
 
     def _started_up(self) -> None:
         """The first step is done: it is known when its batch was whole in the trainer's hands."""
-        phases, submitted = self._material.startup.phases, self._training.first_applied
+        phases, submitted = self._context.startup.phases, self._training.first_applied
         phases["first step"] = submitted - self._history.rl_began
-        phases[startup.TOTAL] = submitted - self._material.launched - phases.get(startup.NOT_COUNTED, 0.0)
-        self._material.startup.write(self._material.folder)
+        phases[startup.TOTAL] = submitted - self._context.launched - phases.get(startup.NOT_COUNTED, 0.0)
+        self._context.startup.write(self._context.folder)
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None
@@ -320,7 +307,7 @@ class Lineage:
 
     async def _note(self, step: int, found: EvaluationResult) -> None:
         self._checkpoints.accuracy[step] = found.accuracy
-        await self._books.evaluation(
+        await self._recorder.evaluation(
             step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
         )
 
@@ -332,42 +319,42 @@ class Lineage:
         await self._training.saved()  # it may be of the same step
         async with self._devices.lease("trainer", last=True):
             await self._checkpoints.save_end(step)
-            folder = self._material.folder / run_files.MODEL
+            folder = self._context.folder / run_files.MODEL
             await self._roles.trainer.export(str(folder.absolute()))
 
     def _first_position(self) -> Position | None:
-        """Where the lineage begins; None for a run without a past."""
+        """Where the attempt begins; None for a run without a past."""
         if self._history.folder:
             position = checkpoint.read_position(Path(self._history.folder))
             self._stream.restore(position.stream)
             return position
-        if self._history.lineages:
+        if self._history.attempts:
             return Position(version=PolicyVersion(), stream=self._stream.state(), trained=[])
         return None
 
     async def _restore(self, position: Position) -> None:
         """Take over what the ledger has of the groups that the checkpoint does not name as trained, as a new incarnation."""
-        if (newest := await self._material.ledger.note(STREAM)) is not None:
+        if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(codec.decode(StreamState, newest))
         else:  # the checkpoint of another folder, whose ledger knows the groups that were on their way
             for problem in position.pending:
                 self._stream.give_back(problem)
-        restored = await self._material.ledger.restore(position.version.step, position.trained, self._needs)
+        restored = await self._context.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
-        evaluation.forget_after(self._material.folder, position.version.step)
+        evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
-        self._incarnation = self._training.incarnation = self._books.incarnation = max(
+        self._incarnation = self._training.incarnation = self._recorder.incarnation = max(
             restored.incarnation, position.version.incarnation + 1
         )
         self._checkpoints.resume(self._incarnation, position)
         if self._history.folder:
-            await asyncio.gather(*(model.restore(self._history.folder) for model in self._updated))
+            await asyncio.gather(*(model.restore(self._history.folder) for model in self._recovery.models))
 
     # ------------------------------------------------------------------------------------------ what is said of it
 
     def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        figures = self._books.figures
+        figures = self._recorder.figures
         if (newest := self._checkpoints.newest_accuracy) is not None:
             figures["eval/accuracy"] = newest
         step, steps = self._buffer.committed, self._config.training.steps
@@ -375,4 +362,6 @@ class Lineage:
             done, total = step, steps
         detail = detail or line(figures)
         alarm = self._history.alarm
-        self._material.report(Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm))
+        self._context.supervisor.report(
+            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
+        )

@@ -1,0 +1,175 @@
+"""What becomes of a run that loses trainer or critic: what is kept, what is done again, and when it is given up.
+
+::
+
+    an attempt trains … ✗ the trainer is lost → the critic is given up → wait until both are started again
+                                                                                      ↓
+        the next attempt goes on from the newest checkpoint (`RunHistory.folder`) ← ← ←
+
+    kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
+    done again   the steps after the checkpoint; replies that were being generated as the attempt ended
+
+A loss ends the run where no process comes in the place of a lost one, before the first version is published, when the run is
+interrupted, and when as many attempts in a row as a trainer may be started again have made no progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.coordinator.roles import Roles, TrainedModels
+from runtime.coordinator.run_context import RunContext
+from runtime.errors import ServiceFault, Unreachable
+from runtime.ports import UpdatePort
+from runtime.process.aio import first_error
+from runtime.status import Loss
+from runtime.telemetry.summary import Totals
+
+log = logging.getLogger("sluice")
+
+
+class Recovery:
+    """Watches trainer and critic during one attempt. When one is lost the other is given up: both go back to one checkpoint,
+    and neither could without the other. `begun`: the first version is published."""
+
+    def __init__(self, context: RunContext, roles: Roles, replaceable: bool, history: RunHistory):
+        """`replaceable`: others may begin on the devices of these models, as the rollouts go on."""
+        self.models: list[UpdatePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
+        self.begun = history.attempts > 0
+        self._supervisor = context.supervisor
+        self._allowed = context.config.services.trainer.restarts.attempts
+        self._replaceable = replaceable and context.supervisor.restarts
+        self._history = history
+        self._lost = asyncio.Event()
+        self._name = self._reason = ""
+        self._interrupted = False
+        self._waiting: asyncio.Future[TrainedModels] | None = None
+
+    def interrupt(self) -> None:
+        """A loss ends the run from now on."""
+        self._interrupted = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def run_until_lost(self, work: Coroutine[Any, Any, None]) -> ServiceFault | None:
+        """Do `work`. Returns None when it is done, and the loss when it was cut short because a model was lost, and others will
+        come. Raises what `work` raised, or the loss as a ServiceFault. To be called once."""
+        for model in self.models:
+            model.when_lost(partial(self._lose, model))
+        working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                error = working.exception()
+                if error is None:
+                    return None
+                self._find_lost(first_error(error))
+                if not (self._lost.is_set() and self._replaced()):
+                    raise error
+            loss = Unreachable(self._name, "run", self._reason)
+            if not self._replaced():
+                raise loss
+            return loss
+        finally:
+            for task in (working, lost):
+                task.cancel()
+            await asyncio.gather(working, lost, return_exceptions=True)
+
+    def check_progress(self, loss: ServiceFault, step: int) -> None:
+        """The attempt ended at `step`. Raises `loss` when too many in a row did before any got further."""
+        history = self._history
+        history.lost(step)
+        if (fruitless := history.attempts_without_progress) > self._allowed:
+            message = f"{loss.reason}; {fruitless} times in a row before any step after {history.best_step}"
+            raise ServiceFault(loss.service, loss.phase, message) from loss
+
+    async def wait_restarted(self, loss: ServiceFault) -> TrainedModels:
+        """The models with which another attempt goes on; rollouts generate meanwhile, as far as the staleness bound allows.
+        Raises `loss` when the run is interrupted meanwhile, DeadlineExceeded when they do not come."""
+        self._waiting = asyncio.ensure_future(self._supervisor.wait_restarted())
+        try:
+            return await self._waiting
+        except asyncio.CancelledError:
+            if self._interrupted:
+                raise loss from None
+            raise
+
+    def _replaced(self) -> bool:
+        """Whether other models would come in the place of these."""
+        return self._replaceable and self.begun and not self._interrupted
+
+    def _lose(self, model: UpdatePort, reason: str) -> None:
+        if self._lost.is_set():
+            return
+        self._name, self._reason = model.name, reason
+        self._lost.set()
+        log.warning("%s (incarnation %d) is lost: %s", model.name, model.incarnation, reason)
+        if not self._replaced():
+            return
+        for one in self.models:
+            why = reason if one is model else f"goes back to a checkpoint with {model.name}"
+            one.give_up(why)
+            self._supervisor.lose(Loss(name=one.name, incarnation=one.incarnation, reason=why))
+
+    def _find_lost(self, error: BaseException) -> None:
+        """A model that does not take part in a publication is lost as well."""
+        for model in self.models:
+            if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
+                self._lose(model, error.reason)
+
+
+@dataclass
+class RunHistory:
+    """`folder` is the checkpoint that an attempt begins with, and the next would: the newest of this run's own, else the one
+    that the run resumes, else "", its very beginning. What a former run has left in the folder is none of them.
+    """
+
+    folder: str
+    attempts: int = 0  # that ended before the one that goes on
+    totals: Totals = field(default_factory=Totals)
+    accuracy: dict[int, float] = field(default_factory=dict)
+    """What evaluations found, by step."""
+    evaluated_before: bool = False  # or need not be
+    accuracy_before: float | None = None
+    skipped_evaluations: int = 0
+    rl_began: float = 0.0  # when the first prompt was admitted, on the clock of time.monotonic
+    rl_seconds: float = 0.0  # from then to the last step
+    best_step: int = 0  # the last step of any attempt
+    attempts_without_progress: int = 0  # how many ended in a row
+    alarm: str = ""
+    """The newest rollout whose log-probabilities were too far from the trainer's, and how far."""
+    alarms: int = 0  # probes that were so
+    _at_folder: Totals = field(default_factory=Totals)
+
+    def saved(self, folder: Path, totals: Totals) -> None:
+        """A checkpoint is complete; `totals` are those of its steps."""
+        self.folder, self._at_folder = str(folder.absolute()), totals
+
+    def is_at(self, folder: Path) -> bool:
+        """Whether what comes next begins with the checkpoint `folder`."""
+        return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
+
+    def lost(self, step: int) -> None:
+        """The attempt ended at `step`: what came after the checkpoint will be done again."""
+        self.attempts += 1
+        self.totals = self._at_folder.copy()
+        self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
+        self.best_step = max(self.best_step, step)
+
+    def off(self, alarm: str) -> None:
+        """A probe is over `mismatch.limit`. `alarm` says so; "" where it was so before of the same rollout."""
+        self.alarms += 1
+        if alarm:
+            self.alarm = alarm
+            log.warning("%s", alarm)
+
+    def goes_on_at(self, step: int) -> None:
+        """Another attempt begins at `step`."""
+        for later in [known for known in self.accuracy if known > step]:
+            del self.accuracy[later]
