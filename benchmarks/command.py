@@ -23,7 +23,7 @@ from runtime.errors import UserError
 from runtime.telemetry.shown import LiteralTable, literal
 
 FOLDER = Path("runs") / ".cache" / "bench"
-MATERIAL = FOLDER / "material"  # made at once by a rename, so that nothing else may lie in it
+INPUTS = FOLDER / "inputs"  # made at once by a rename, so that nothing else may lie in it
 
 Measured = tuple[Any, list[LiteralTable]]  # the figures, and how they are shown
 Show = Callable[[str], None]
@@ -97,14 +97,14 @@ def machine() -> BenchMachine:
 def _coordinator(options: Options, show: Show) -> Measured:
     from benchmarks import coordinator as bench
 
-    report = asyncio.run(bench.measure(MATERIAL, bench.CoordinatorBenchSettings(), show))
+    report = asyncio.run(bench.measure(INPUTS, bench.CoordinatorBenchSettings(), show))
     return report, bench.render(report)
 
 
 def _engine(options: Options, show: Show) -> Measured:
     from benchmarks import engine as bench
 
-    report = asyncio.run(bench.measure(MATERIAL, bench.EngineBenchSettings(), show))
+    report = asyncio.run(bench.measure(INPUTS, bench.EngineBenchSettings(), show))
     return report, [bench.render(report)]
 
 
@@ -179,7 +179,7 @@ def _train(options: Options, show: Show) -> Measured:
     from benchmarks import train_trl
 
     python = train_trl.interpreter(options.trl_python)
-    report = asyncio.run(bench.measure(MATERIAL, bench.TrainBenchSettings(), python, show))
+    report = asyncio.run(bench.measure(INPUTS, bench.TrainBenchSettings(), python, show))
     return report, bench.render(report)
 
 

@@ -18,7 +18,7 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.material import bench_config
+from benchmarks.inputs import bench_config
 from benchmarks.process import end
 from runtime import run_files
 from runtime.config import Config, Evaluation, Rollout, loading

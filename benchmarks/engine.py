@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from benchmarks.material import bench_config
+from benchmarks.inputs import bench_config
 from benchmarks.worker import Measured, Worker, total
 from runtime.telemetry.shown import LiteralTable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
-from benchmarks.material import bench_config
+from benchmarks.inputs import bench_config
 from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS, cut
 from benchmarks.worker import Measured, Worker, total
 from launcher.accept.random_groups import GroupLengths, draw_lengths

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks import train_trl
-from benchmarks.material import bench_config
+from benchmarks.inputs import bench_config
 from benchmarks.worker import Measured, Worker, total
 from launcher.commands.train import train
 from launcher.view import View

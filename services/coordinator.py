@@ -115,23 +115,23 @@ class CoordinatorProcess:
 
     async def _train(self) -> None:
         placed = await self._place()
-        material = await self._material()
+        context = await self._context()
         try:
             before = time.monotonic()
             await self._peers.connect(placed, self._arrive)
-            material.startup.phases["services"] = time.monotonic() - before
-            material.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run = TrainingRun(material, self._peers.roles())
+            context.startup.phases["services"] = time.monotonic() - before
+            context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
+            self._run = TrainingRun(context, self._peers.roles())
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()
         except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
-            await _quietly(material.trackers.close())
-            await _quietly(material.ledger.close())
+            await _quietly(context.trackers.close())
+            await _quietly(context.ledger.close())
             raise first_error(error) from None
-        await material.trackers.close()
-        await material.ledger.close()
+        await context.trackers.close()
+        await context.ledger.close()
         summary.write(self._folder)
 
     async def _evaluate(self) -> None:
@@ -140,7 +140,7 @@ class CoordinatorProcess:
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
         trackers = self._trackers()
-        material = EvaluationContext(
+        context = EvaluationContext(
             config=config,
             trackers=trackers,
             held_out=held_out,
@@ -150,7 +150,7 @@ class CoordinatorProcess:
         )
         try:
             await self._peers.connect(placed, self._arrive)
-            self._evaluation = EvaluationRun(material, self._peers.evaluation_roles())
+            self._evaluation = EvaluationRun(context, self._peers.evaluation_roles())
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
@@ -168,7 +168,7 @@ class CoordinatorProcess:
         config = self._config
         return Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
 
-    async def _material(self) -> RunContext:
+    async def _context(self) -> RunContext:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
         phases = {"launcher": self._phases.born - self._launched, "coordinator": before - self._phases.born}

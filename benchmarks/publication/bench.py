@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from benchmarks.publication import changes, pauses, transfers
 from benchmarks.publication.changes import Changes
-from benchmarks.publication.material import read_sizes
 from benchmarks.publication.pauses import Held
 from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
+from benchmarks.publication.tensors import read_sizes
 from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from runtime.config import Config, Publication, Rollout, Run, Services
 from runtime.coordinator.weight_sync import Publisher

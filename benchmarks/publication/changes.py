@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.material import bench_config
+from benchmarks.inputs import bench_config
 from benchmarks.publication.peers import RolloutPeer, TrainerPeer, publisher
 from runtime.config import Config
 from runtime.errors import ServiceFault
@@ -64,7 +64,7 @@ async def measure(folder: Path, versions: int, show: Callable[[str], None] = lam
 
 def training_config(folder: Path) -> Config:
     """The benches' own, whose learning rate is 1e-6; masters in float32, published in bfloat16."""
-    config = bench_config(folder / "material")
+    config = bench_config(folder / "inputs")
     publication = replace(config.publication, transport="collective", encoding="delta", dtype="bfloat16")
     return replace(config, run=replace(config.run, resume=""), publication=publication)
 

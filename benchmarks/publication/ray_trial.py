@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.publication.material import uneven
+from benchmarks.publication.tensors import uneven
 from benchmarks.publication.trial import begin, digest, serve, speak
 
 # Nothing is told to anybody, nor kept in the user's home.

@@ -21,7 +21,7 @@ import torch
 import uvloop
 import xxhash
 
-from benchmarks.publication.material import uneven
+from benchmarks.publication.tensors import uneven
 from benchmarks.publication.ways import Ways
 from runtime import commands
 from runtime.actor import Actor, Priority

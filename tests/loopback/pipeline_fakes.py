@@ -347,7 +347,7 @@ class RunFolder:
         ledger = await LedgerWriter.open(self.path / "ledger", settings.ledger.segment_bytes)
         trackers = Trackers(settings.trackers, self.path, "test", {})
         try:
-            material = RunContext(
+            context = RunContext(
                 config=settings,
                 ledger=ledger,
                 trackers=trackers,
@@ -358,7 +358,7 @@ class RunFolder:
                 supervisor=FakeSupervisor(self.progress, self.losses, cast.regroup),
                 launched=time.monotonic(),
             )
-            run = TrainingRun(material, cast.roles)
+            run = TrainingRun(context, cast.roles)
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
             try:
                 summary = await run.execute()

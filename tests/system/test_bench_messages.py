@@ -23,7 +23,7 @@ def test_messages_are_answered_by_every_way() -> None:
 
 def test_a_run_over_engines_that_compute_nothing_costs_the_coordinator_something(tmp_path: Path) -> None:
     settings = coordinator.CoordinatorBenchSettings(replicas=(1, 3), groups=2, samples=64, warm=1, rounds=1)
-    report = asyncio.run(coordinator.measure(tmp_path / "material", settings))
+    report = asyncio.run(coordinator.measure(tmp_path / "inputs", settings))
     assert [(cost.replicas, cost.samples >= 64) for cost in report.costs] == [(1, True), (3, True)]
     assert all(cost.cpu_seconds > 0 and cost.seconds > 0 for cost in report.costs)
     assert len(coordinator.render(report)) == 1

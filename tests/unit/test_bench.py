@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import command, engine, train, train_trl
-from benchmarks.material import bench_config
+from benchmarks.inputs import bench_config
 from benchmarks.plain_loop import PlainLoop, logprobs, padded
 from benchmarks.worker import Bench, Measured, Worker, total
 from runtime.config import Config
@@ -28,7 +28,7 @@ from tests.closeness import STEP, assert_close, forward_terms
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     torch.set_num_threads(1)
-    return bench_config(tmp_path_factory.mktemp("bench") / "material")
+    return bench_config(tmp_path_factory.mktemp("bench") / "inputs")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def loop(config: Config) -> PlainLoop:
     return PlainLoop(config)
 
 
-def test_the_material_is_made_once(config: Config) -> None:
+def test_the_inputs_are_made_once(config: Config) -> None:
     folder = Path(config.model.path).parent
     before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
     assert bench_config(folder) == config

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks import learning, learning_trial
+from benchmarks.inputs import bench_config
 from benchmarks.learning import (
     PLAIN,
     SLUICE,
@@ -22,7 +23,6 @@ from benchmarks.learning import (
     render,
     report,
 )
-from benchmarks.material import bench_config
 from benchmarks.plain_loop import PlainLoop
 from benchmarks.staleness.runs import CONFIG
 from runtime.config import Config, loading
@@ -31,7 +31,7 @@ from runtime.config import Config, loading
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     torch.set_num_threads(1)
-    return bench_config(tmp_path_factory.mktemp("bench") / "material")
+    return bench_config(tmp_path_factory.mktemp("bench") / "inputs")
 
 
 def test_a_run_is_the_quickstart_that_stops_at_the_goal(tmp_path: Path) -> None:

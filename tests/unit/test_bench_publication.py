@@ -12,8 +12,8 @@ from rich.table import Table
 from benchmarks import command
 from benchmarks.publication import bench, changes, pauses, transfers
 from benchmarks.publication.changes import Changes
-from benchmarks.publication.material import read_sizes, uneven
 from benchmarks.publication.pauses import Held, PauseWindow
+from benchmarks.publication.tensors import read_sizes, uneven
 from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures, rates, spread
 from benchmarks.rollout import Pauses
 from runtime.errors import UserError

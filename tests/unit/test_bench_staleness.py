@@ -400,4 +400,4 @@ def test_the_command_prints_and_writes(
 
 
 def test_no_bench_lies_in_what_another_makes_as_a_whole() -> None:
-    assert not (command.FOLDER / "staleness").is_relative_to(command.MATERIAL)
+    assert not (command.FOLDER / "staleness").is_relative_to(command.INPUTS)

@@ -119,9 +119,7 @@ def test_new_weights_are_loaded_in_place_part_by_part(tmp_path: Path, name: str)
     model = save_model(tmp_path / "new", name, seed=1)
     decoder = load(tmp_path / "old")
     tensors = load_file(tmp_path / "new" / "model.safetensors")
-    assert decoder.weights.names == tensors.keys()
     for each, tensor in tensors.items():
-        decoder.weights.require({each: tensor})
         decoder.weights.load({each: tensor})
     assert_close(whole_logits(decoder, TOKENS), logits(model), terms=forward_terms(TOKENS.shape[1], layers=LAYERS))
 
@@ -134,7 +132,6 @@ def test_a_tied_head_may_come_along(tmp_path: Path) -> None:
     for given in (tensors, both):
         weights = DecoderWeights.adopt(config, given, CPU, torch.float32)
         assert weights.head is weights.embedding
-        weights.require(given)
         weights.load(given)
         assert mismatch(config, {name: tensor.shape for name, tensor in given.items()}) is None
 
@@ -154,7 +151,3 @@ def test_unfit_weights_are_refused_by_name(tmp_path: Path) -> None:
         adopt({**tensors, "model.extra": torch.zeros(1)})
     with pytest.raises(InvalidMessage, match=r"model\.norm\.weight has shape \[31\], must be \[32\]"):
         adopt({**tensors, **misshapen})
-    with pytest.raises(InvalidMessage, match=r"model\.norm\.weight has shape \[31\], must be \[32\]"):
-        adopt(tensors).require(misshapen)
-    with pytest.raises(InvalidMessage, match=r"unknown model\.extra"):
-        adopt(tensors).require({"model.extra": torch.zeros(1)})
