@@ -20,7 +20,7 @@ import torch
 import uvloop
 
 from launcher.node.agent import Agent
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import codec
@@ -247,7 +247,7 @@ def _raised(task: asyncio.Task[None]) -> None:
 async def serve(path: Path) -> None:
     config = loading.load(path, ())
     coordinator, address = await _coordinator(path)
-    here = Here.of(config)
+    here = LocalNode.of(config)
     agent = Agent(here.registration(config, config), config, address, Troupe(address), here.machine, sys.executable)
     following = asyncio.create_task(agent.follow())
     following.add_done_callback(_raised)

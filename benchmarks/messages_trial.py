@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from runtime.actor import Actor, Letter
+from runtime.actor import Actor, Request
 from runtime.commands import CommitWeights, WeightsCommitted
 from runtime.process import os_process
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
@@ -22,7 +22,7 @@ from services.rpc.server import Server
 
 HOST = "127.0.0.1"
 PLAIN = "/plain.Plain/Echo"
-MAILBOX = 4096  # letters
+MAILBOX = 4096  # requests
 
 
 class Answering:
@@ -30,13 +30,13 @@ class Answering:
 
     busy = False
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            message = letter.message
+    async def receive(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            message = request.message
             if isinstance(message, CommitWeights):
-                letter.reply(WeightsCommitted(0.0))
+                request.reply(WeightsCommitted(0.0))
             elif isinstance(message, GroupRequest):
-                letter.reply(_generated(message))
+                request.reply(_generated(message))
 
     async def advance(self, interrupted: Any) -> None:
         raise AssertionError("there is nothing to advance")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.status import Registration
 from services import process
 from services.rpc import contract, session
@@ -32,9 +32,9 @@ class Idle(process.Service):
     def load(self) -> None:
         """There is nothing."""
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            letter.reply()
+    async def receive(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.reply()
 
 
 async def sluice(count: int) -> None:

@@ -15,7 +15,7 @@ from runtime.errors import SluiceError, UserError
 from runtime.process.command_line import CommandParser
 
 if TYPE_CHECKING:
-    from launcher.node.here import Here
+    from launcher.node.local_node import LocalNode
     from runtime.config import Config
 
 EXIT_CODES = """exit codes:
@@ -175,10 +175,10 @@ def _add_import(parser: CommandParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ends with one of EXIT_CODES."""
     options = _parser().parse_args(arguments)
-    sys.exit(told(lambda: _COMMANDS[options.command](options)))
+    sys.exit(run_and_report(lambda: _COMMANDS[options.command](options)))
 
 
-def told(work: Callable[[], int]) -> int:
+def run_and_report(work: Callable[[], int]) -> int:
     """The exit code of `work`, or that of the error out of it, which the user is told of."""
     try:
         return work()
@@ -203,14 +203,14 @@ def _tell(*lines: str) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from launcher.node.here import Here
+    from launcher.node.local_node import LocalNode
     from runtime.config import loading
 
     config = loading.resolve(loading.load(options.config, options.overrides))
-    return run_training(config, Here.of(config), options.verbose)
+    return run_training(config, LocalNode.of(config), options.verbose)
 
 
-def run_training(config: Config, here: Here, verbose: bool = False) -> int:
+def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
     writes. Raises SluiceError."""
     from rich.console import Console

@@ -17,7 +17,7 @@ from launcher import run_folder
 from launcher.known import known_names
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
-from launcher.node.here import Here, placement_faults
+from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.view import View
@@ -54,7 +54,7 @@ class Job(ABC, Generic[Result]):
     stopped_early: str  # what to say of a job that is stopped before it had anything to keep
     stopped_late: str  # ... and afterwards, at once
 
-    def __init__(self, config: Config, view: View, here: Here):
+    def __init__(self, config: Config, view: View, here: LocalNode):
         """`here`: what this machine is called and has, as a node of the run."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
@@ -161,7 +161,7 @@ class Job(ABC, Generic[Result]):
         with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
             async for progress in session.watch(address):
                 self._began = self._began or progress.phase != "starting"
-                self._agent.heed(progress)
+                self._agent.apply_progress(progress)
                 if progress.phase == "training":
                     self._tell_startup()
                 self.view.progress(progress)

@@ -1,11 +1,11 @@
 """An actor: a bounded mailbox, and one task that alone touches what the actor owns.
 
-Senders get a future per letter. The task hands letters to the behaviour, control before data and otherwise in order of
-arrival; between letters it lets the behaviour advance its own work (a decode step, say), which is told to return early
-once there is mail. A letter whose caller gave up or whose deadline passed while it lay in the mailbox is never handed
-over: it is counted. A behaviour may keep a letter and reply later.
+Senders get a future per request. The task hands requests to the behaviour, control before data and otherwise in order of
+arrival; between requests it lets the behaviour advance its own work (a decode step, say), which is told to return early
+once there is mail. A request whose caller gave up or whose deadline passed while it lay in the mailbox is never handed
+over: it is counted. A behaviour may keep a request and reply later.
 
-Invariant: every letter taken in is answered exactly once, with a value or an exception; a late answer is dropped and counted.
+Invariant: every request taken in is answered exactly once, with a value or an exception; a late answer is dropped and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runtime.errors import Cancelled, DeadlineExceeded, Overloaded, ServiceFault
 
 log = logging.getLogger("sluice")
 
-SMOOTHING = 0.1  # weight of the newest letter in the moving means
+SMOOTHING = 0.1  # weight of the newest request in the moving means
 MINIMUM_RETRY = 0.01  # seconds
 
 
@@ -33,7 +33,7 @@ class Priority(enum.IntEnum):
     DATA = 1
 
 
-class Letter:
+class Request:
     """A message on its way through an actor. `deadline` is on the event loop's clock, or None."""
 
     __slots__ = ("_actor", "deadline", "enqueued", "future", "message", "taken")
@@ -56,7 +56,7 @@ class Letter:
         """Reply with what `work` returns, or fail with what it raises: for what is done beside the actor."""
         try:
             self.reply(await work)
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
             self.fail(error)
 
     @property
@@ -81,23 +81,23 @@ class MailboxStats(Struct, kw_only=True):
 
 
 class Behaviour(Protocol):
-    """What an actor does with its letters."""
+    """What an actor does with its requests."""
 
     @property
     def busy(self) -> bool:
         """Whether `advance` has something to do."""
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        """Take letters of one priority; answer each now or later. An exception fails those not yet answered."""
+    async def receive(self, requests: Sequence[Request]) -> None:
+        """Take requests of one priority; answer each now or later. An exception fails those not yet answered."""
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         """Do a piece of the actor's own work; return soon once `interrupted()` (safe to call from any thread)."""
 
 
 class Actor:
-    """Runs `behaviour` behind a mailbox of `capacity` data letters; control letters are always let in.
+    """Runs `behaviour` behind a mailbox of `capacity` data requests; control requests are always let in.
 
-    `batch` is the most data letters that are handed over at once. An exception out of `advance` ends the actor: every letter
+    `batch` is the most data requests that are handed over at once. An exception out of `advance` ends the actor: every request
     fails with it, and `run` raises it.
     """
 
@@ -106,18 +106,18 @@ class Actor:
         self._behaviour = behaviour
         self._capacity = capacity
         self._batch = batch
-        self._lanes: tuple[deque[Letter], deque[Letter]] = (deque(), deque())
+        self._lanes: tuple[deque[Request], deque[Request]] = (deque(), deque())
         self._mail = asyncio.Event()
         self._pending = 0
-        self._open: set[Letter] = set()
+        self._open: set[Request] = set()
         self._draining = False
         self._settled = asyncio.Event()
         self._stats = MailboxStats(capacity=capacity)
-        self._logged: Exception | None = None  # the newest, which several letters may get
+        self._logged: Exception | None = None  # the newest, which several requests may get
         self._end: Exception | None = None  # why nothing is taken in any more
 
     def send(self, message: Any, *, priority: Priority = Priority.DATA, timeout: float | None = None) -> asyncio.Future[Any]:
-        """Put a message in the mailbox; the future is its answer. Cancelling the future withdraws the letter.
+        """Put a message in the mailbox; the future is its answer. Cancelling the future withdraws the request.
 
         Raises Overloaded when the mailbox is full, ServiceFault when the actor is draining, was stopped or has failed.
         """
@@ -128,16 +128,16 @@ class Actor:
         if priority is Priority.DATA and len(self._lanes[Priority.DATA]) >= self._capacity:
             self._stats.refused += 1
             wait = max(MINIMUM_RETRY, self._stats.service_seconds * self._capacity / 2)
-            raise Overloaded(f"{self.name}: mailbox is full ({self._capacity} letters)", wait)
+            raise Overloaded(f"{self.name}: mailbox is full ({self._capacity} requests)", wait)
         loop = asyncio.get_running_loop()
         now = loop.time()
-        letter = Letter(self, message, None if timeout is None else now + timeout, now)
-        self._open.add(letter)
-        letter.future.add_done_callback(lambda _: self._forget(letter))
-        self._lanes[priority].append(letter)
+        request = Request(self, message, None if timeout is None else now + timeout, now)
+        self._open.add(request)
+        request.future.add_done_callback(lambda _: self._forget(request))
+        self._lanes[priority].append(request)
         self._pending += 1
         self._mail.set()
-        return letter.future
+        return request.future
 
     @property
     def stats(self) -> MailboxStats:
@@ -149,7 +149,7 @@ class Actor:
         return self._pending > 0
 
     async def run(self) -> None:
-        """Serve until cancelled. Letters still unanswered then fail with Cancelled."""
+        """Serve until cancelled. Requests still unanswered then fail with Cancelled."""
         end: Exception = Cancelled(f"{self.name} was stopped")
         try:
             while True:
@@ -167,7 +167,7 @@ class Actor:
             self._fail_unanswered(self._open, end)
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new data letters and wait until all that came before are answered; False when `timeout` passed first."""
+        """Refuse new data requests and wait until all that came before are answered; False when `timeout` passed first."""
         self._draining = True
         deadline = time.monotonic() + timeout
         while self._open:
@@ -179,60 +179,60 @@ class Actor:
         return True
 
     async def _serve_mail(self) -> None:
-        while letters := self._take():
+        while requests := self._take():
             try:
-                await self._behaviour.receive(letters)
-            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letters
-                self._fail_unanswered(letters, error)
+                await self._behaviour.receive(requests)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the requests
+                self._fail_unanswered(requests, error)
 
-    def _fail_unanswered(self, letters: Iterable[Letter], error: Exception) -> None:
-        for letter in letters:
-            if not letter.abandoned:
-                letter.fail(error)
+    def _fail_unanswered(self, requests: Iterable[Request], error: Exception) -> None:
+        for request in requests:
+            if not request.abandoned:
+                request.fail(error)
 
-    def _take(self) -> list[Letter]:
-        """The next letters: one of control, or up to a batch of data."""
+    def _take(self) -> list[Request]:
+        """The next requests: one of control, or up to a batch of data."""
         now = asyncio.get_running_loop().time()
         for lane, most in zip(self._lanes, (1, self._batch), strict=True):
-            taken: list[Letter] = []
+            taken: list[Request] = []
             while lane and len(taken) < most:
-                letter = lane.popleft()
+                request = lane.popleft()
                 self._pending -= 1
-                if letter.abandoned:
+                if request.abandoned:
                     continue
-                if letter.deadline is not None and now >= letter.deadline:
+                if request.deadline is not None and now >= request.deadline:
                     self._stats.expired += 1
-                    waited = letter.deadline - letter.enqueued
-                    letter.future.set_exception(DeadlineExceeded(self.name, "mailbox", "was not reached in time", waited))
+                    waited = request.deadline - request.enqueued
+                    request.future.set_exception(DeadlineExceeded(self.name, "mailbox", "was not reached in time", waited))
                     continue
-                letter.taken = now
-                self._stats.wait_seconds += SMOOTHING * (now - letter.enqueued - self._stats.wait_seconds)
-                taken.append(letter)
+                request.taken = now
+                self._stats.wait_seconds += SMOOTHING * (now - request.enqueued - self._stats.wait_seconds)
+                taken.append(request)
             if taken:
                 return taken
         return []
 
-    def _settle(self, letter: Letter, value: Any, error: Exception | None) -> None:
-        if letter.future.done():
+    def _settle(self, request: Request, value: Any, error: Exception | None) -> None:
+        if request.future.done():
             self._stats.late += 1
             return
-        seconds = asyncio.get_running_loop().time() - letter.taken
+        seconds = asyncio.get_running_loop().time() - request.taken
         self._stats.service_seconds += SMOOTHING * (seconds - self._stats.service_seconds)
         if error is None:
             self._stats.handled += 1
-            letter.future.set_result(value)
+            request.future.set_result(value)
         else:
             self._stats.failed += 1
             if not isinstance(error, SluiceError) and error is not self._logged:  # who asked hears its last line alone
                 self._logged = error
-                log.error("%s: %s failed", self.name, type(letter.message).__name__, exc_info=error)
-            letter.future.set_exception(error)
+                log.error("%s: %s failed", self.name, type(request.message).__name__, exc_info=error)
+            request.future.set_exception(error)
 
-    def _forget(self, letter: Letter) -> None:
-        if letter.future.cancelled():
+    def _forget(self, request: Request) -> None:
+        if request.future.cancelled():
             self._stats.cancelled += 1
         else:
-            letter.future.exception()  # marks it as seen: the caller may be gone
-        self._open.discard(letter)
+            request.future.exception()  # marks it as seen: the caller may be gone
+        self._open.discard(request)
         if not self._open:
             self._settled.set()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.config import Config
 from services import process
 
@@ -35,12 +35,12 @@ class FrozenModelService(process.Service):
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
+    async def receive(self, requests: Sequence[Request]) -> None:
         before = time.monotonic()
-        answers = await self.in_thread(self.answers, [letter.message for letter in letters])
-        for letter, answer in zip(letters, answers, strict=True):
-            letter.reply(answer)
-        self._groups += len(letters)
+        answers = await self.in_thread(self.answers, [request.message for request in requests])
+        for request, answer in zip(requests, answers, strict=True):
+            request.reply(answer)
+        self._groups += len(requests)
         self._busy_seconds += time.monotonic() - before
 
     async def in_thread(self, work: Callable[[A], T], argument: A) -> T:

@@ -22,7 +22,7 @@ from typing import Any
 import uvloop
 
 import services
-from runtime.actor import Actor, Letter
+from runtime.actor import Actor, Request
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.process import os_process
@@ -46,8 +46,8 @@ class Service(ABC):
 
     role: str
     service: str  # in proto/
-    capacity = 1024  # letters in the mailbox
-    batch = 1  # data letters handed over at once
+    capacity = 1024  # requests in the mailbox
+    batch = 1  # data requests handed over at once
 
     def __init__(self, config: Config, name: str, rank: int):
         self.config = config
@@ -73,7 +73,7 @@ class Service(ABC):
         return False
 
     @abstractmethod
-    async def receive(self, letters: Sequence[Letter]) -> None: ...
+    async def receive(self, requests: Sequence[Request]) -> None: ...
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         raise AssertionError("a role with work of its own says how to advance it")
@@ -213,7 +213,7 @@ class ServiceProcess:
                 ended.result()
         self._state = "draining"
         if not await self._actor.drain(self._drain_seconds):
-            log.warning("%s: %d letters were dropped at the end", self._service.name, self._actor.stats.depth)
+            log.warning("%s: %d requests were dropped at the end", self._service.name, self._actor.stats.depth)
         actor.cancel()
         await asyncio.gather(actor, return_exceptions=True)
 

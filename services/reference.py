@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from runtime import codec
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import Offload, Onload
 from runtime.config import Config
@@ -48,16 +48,16 @@ class ReferenceService(FrozenModelService):
         )
         self._scorer = OffloadableScorer(scorer, away=reference_takes_part(self.config))
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
+    async def receive(self, requests: Sequence[Request]) -> None:
         """In order: log-probabilities that are asked for one after the other are computed together."""
-        for moves, alike in groupby(letters, lambda letter: isinstance(letter.message, (Onload, Offload))):
+        for moves, alike in groupby(requests, lambda request: isinstance(request.message, (Onload, Offload))):
             together = list(alike)
             await (self._move(together) if moves else super().receive(together))
 
-    async def _move(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            await self.in_thread(self._scorer.handle, letter.message)
-            letter.reply()
+    async def _move(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            await self.in_thread(self._scorer.handle, request.message)
+            request.reply()
 
     def answers(self, requests: Sequence[LogprobRequest]) -> list[bytes]:
         return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(requests)]

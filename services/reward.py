@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.rewards.combination import combine
@@ -18,7 +18,7 @@ from services.remote_reward import RemoteRewardClient
 
 
 class RewardService(process.Service):
-    """Each letter, a group, is scored by itself and answered when it is: a slow rule holds up its own group alone."""
+    """Each request, a group, is scored by itself and answered when it is: a slow rule holds up its own group alone."""
 
     role = "reward"
     service = "Reward"
@@ -60,9 +60,9 @@ class RewardService(process.Service):
         for client in self._clients:
             await client.close()
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            task = asyncio.create_task(letter.answer(self._score(letter.message)))
+    async def receive(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            task = asyncio.create_task(request.answer(self._score(request.message)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import Cancel, Level, Move
 from runtime.config import Config
@@ -51,7 +51,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
 
 
 class RolloutService(process.Service):
-    """Letters of groups stay open until the engine has finished them; weights are staged beside it and swapped in between."""
+    """Requests of groups stay open until the engine has finished them; weights are staged beside it and swapped in between."""
 
     role = "rollout"
     service = "Rollout"
@@ -63,7 +63,7 @@ class RolloutService(process.Service):
         self._engine: RolloutEngine
         self.weights: Subscription
         self._level = Level.AWAKE
-        self._open: dict[int, Letter] = {}
+        self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
 
     def load(self) -> None:
@@ -112,12 +112,12 @@ class RolloutService(process.Service):
             "torn": float(self._engine.torn),
         }
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        message = letters[0].message
+    async def receive(self, requests: Sequence[Request]) -> None:
+        message = requests[0].message
         if isinstance(message, GroupRequest):
-            self._submit(letters)
+            self._submit(requests)
         else:
-            await self._control(letters[0], message)
+            await self._control(requests[0], message)
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         self._abort_withdrawn()
@@ -126,35 +126,35 @@ class RolloutService(process.Service):
 
     async def _generate(self, interrupted: Callable[[], bool]) -> None:
         for group in await self._engine.advance(interrupted):
-            letter = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
-            if letter is not None:
-                letter.reply(group)
+            request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
+            if request is not None:
+                request.reply(group)
 
-    def _submit(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            group_id = letter.message.group_id
+    def _submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            group_id = request.message.group_id
             if group_id in self._open:
-                letter.fail(InvalidMessage(f"group {group_id} is being generated already"))
+                request.fail(InvalidMessage(f"group {group_id} is being generated already"))
                 continue
-            self._engine.submit([letter.message])
-            self._open[group_id] = letter
-            letter.future.add_done_callback(partial(self._settled, group_id))
+            self._engine.submit([request.message])
+            self._open[group_id] = request
+            request.future.add_done_callback(partial(self._settled, group_id))
 
     def _settled(self, group_id: int, future: asyncio.Future[Any]) -> None:
         if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:
             self._withdrawn.append(group_id)
 
-    async def _control(self, letter: Letter, message: Any) -> None:
+    async def _control(self, request: Request, message: Any) -> None:
         if isinstance(message, Cancel):
             for group_id in message.group_ids:
                 if group_id in self._open:
                     self._open[group_id].fail(Cancelled(f"group {group_id} was cancelled"))
-            letter.reply()
+            request.reply()
         elif isinstance(message, Move):
             await self._move(Level(message.level))
-            letter.reply()
+            request.reply()
         elif isinstance(message, COMMANDS):
-            await self.weights.handle(letter)
+            await self.weights.handle(request)
         else:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
@@ -164,9 +164,9 @@ class RolloutService(process.Service):
         if level == self._level:
             return
         if level == Level.ASLEEP:
-            for letter in list(self._open.values()):
-                letter.fail(Cancelled("the rollout was put to sleep"))
-            await asyncio.sleep(0)  # the letters' futures tell `_settled`
+            for request in list(self._open.values()):
+                request.fail(Cancelled("the rollout was put to sleep"))
+            await asyncio.sleep(0)  # the requests' futures tell `_settled`
             self._abort_withdrawn()
             await self._engine.sleep()
         else:

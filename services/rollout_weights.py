@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
 from runtime.config import Publication
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault
@@ -22,7 +22,7 @@ COMMANDS = (JoinWeights, ReceiveWeights, CommitWeights, AbortWeights)
 
 
 class Subscription:
-    """Letters are answered when what they ask for is done, beside generation: at most one join, one reception, one commit."""
+    """Requests are answered when what they ask for is done, beside generation: at most one join, one reception, one commit."""
 
     def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
         """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
@@ -35,23 +35,23 @@ class Subscription:
         self._name = name
         self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
         self._committed: PolicyVersion | None = None
-        self._commit: tuple[Letter, float] | None = None  # waits for running sequences, since then on the loop's clock
+        self._commit: tuple[Request, float] | None = None  # waits for running sequences, since then on the loop's clock
         self._reception: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def handle(self, letter: Letter) -> None:
-        message = letter.message
+    async def handle(self, request: Request) -> None:
+        message = request.message
         if isinstance(message, JoinWeights):
-            self._join(letter, message)
+            self._join(request, message)
         elif isinstance(message, ReceiveWeights):
-            self._receive(letter, message)
+            self._receive(request, message)
         elif isinstance(message, CommitWeights):
-            await self._commit_weights(letter, message)
+            await self._commit_weights(request, message)
         else:
             assert isinstance(message, AbortWeights)
             if message.epoch == self.epoch:
                 self.leave()
-            letter.reply()
+            request.reply()
 
     def leave(self) -> None:
         """Out of the group, and whatever was on its way is forgotten; the weights stay as they are."""
@@ -69,19 +69,19 @@ class Subscription:
         meanwhile: its deadline passed, or it was aborted."""
         if self._commit is None or self._engine.stats().running:
             return
-        (letter, since), self._commit = self._commit, None
+        (request, since), self._commit = self._commit, None
         self._engine.hold(False)
-        if not letter.abandoned:
+        if not request.abandoned:
             try:
-                await self._swap(letter, since)
-            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-                letter.fail(error)
+                await self._swap(request, since)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
+                request.fail(error)
 
-    def _join(self, letter: Letter, message: JoinWeights) -> None:
+    def _join(self, request: Request, message: JoinWeights) -> None:
         """Meet the others in a thread of its own: generation goes on."""
         self.leave()
         self.epoch = message.address.epoch
-        self._answer(letter, self._meet(message))
+        self._answer(request, self._meet(message))
 
     async def _meet(self, message: JoinWeights) -> None:
         from runtime.weights import rendezvous
@@ -99,12 +99,12 @@ class Subscription:
         self.group = met
         self.staging.prepare(message.manifest)
 
-    def _receive(self, letter: Letter, message: ReceiveWeights) -> None:
+    def _receive(self, request: Request, message: ReceiveWeights) -> None:
         if self.group is None or message.epoch != self.epoch:
             raise ServiceFault(self._name, "receive", f"is not a member of the publication group of epoch {message.epoch}")
         if self._reception is not None and not self._reception.done():
             raise ServiceFault(self._name, "receive", "is receiving another version")
-        self._reception = self._answer(letter, self._take_in(self.group, message))
+        self._reception = self._answer(request, self._take_in(self.group, message))
 
     async def _take_in(self, group: WeightGroup, message: ReceiveWeights) -> None:
         await self.staging.receive(group, message.version, not self._has(message.version))
@@ -116,30 +116,30 @@ class Subscription:
         """Whether it is sent for a newcomer, and needed by nobody else."""
         return version == self._committed and not self._engine.torn
 
-    async def _commit_weights(self, letter: Letter, message: CommitWeights) -> None:
+    async def _commit_weights(self, request: Request, message: CommitWeights) -> None:
         if self._received != message.version or message.epoch != self.epoch:
             raise ServiceFault(self._name, "commit", f"version {message.version} is not staged")
         now = asyncio.get_running_loop().time()
         if self._has(message.version):
             self._received = None
-            letter.reply(WeightsCommitted(0.0))
+            request.reply(WeightsCommitted(0.0))
         elif self._settings.in_flight == "drain" and self._engine.stats().running:
             self._engine.hold(True)
-            self._commit = letter, now
+            self._commit = request, now
         else:
-            await self._swap(letter, now)
+            await self._swap(request, now)
 
-    async def _swap(self, letter: Letter, since: float) -> None:
+    async def _swap(self, request: Request, since: float) -> None:
         assert self._received is not None
         await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
         self.staging.taken_over()
         self.swaps += 1
-        letter.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
+        request.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
-    def _answer(self, letter: Letter, work: Awaitable[None]) -> asyncio.Task[None]:
-        """Do `work` beside the actor, then answer the letter."""
-        task = asyncio.create_task(letter.answer(work))
+    def _answer(self, request: Request, work: Awaitable[None]) -> asyncio.Task[None]:
+        """Do `work` beside the actor, then answer the request."""
+        task = asyncio.create_task(request.answer(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.commands import PartKey, Shared
 from runtime.config import Config, Spread
 from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
@@ -79,29 +79,29 @@ class Leader(SpmdService):
     def gauges(self) -> dict[str, float]:
         return {"busy_seconds_total": self._busy_seconds, "steps_total": self._worker.version.step}
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        (letter,) = letters
-        await self._carry_out(letter)
+    async def receive(self, requests: Sequence[Request]) -> None:
+        (request,) = requests
+        await self._carry_out(request)
 
-    async def _carry_out(self, letter: Letter) -> None:
-        answer = await self._execute(letter.message)
+    async def _carry_out(self, request: Request) -> None:
+        answer = await self._execute(request.message)
         if isinstance(answer, Future):
-            self._answer_at_end(letter, answer, "save")
+            self._answer_at_end(request, answer, "save")
         else:
-            letter.reply(answer)
+            request.reply(answer)
 
     def _answer_at_end(
-        self, letter: Letter, work: Future[T], phase: str, made: Callable[[T], Any] = lambda value: value
+        self, request: Request, work: Future[T], phase: str, made: Callable[[T], Any] = lambda value: value
     ) -> None:
-        """Answer `letter` with what is `made` of the result of `work`, which goes on in a thread beside the next commands."""
+        """Answer `request` with what is `made` of the result of `work`, which goes on in a thread beside the next commands."""
         loop = asyncio.get_running_loop()
 
         def answer() -> None:
             error = work.exception()
             if error is None:
-                letter.reply(made(work.result()))
+                request.reply(made(work.result()))
             else:
-                letter.fail(error if isinstance(error, Exception) else ServiceFault(self.name, phase, repr(error)))
+                request.fail(error if isinstance(error, Exception) else ServiceFault(self.name, phase, repr(error)))
 
         def tell(_: Future[T]) -> None:
             with suppress(RuntimeError):  # the service has closed, and with it its loop
@@ -123,23 +123,23 @@ class Follower(SpmdService):
 
     def __init__(self, role: SpmdRole, config: Config, name: str, rank: int):
         super().__init__(role, config, f"{name.rpartition('-')[0]}-{rank}", rank)
-        self._inbox: dict[PartKey, Future[Letter]] = {}
+        self._inbox: dict[PartKey, Future[Request]] = {}
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.background = self._loop.run_in_executor(self._thread, self._follow)
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        (letter,) = letters
-        if not isinstance(letter.message, Shared):
-            raise InvalidMessage(f"rank {self.rank} takes data only, not {type(letter.message).__name__}")
-        self._part(letter.message.key).set_result(letter)
+    async def receive(self, requests: Sequence[Request]) -> None:
+        (request,) = requests
+        if not isinstance(request.message, Shared):
+            raise InvalidMessage(f"rank {self.rank} takes data only, not {type(request.message).__name__}")
+        self._part(request.message.key).set_result(request)
 
     async def close(self) -> None:
         await super().close()
         await asyncio.to_thread(self._worker.close)
 
-    def _part(self, key: PartKey) -> Future[Letter]:
+    def _part(self, key: PartKey) -> Future[Request]:
         return self._inbox.setdefault(key, Future())
 
     def _follow(self) -> None:
@@ -149,16 +149,16 @@ class Follower(SpmdService):
             if not isinstance(command, Shared):
                 self._worker.execute(command)
                 continue
-            letter = self._share(command.key)
-            self._loop.call_soon_threadsafe(letter.reply, self._worker.execute(letter.message))
+            request = self._share(command.key)
+            self._loop.call_soon_threadsafe(request.reply, self._worker.execute(request.message))
 
-    def _share(self, key: PartKey) -> Letter:
+    def _share(self, key: PartKey) -> Request:
         """This rank's share of a part. Raises DeadlineExceeded."""
         timeout = self._worker.timeout
         try:
-            letter = self._part(key).result(timeout)
+            request = self._part(key).result(timeout)
         except FutureTimeout:
             kind, step, part = key
             raise DeadlineExceeded(self.name, kind, f"part {part} of step {step} did not come", timeout) from None
         del self._inbox[key]
-        return letter
+        return request

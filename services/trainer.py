@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
-from runtime.actor import Letter
+from runtime.actor import Request
 from runtime.commands import (
     AbortWeights,
     HostWeights,
@@ -59,7 +59,7 @@ class TrainerService(Leader):
         self._leaving: Future[None] | None = None
         self._hosting: asyncio.Task[None] | None = None
         self._snapshot: PolicyVersion | None = None  # what the sender's buckets hold, or are being filled with
-        self._line: asyncio.Queue[Letter] = asyncio.Queue()
+        self._line: asyncio.Queue[Request] = asyncio.Queue()
         self._working: asyncio.Task[None] | None = None
         self._resending: asyncio.Task[bool] | None = None
 
@@ -73,46 +73,46 @@ class TrainerService(Leader):
         await super().close()
         await asyncio.wrap_future(self._leave())
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        (letter,) = letters
-        message = letter.message
+    async def receive(self, requests: Sequence[Request]) -> None:
+        (request,) = requests
+        message = request.message
         if isinstance(message, HostWeights):
             left = self._leave()
             self._epoch = message.epoch
-            self._hosting = asyncio.create_task(letter.answer(self._host(letter, left, self._hosting)))
+            self._hosting = asyncio.create_task(request.answer(self._host(request, left, self._hosting)))
         elif isinstance(message, AbortWeights):
             if message.epoch == self._epoch:
                 left = self._leave()
                 self._tell_senders(message)
-                self._answer_at_end(letter, left, "abort")
+                self._answer_at_end(request, left, "abort")
             else:
-                letter.reply()
+                request.reply()
         elif isinstance(message, SendWeights) and message.version == self._snapshot and self._is_intact():
             self._tell_senders(ResendWeights(message.version, message.epoch))
-            self._resending = asyncio.create_task(self._send(letter))  # the engine may have gone on
+            self._resending = asyncio.create_task(self._send(request))  # the engine may have gone on
         else:
-            self._line.put_nowait(letter)
+            self._line.put_nowait(request)
 
     def _is_intact(self) -> bool:
         return self._worker.sender is not None and self._worker.sender.intact
 
     async def _work(self) -> None:
         while True:
-            letter = await self._line.get()
-            if letter.abandoned:
+            request = await self._line.get()
+            if request.abandoned:
                 continue
             try:
-                if isinstance(letter.message, SendWeights):
-                    await self._gather(letter)
+                if isinstance(request.message, SendWeights):
+                    await self._gather(request)
                 else:
-                    await self._carry_out(letter)
-            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-                letter.fail(error)
+                    await self._carry_out(request)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
+                request.fail(error)
 
-    async def _gather(self, letter: Letter) -> None:
+    async def _gather(self, request: Request) -> None:
         """Gather the weights, and send each bucket as soon as it is whole. What is left of the transfer goes on beside the next
         step. With `publication.overlap` the copy is made even if it cannot be sent: for the next epoch."""
-        command: SendWeights = letter.message
+        command: SendWeights = request.message
         settings, sender = self.config.publication, self._worker.sender
         assert sender is not None  # it is rank 0's
         if command.version < self._worker.version:
@@ -123,21 +123,21 @@ class TrainerService(Leader):
         await asyncio.to_thread(sender.begin, settings.transfer_timeout)
         if settings.overlap:
             self._snapshot = command.version
-        if not await self._send(letter) and not settings.overlap:
+        if not await self._send(request) and not settings.overlap:
             return
         try:
             await self._execute(command)
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
             self._snapshot = None
-            log.warning("%s: version %s was not gathered: %r", self.name, command.version, error)  # the letter may be answered
-            letter.fail(error)  # AbortWeights follows. To end the transfer here would make it seem the receivers' failure
+            log.warning("%s: version %s was not gathered: %r", self.name, command.version, error)  # the request may be answered
+            request.fail(error)  # AbortWeights follows. To end the transfer here would make it seem the receivers' failure
 
-    async def _send(self, letter: Letter) -> bool:
-        """Whether a transfer has begun. It answers the letter at its end."""
+    async def _send(self, request: Request) -> bool:
+        """Whether a transfer has begun. It answers the request at its end."""
         try:
-            await self._transfer(letter)
-        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the letter
-            letter.fail(error)
+            await self._transfer(request)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
+            request.fail(error)
             return False
         return True
 
@@ -168,16 +168,16 @@ class TrainerService(Leader):
         self._leaving = in_thread("leave-weights", leave)
         return self._leaving
 
-    async def _host(self, letter: Letter, left: Future[None], before: asyncio.Task[None] | None) -> WeightsHosted:
+    async def _host(self, request: Request, left: Future[None], before: asyncio.Task[None] | None) -> WeightsHosted:
         """Beside the actor, and in a thread: torch looks up names while it opens the store, for seconds where no name server
         answers, and the server of a shared folder may not answer at all. It begins once the epoch before is `left`, and its
         own hosting over."""
-        command: HostWeights = letter.message
+        command: HostWeights = request.message
         if before is not None:
             await asyncio.wait({before})
         await asyncio.wrap_future(left)
         pending = await self._open(command)
-        if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or letter.abandoned:
+        if self._hosting is not asyncio.current_task() or command.epoch != self._epoch or request.abandoned:
             pending.abort()
             raise Cancelled(f"{self.name}: epoch {command.epoch} was given up")
         self._meet(pending)
@@ -215,16 +215,16 @@ class TrainerService(Leader):
         self._group = in_thread("join-weights", pending.connect)
         self._tell_senders(MeetWeights(pending.address))
 
-    async def _transfer(self, letter: Letter) -> None:
+    async def _transfer(self, request: Request) -> None:
         """Begin to send what the buckets hold, or are being filled with."""
-        command: SendWeights = letter.message
+        command: SendWeights = request.message
         timeout, sender = self.config.publication.transfer_timeout, self._worker.sender
         if self._group is None or self._pending is None or self._pending.address.epoch != command.epoch:
             raise ServiceFault(self.name, "transfer", f"there is no publication group of epoch {command.epoch}")
         group = await asyncio.wait_for(asyncio.wrap_future(self._group), self.config.publication.join_timeout)
         assert sender is not None
         sending = await asyncio.to_thread(sender.send, group, command.version, timeout)
-        self._answer_at_end(letter, sending, "transfer", lambda sent: WeightsSent(sent.nbytes, sent.seconds))
+        self._answer_at_end(request, sending, "transfer", lambda sent: WeightsSent(sent.nbytes, sent.seconds))
 
 
 def _abandon(connected: Future[WeightGroup]) -> None:

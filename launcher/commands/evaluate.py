@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from launcher import run_folder
 from launcher.job import Interrupted, Job
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
@@ -29,7 +29,7 @@ def own_folder(config: Config) -> Config:
 async def evaluate(config: Config, view: View) -> EvaluationResult:
     """Evaluate in the folder `run.dir`. Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no
     process is left either way."""
-    return await _Evaluation(config, view, Here.of(config)).run()
+    return await _Evaluation(config, view, LocalNode.of(config)).run()
 
 
 class _Evaluation(Job[EvaluationResult]):

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from launcher import run_folder
 from launcher.job import Job
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime.config import Config
 from runtime.telemetry.memory import PeakMemory
@@ -18,10 +18,10 @@ from runtime.telemetry.summary import LAUNCHER, Summary
 MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
 
 
-async def train(config: Config, view: View, here: Here | None = None) -> Summary:
+async def train(config: Config, view: View, here: LocalNode | None = None) -> Summary:
     """Run to the end, with this machine as the coordinator's node. Raises UserError for the user's mistakes, ServiceFault for a
     fault; no process is left either way."""
-    return await _TrainJob(config, view, here or Here.of(config)).run()
+    return await _TrainJob(config, view, here or LocalNode.of(config)).run()
 
 
 class _TrainJob(Job[Summary]):
@@ -29,7 +29,7 @@ class _TrainJob(Job[Summary]):
     stopped_early = "stopped before training began: there is nothing to save"
     stopped_late = "stopped at once; the newest checkpoint stays"
 
-    def __init__(self, config: Config, view: View, here: Here):
+    def __init__(self, config: Config, view: View, here: LocalNode):
         super().__init__(config, view, here)
         self._memory = PeakMemory(LAUNCHER, self._names)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from launcher.known import faults_of_own_files, known_names
 from launcher.node import environment
-from launcher.node.here import Here, placement_faults, placement_table
+from launcher.node.local_node import LocalNode, placement_faults, placement_table
 from launcher.node.machine import on_this_machine
 from runtime.cluster import topology
 from runtime.cluster.topology import has_several_nodes
@@ -27,7 +27,7 @@ def validate(path: Path, overrides: Sequence[str]) -> None:
     Raises ConfigError, UserError.
     """
     config = loading.resolve(loading.load(path, overrides))
-    here = Here.of(config)
+    here = LocalNode.of(config)
     memory = here.memory(config)
     faults = [*semantic_faults(config, known_names(), memory), *environment.faults(config, here.machine)]
     if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:

@@ -19,10 +19,10 @@ from pathlib import Path
 from msgspec.structs import replace
 from rich.console import Console
 
-from launcher.cli import run_training, told
+from launcher.cli import run_and_report, run_training
 from launcher.node import environment
-from launcher.node.agent import AGAIN, Agent
-from launcher.node.here import Here
+from launcher.node.agent import RETRY_SECONDS, Agent
+from launcher.node.local_node import LocalNode
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.view import View
@@ -44,7 +44,7 @@ _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD
 class FollowerNode:
     """A node without the coordinator."""
 
-    def __init__(self, config: Config, here: Here, verbose: bool):
+    def __init__(self, config: Config, here: LocalNode, verbose: bool):
         """Raises UserError."""
         own = on_this_machine(config, here.address)
         coordinator = config.services.coordinator
@@ -94,8 +94,8 @@ class FollowerNode:
                 async for progress in session.watch(self._address, self._deadlines.silence):
                     if progress.phase in ("finished", "failed"):
                         return progress.phase
-                    self._agent.heed(progress)
-            await asyncio.sleep(AGAIN)
+                    self._agent.apply_progress(progress)
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _parser() -> CommandParser:
@@ -113,13 +113,13 @@ def main() -> None:
     options = _parser().parse_intermixed_args()
     for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
         del os.environ[variable]
-    sys.exit(told(lambda: run_node(options)))
+    sys.exit(run_and_report(lambda: run_node(options)))
 
 
 def run_node(options: argparse.Namespace) -> int:
     """The exit code. Raises SluiceError."""
     config = loading.resolve(loading.load(options.config, options.overrides))
-    here = Here.of(config, options.name, options.address, options.devices)
+    here = LocalNode.of(config, options.name, options.address, options.devices)
     if fault := name_fault(config.cluster, here.name):
         raise UserError(fault)
     coordinator = config.services.coordinator
@@ -134,7 +134,7 @@ def run_node(options: argparse.Namespace) -> int:
     return 0
 
 
-async def follow(config: Config, here: Here, verbose: bool) -> None:
+async def follow(config: Config, here: LocalNode, verbose: bool) -> None:
     await FollowerNode(config, here, verbose).run()
 
 

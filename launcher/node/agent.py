@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 JOIN = contract.METHODS["Coordinator", "Join"]
-AGAIN = 0.5  # seconds between two attempts to reach a coordinator
+RETRY_SECONDS = 0.5  # seconds between two attempts to reach a coordinator
 END_GRACE = 3.0  # seconds that a process has which is not wanted any more
 
 
@@ -54,7 +54,7 @@ class Agent:
         self._assignment = Assignment(config="")
         self._began = False
         self._reports: set[asyncio.Task[None]] = set()
-        supervisor.forsaken = self.report
+        supervisor.on_exit = self.report
 
     async def follow(self) -> None:
         """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
@@ -73,9 +73,9 @@ class Agent:
                 if loop.time() >= reached + timeout:
                     message = f"not to be reached at {self._coordinator} from node {self._node.name}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(RETRY_SECONDS)
 
-    def heed(self, progress: Progress) -> None:
+    def apply_progress(self, progress: Progress) -> None:
         """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
         that it does without are ended."""
         if not self._began and progress.phase != "starting":
@@ -87,7 +87,7 @@ class Agent:
     def _replace(self) -> None:
         launches = self._assignment.launches
         spanning = [launch.name for launch in launches if launch.rendezvous is not None]
-        self._supervisor.replace_from_now_on(topology.restarts(self._config, launches), spanning)
+        self._supervisor.enable_restarts(topology.restarts(self._config, launches), spanning)
 
     def report(self, child: Child) -> None:
         """Tell the coordinator that a process died, and comes not again by itself."""

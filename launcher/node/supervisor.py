@@ -111,7 +111,7 @@ class Supervisor:
         self._settings = settings
         self._show = show
         self._outputs: list[Log] = []
-        self.forsaken: Callable[[Child], None] = lambda child: None
+        self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
         self.children: list[Child] = []
         self._started = asyncio.Event()
@@ -124,9 +124,9 @@ class Supervisor:
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
 
-    def replace_from_now_on(self, restarts: Mapping[str, Restarts], judged: Collection[str] = ()) -> None:
+    def enable_restarts(self, restarts: Mapping[str, Restarts], judged: Collection[str] = ()) -> None:
         """One of these processes that dies is started again as its settings allow, while the others go on. `judged`: those of
-        whom it is decided elsewhere, once `forsaken` has told of their death."""
+        whom it is decided elsewhere, once `on_exit` has told of their death."""
         self._restarts, self._judged = restarts, judged
         self._under_way = True
 
@@ -212,14 +212,14 @@ class Supervisor:
         self.let_go(child)
         if name in self._judged:
             self._say(str(child.fault()))
-            self.forsaken(child)
+            self.on_exit(child)
             return True
         delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         if delay is None:
             if self._restarts[name].attempts:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"
             self._say(str(child.fault()))
-            self.forsaken(child)
+            self.on_exit(child)
         else:
             self._say(f"{child.fault()}; started again in {delay:g} s")
             self._starting[asyncio.create_task(self._start_again(child, delay))] = name

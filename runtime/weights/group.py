@@ -96,7 +96,7 @@ class WeightGroup(ABC):
         """
         return nbytes
 
-    def forfeit(self, message: str) -> None:  # noqa: B027 - a sender that is alone has nobody to tell
+    def report_failure(self, message: str) -> None:  # noqa: B027 - a sender that is alone has nobody to tell
         """The senders but rank 0: tell rank 0 that this one's part has failed."""
 
     def called(self, root: int) -> str | None:

@@ -28,7 +28,7 @@ from runtime.weights.sockets import SocketAddress, shut_down
 
 BACKENDS = ("gloo", "nccl", "hccl")
 TRANSPORTS = ("collective", "shared_memory", "files")
-BACKLOG = 1024  # members that knock at once
+BACKLOG = 1024  # members that connect at once
 
 LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] = {
     "collective": collective.connect,
@@ -73,7 +73,7 @@ class StoreGroup(WeightGroup):
             return nbytes
         return nbytes + sum(self._settled(sender, give_up) for sender in range(1, self._senders))
 
-    def forfeit(self, message: str) -> None:
+    def report_failure(self, message: str) -> None:
         if self.rank:
             with suppress(RuntimeError):  # rank 0 has left
                 self._running_store().set(self._part(self.rank), message)

@@ -149,13 +149,13 @@ class WeightSender:
             sent = group.settle(group.sent_bytes - before, give_up)
         except RuntimeError as error:
             message = f"{self._where(version)}: {reason(error)}"
-            group.forfeit(message)
+            group.report_failure(message)
             group.abort()
             if time.monotonic() >= give_up:
                 raise DeadlineExceeded(group.name, "transfer", message, deadline) from error
             raise ServiceFault(group.name, "transfer", message, deadline) from error
         except SluiceError as error:
-            group.forfeit(str(error))
+            group.report_failure(str(error))
             group.abort()
             raise
         finally:

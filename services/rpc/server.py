@@ -1,7 +1,7 @@
 """The gRPC harness of every process: typed methods, the session stream, health, reflection.
 
 A handler takes the decoded request and the caller's remaining seconds, and returns an awaitable of the reply; all it does
-is to put a letter in an actor's mailbox. The same handlers serve unary calls and `Session`.
+is to put a request in an actor's mailbox. The same handlers serve unary calls and `Session`.
 """
 
 from __future__ import annotations

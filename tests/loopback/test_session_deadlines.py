@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import errors
-from runtime.actor import Actor, Letter
+from runtime.actor import Actor, Request
 from runtime.types import LogprobRequest
 from tests.loopback.session_peers import (
     PATIENCE,
@@ -62,12 +62,12 @@ def test_a_cancelled_call_is_withdrawn_from_the_actors_mailbox() -> None:
             self.gate = asyncio.Event()
             self.arrived = asyncio.Event()
 
-        async def receive(self, letters: Sequence[Letter]) -> None:
-            for letter in letters:
-                self.seen.append(letter.message.payload)
+        async def receive(self, requests: Sequence[Request]) -> None:
+            for each in requests:
+                self.seen.append(each.message.payload)
                 self.arrived.set()
                 await self.gate.wait()
-                letter.reply(b"")
+                each.reply(b"")
 
         async def advance(self, interrupted: Callable[[], bool]) -> None: ...
 

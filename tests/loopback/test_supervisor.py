@@ -76,7 +76,7 @@ def test_one_that_dies_is_started_again_alone_with_a_log_of_its_own(tmp_path: Pa
     async def test(supervisor: Supervisor) -> None:
         trainer = await supervisor.start(spec("trainer-0", LIVES))
         first = await supervisor.start(spec("rollout-0", DIES_FIRST))
-        supervisor.replace_from_now_on(allowed())
+        supervisor.enable_restarts(allowed())
         failing = asyncio.create_task(supervisor.first_failure())
         second = await started_again(supervisor, "rollout-0", 1)
         assert first not in supervisor.children
@@ -124,8 +124,8 @@ def test_the_log_that_is_named_is_that_of_the_process_whose_fault_is_told(tmp_pa
 def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         told: list[Child] = []
-        supervisor.forsaken = told.append
-        supervisor.replace_from_now_on(allowed(attempts=0))
+        supervisor.on_exit = told.append
+        supervisor.enable_restarts(allowed(attempts=0))
         first = await supervisor.start(spec("rollout-0", DIES))
         trainer = await supervisor.start(spec("trainer-0", LIVES))
         failing = asyncio.create_task(supervisor.first_failure())
@@ -143,8 +143,8 @@ def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: P
 def test_of_one_that_is_judged_elsewhere_every_death_is_told(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         told: list[Child] = []
-        supervisor.forsaken = told.append
-        supervisor.replace_from_now_on({}, judged=["trainer-0"])
+        supervisor.on_exit = told.append
+        supervisor.enable_restarts({}, judged=["trainer-0"])
         part = await supervisor.start(spec("trainer-0", DIES))
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 1)
@@ -167,7 +167,7 @@ def test_one_that_is_started_while_others_are_watched_is_watched_too(tmp_path: P
 
 def test_one_that_is_ended_is_no_failure_and_may_be_started_again(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on(allowed())
+        supervisor.enable_restarts(allowed())
         failing = asyncio.create_task(supervisor.first_failure())
         child = await supervisor.start(spec("rollout-0", LIVES))
         await supervisor.end("rollout-0", DEADLINE)
@@ -184,7 +184,7 @@ def test_one_that_is_ended_is_no_failure_and_may_be_started_again(tmp_path: Path
 
 def test_one_that_waits_to_be_started_again_can_be_ended(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on({"rollout-0": Restarts(backoff=30.0)})
+        supervisor.enable_restarts({"rollout-0": Restarts(backoff=30.0)})
         await supervisor.start(spec("rollout-0", DIES))
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 1)
@@ -199,8 +199,8 @@ def test_one_that_waits_to_be_started_again_can_be_ended(tmp_path: Path) -> None
 def test_one_that_may_not_be_started_another_time_says_so(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         told: list[Child] = []
-        supervisor.forsaken = told.append
-        supervisor.replace_from_now_on({"trainer-0": Restarts(attempts=1, backoff=0.0)})
+        supervisor.on_exit = told.append
+        supervisor.enable_restarts({"trainer-0": Restarts(attempts=1, backoff=0.0)})
         await supervisor.start(spec("trainer-0", DIES_FIRST))
         failing = asyncio.create_task(supervisor.first_failure())
         second = await started_again(supervisor, "trainer-0", 1)
@@ -215,7 +215,7 @@ def test_one_that_may_not_be_started_another_time_says_so(tmp_path: Path) -> Non
 
 def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on(allowed())
+        supervisor.enable_restarts(allowed())
         child = await supervisor.start(spec("rollout-0", FAULTS.format(code=2)))
         assert await supervisor.first_failure() is child
         assert str(child.fault()) == "it cannot be"
@@ -230,7 +230,7 @@ def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(tmp_path: Path) 
     torchrun = ("-m", "torch.distributed.run", *options, str(rank))
 
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on({"trainer-0": Restarts()})
+        supervisor.enable_restarts({"trainer-0": Restarts()})
         group = ProcessSpec(name="trainer-0", role="trainer", command=(sys.executable, *torchrun), env={})
         child = await supervisor.start(group)
         assert await supervisor.first_failure() is child
@@ -243,7 +243,7 @@ def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(tmp_path: Path) 
 
 def test_one_that_is_given_up_is_ended_and_replaced_even_when_it_is_stopped(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on(allowed())
+        supervisor.enable_restarts(allowed())
         child = await supervisor.start(spec("rollout-0", LIVES))
         failing = asyncio.create_task(supervisor.first_failure())
         child.signal_group(19)  # SIGSTOP
@@ -261,7 +261,7 @@ def test_one_that_is_given_up_is_ended_and_replaced_even_when_it_is_stopped(tmp_
 
 def test_one_that_was_dying_when_it_was_given_up_says_itself_why(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on(allowed())
+        supervisor.enable_restarts(allowed())
         child = await supervisor.start(spec("rollout-0", LIVES))
         failing = asyncio.create_task(supervisor.first_failure())
         child.signal_group(9)
@@ -276,8 +276,8 @@ def test_one_that_was_dying_when_it_was_given_up_says_itself_why(tmp_path: Path)
 def test_of_two_that_died_at_once_both_are_told(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         told: list[str] = []
-        supervisor.forsaken = lambda child: told.append(child.spec.name)
-        supervisor.replace_from_now_on(allowed(attempts=0))
+        supervisor.on_exit = lambda child: told.append(child.spec.name)
+        supervisor.enable_restarts(allowed(attempts=0))
         for name in ("rollout-0", "rollout-1"):
             await (await supervisor.start(spec(name, DIES))).process.wait()
         failing = asyncio.create_task(supervisor.first_failure())
@@ -290,7 +290,7 @@ def test_of_two_that_died_at_once_both_are_told(tmp_path: Path) -> None:
 
 def test_one_that_came_late_holds_up_no_end(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on(allowed())
+        supervisor.enable_restarts(allowed())
         late = await supervisor.start(spec("rollout-1", LIVES))
         supervisor.replace_nobody()
         await supervisor.wait_all(0.1)
@@ -301,7 +301,7 @@ def test_one_that_came_late_holds_up_no_end(tmp_path: Path) -> None:
 
 def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.replace_from_now_on({"rollout-0": Restarts(backoff=30.0)})
+        supervisor.enable_restarts({"rollout-0": Restarts(backoff=30.0)})
         await supervisor.start(spec("rollout-0", DIES))
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 1)

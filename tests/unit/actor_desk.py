@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from typing import Any
 
-from runtime.actor import Actor, Letter
+from runtime.actor import Actor, Request
 
 DEADLINE = 60.0  # seconds that one test may take
 
@@ -22,9 +22,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 class Desk:
     """A behaviour that notes what it is handed and echoes it, unless `serve` says otherwise. It advances `work` times."""
 
-    def __init__(self, serve: Callable[[Sequence[Letter]], Awaitable[None]] | None = None):
+    def __init__(self, serve: Callable[[Sequence[Request]], Awaitable[None]] | None = None):
         self.seen: list[list[Any]] = []
-        self.kept: dict[Any, Letter] = {}
+        self.kept: dict[Any, Request] = {}
         self.work = 0
         self._serve = serve
 
@@ -32,20 +32,20 @@ class Desk:
     def busy(self) -> bool:
         return self.work > 0
 
-    async def receive(self, letters: Sequence[Letter]) -> None:
-        self.seen.append([letter.message for letter in letters])
+    async def receive(self, requests: Sequence[Request]) -> None:
+        self.seen.append([request.message for request in requests])
         if self._serve is not None:
-            await self._serve(letters)
+            await self._serve(requests)
             return
-        for letter in letters:
-            letter.reply(letter.message)
+        for request in requests:
+            request.reply(request.message)
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         self.work -= 1
 
-    async def keep(self, letters: Sequence[Letter]) -> None:
+    async def keep(self, requests: Sequence[Request]) -> None:
         """A `serve` that answers nothing yet."""
-        self.kept |= {letter.message: letter for letter in letters}
+        self.kept |= {request.message: request for request in requests}
 
 
 def keeper() -> Desk:

@@ -18,7 +18,7 @@ import pytest
 
 from launcher.commands.validate import validate
 from launcher.known import known_names
-from launcher.node import here
+from launcher.node import local_node
 from launcher.node.machine import Machine, this_machine
 from runtime import registry
 from runtime.algorithms import interfaces
@@ -58,7 +58,7 @@ class Workplace:
         patch.setattr(model_checks, "_installed", lambda: True)
         cpus = this_machine().cpus
         machine = Machine(kind="cuda", devices=tuple(map(str, range(64))), cpus=cpus)
-        patch.setattr(here, "this_machine", lambda: machine)
+        patch.setattr(local_node, "this_machine", lambda: machine)
         # As of an accelerator: the embedded engine's cache is there, not in this host's memory.
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
         patch.setattr(registry, "_execute", cache(registry._execute.__wrapped__))

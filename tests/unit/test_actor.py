@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from runtime.actor import Actor, Letter, Priority
+from runtime.actor import Actor, Priority, Request
 from runtime.errors import DeadlineExceeded, Overloaded
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 from tests.unit.clock import run_by_clock
@@ -34,10 +34,10 @@ def test_control_that_arrives_between_two_data_letters_goes_first() -> None:
     async def test() -> None:
         futures = []
 
-        async def serve(letters: Sequence[Letter]) -> None:
-            if letters[0].message == "first":
+        async def serve(requests: Sequence[Request]) -> None:
+            if requests[0].message == "first":
                 futures.append(actor.send("control", priority=Priority.CONTROL))
-            letters[0].reply()
+            requests[0].reply()
 
         desk = Desk(serve)
         actor = Actor("desk", desk, capacity=8)
@@ -68,7 +68,7 @@ def test_a_full_mailbox_refuses_data_with_a_delay_and_lets_control_in() -> None:
         actor = Actor("desk", desk, capacity=2)
         futures = [actor.send("a"), actor.send("b")]
         futures += [actor.send(name, priority=Priority.CONTROL) for name in "CDE"]
-        with pytest.raises(Overloaded, match=r"desk: mailbox is full \(2 letters\)") as refused:
+        with pytest.raises(Overloaded, match=r"desk: mailbox is full \(2 requests\)") as refused:
             actor.send("c")
         assert refused.value.retry_after > 0
         assert (actor.stats.depth, actor.stats.capacity, actor.stats.refused) == (5, 2, 1)
@@ -84,9 +84,9 @@ def test_the_delay_of_a_refusal_grows_with_the_time_that_letters_take() -> None:
     async def test() -> None:
         gate = asyncio.Event()
 
-        async def serve(letters: Sequence[Letter]) -> None:
+        async def serve(requests: Sequence[Request]) -> None:
             await gate.wait()
-            letters[0].reply()
+            requests[0].reply()
 
         actor = Actor("desk", Desk(serve), capacity=10)
         async with running(actor):
@@ -96,7 +96,7 @@ def test_the_delay_of_a_refusal_grows_with_the_time_that_letters_take() -> None:
             await first
             gate.clear()
             mean = actor.stats.service_seconds
-            assert mean == pytest.approx(0.1 * 0.05)  # of which the first letter is a tenth
+            assert mean == pytest.approx(0.1 * 0.05)  # of which the first request is a tenth
             for _ in range(10):
                 actor.send("fill")
             with pytest.raises(Overloaded) as refused:
@@ -106,16 +106,16 @@ def test_the_delay_of_a_refusal_grows_with_the_time_that_letters_take() -> None:
     run_by_clock(test())
 
 
-# -------------------------------------------------------------------------------------- deadlines and withdrawn letters
+# -------------------------------------------------------------------------------------- deadlines and withdrawn requests
 
 
 def test_a_letter_whose_deadline_passed_in_the_mailbox_is_never_handed_over() -> None:
     async def test() -> None:
         gate = asyncio.Event()
 
-        async def serve(letters: Sequence[Letter]) -> None:
+        async def serve(requests: Sequence[Request]) -> None:
             await gate.wait()
-            letters[0].reply(letters[0].message)
+            requests[0].reply(requests[0].message)
 
         desk = Desk(serve)
         actor = Actor("desk-3", desk, capacity=8)
@@ -180,10 +180,10 @@ def test_advance_runs_while_there_is_work_and_mail_comes_first() -> None:
                 order.append("advance")
                 await super().advance(interrupted)
 
-        async def serve(letters: Sequence[Letter]) -> None:
-            order.append(letters[0].message)
+        async def serve(requests: Sequence[Request]) -> None:
+            order.append(requests[0].message)
             worker.work = 2
-            letters[0].reply()
+            requests[0].reply()
 
         worker = Worker(serve)
         actor = Actor("worker", worker, capacity=8)
@@ -236,10 +236,10 @@ def test_an_engine_thread_learns_of_mail_and_returns_early() -> None:
 
 def test_statistics_tell_waiting_from_service() -> None:
     async def test() -> None:
-        async def serve(letters: Sequence[Letter]) -> None:
-            if letters[0].message == "slow":
+        async def serve(requests: Sequence[Request]) -> None:
+            if requests[0].message == "slow":
                 await asyncio.sleep(0.05)
-            letters[0].reply()
+            requests[0].reply()
 
         actor = Actor("desk", Desk(serve), capacity=8)
         slow, waiting = actor.send("slow"), actor.send("waiting")
@@ -248,7 +248,7 @@ def test_statistics_tell_waiting_from_service() -> None:
             await asyncio.gather(slow, waiting)
         stats = actor.stats
         assert (stats.depth, stats.handled, stats.failed) == (0, 2, 0)
-        # Both means weigh the newest letter by a tenth: the slow letter served for 50 ms, and then the other, which had waited
+        # Both means weigh the newest request by a tenth: the slow request served for 50 ms, and then the other, which waited
         # for as long.
         assert stats.service_seconds == pytest.approx(0.9 * 0.1 * 0.05)
         assert stats.wait_seconds == pytest.approx(0.1 * 0.05)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from runtime.actor import Actor, Letter, Priority
+from runtime.actor import Actor, Priority, Request
 from runtime.errors import Cancelled, ServiceFault
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
@@ -77,12 +77,12 @@ def test_a_withdrawn_letter_does_not_hold_up_a_drain() -> None:
 
 def test_an_exception_in_receive_fails_only_the_letters_that_it_had_and_left_open() -> None:
     async def test() -> None:
-        async def serve(letters: Sequence[Letter]) -> None:
-            letters[0].reply("answered before")
-            if letters[0].message == "bad":
+        async def serve(requests: Sequence[Request]) -> None:
+            requests[0].reply("answered before")
+            if requests[0].message == "bad":
                 raise ValueError("no good")
-            for letter in letters[1:]:
-                letter.reply()
+            for request in requests[1:]:
+                request.reply()
 
         actor = Actor("desk", Desk(serve), capacity=8, batch=2)
         futures = [actor.send(name) for name in ("bad", "with it", "good", "as well")]
@@ -148,8 +148,8 @@ def test_stop_fails_what_is_unanswered_and_nothing_is_taken_in_afterwards() -> N
 
 def test_what_is_no_error_of_ours_is_logged_once_with_the_place_where_it_was_raised(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        async def serve(letters: Sequence[Letter]) -> None:
-            if letters[0].message == "ours":
+        async def serve(requests: Sequence[Request]) -> None:
+            if requests[0].message == "ours":
                 raise ServiceFault("desk", "serve", "closed")
             raise AttributeError("no attribute 'nosuch'")
 

@@ -1,4 +1,4 @@
-"""Whatever happens to an actor, every letter is answered exactly once and counted."""
+"""Whatever happens to an actor, every request is answered exactly once and counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.actor import Actor, Letter, Priority
+from runtime.actor import Actor, Priority, Request
 from runtime.errors import DeadlineExceeded, Overloaded, ServiceFault
 from tests.unit.actor_desk import Desk, run, running, settle
 
@@ -23,23 +23,23 @@ operations = st.one_of(
 
 
 class Clerk(Desk):
-    """Does with each letter what its message says. Its own work may fail, once."""
+    """Does with each request what its message says. Its own work may fail, once."""
 
     def __init__(self) -> None:
         super().__init__(self._handle)
         self.handed: list[int] = []
         self.breaks = False
 
-    async def _handle(self, letters: Sequence[Letter]) -> None:
-        for letter in letters:
-            number, how = letter.message
-            assert not letter.abandoned
+    async def _handle(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            number, how = request.message
+            assert not request.abandoned
             assert how != "expire"
             self.handed.append(number)
-            self.kept[number] = letter
+            self.kept[number] = request
             if how == "reply":
-                letter.reply(number)
-        if any(letter.message[1] == "raise" for letter in letters):
+                request.reply(number)
+        if any(request.message[1] == "raise" for request in requests):
             raise ValueError
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from launcher import cli
-from launcher.node import here
-from launcher.node.here import Here
+from launcher.node import local_node
+from launcher.node.local_node import LocalNode
 from launcher.node.machine import Machine
 from runtime.config import Config, model_checks
 from runtime.config.loading import resolve
@@ -99,9 +99,9 @@ def test_weights_that_no_rank_can_hold_are_refused(installed: None, sound: dict[
 def test_memory_is_known_where_all_is_on_the_cpus_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, sections: dict[str, Any], known: bool
 ) -> None:
-    monkeypatch.setattr(here.psutil, "virtual_memory", lambda: SimpleNamespace(available=7))
+    monkeypatch.setattr(local_node.psutil, "virtual_memory", lambda: SimpleNamespace(available=7))
     config = msgspec.convert({"run": {"name": "a"}, **sections}, Config)
-    assert Here("node0", machine).memory(config) == (7 if known else None)
+    assert LocalNode("node0", machine).memory(config) == (7 if known else None)
 
 
 def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[int, str]:
@@ -134,7 +134,7 @@ def test_where_it_is_not_known_that_is_said(installed: None, tmp_path: Path, cap
 def test_where_it_is_known_it_is_compared(
     installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Here, "memory", lambda self, config: 64 << 30)
+    monkeypatch.setattr(LocalNode, "memory", lambda self, config: 64 << 30)
     code, said = validated(capsys, tmp_path)
     assert code == 2
     assert "services.trainer.processes: 4 of them need" in said

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher import cli
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from runtime.config import Config, model_checks
 from runtime.config.loading import load
 from tests.unit.model_dimensions import CONFIGS
@@ -97,7 +97,7 @@ def test_the_report_has_every_key_of_the_file_with_a_reason(name: str) -> None:
 def test_what_is_made_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model's description in the place of its folder, problems in that of the prepared data, and devices."""
     monkeypatch.setattr(model_checks, "_installed", lambda: True)
-    monkeypatch.setattr(Here, "memory", lambda self, config: None)
+    monkeypatch.setattr(LocalNode, "memory", lambda self, config: None)
     model = model_folder(tmp_path / "model", MODELS[name])
     (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     overrides = {

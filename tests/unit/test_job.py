@@ -14,7 +14,7 @@ from rich.console import Console
 from launcher import job
 from launcher.job import Job
 from launcher.node.agent import Agent
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Supervisor
 from launcher.view import View
@@ -49,7 +49,7 @@ class Heeding(Agent):
     """Follows nobody; hears."""
 
     def __init__(self, hear: Callable[[Progress], None]):
-        self.heed = hear  # type: ignore[method-assign]
+        self.apply_progress = hear  # type: ignore[method-assign]
 
     async def follow(self) -> None:
         await asyncio.Event().wait()
@@ -71,7 +71,7 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
     heeded: list[Progress] = []
 
     async def until_done() -> None:
-        found = Watching(config.Config(run=Run(name="a", dir=str(folder))), view, Here("here", Machine()))
+        found = Watching(config.Config(run=Run(name="a", dir=str(folder))), view, LocalNode("here", Machine()))
         coordinator: Any = Coordinator()
         found.supervisor, found._coordinator, found._agent = Supervisor(folder, view.say), coordinator, Heeding(heeded.append)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from runtime.config import Parallel, model_checks
 from runtime.config.loading import load, preset_names, resolve
 from runtime.config.model_checks import memory_of_ranks, spread_models
@@ -52,7 +52,7 @@ def arguments(preset: str, folder: Path) -> list[str]:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with megatron-core and devices, whose memory is not known."""
     monkeypatch.setattr(model_checks, "_installed", lambda: True)
-    monkeypatch.setattr(Here, "memory", lambda self, config: None)
+    monkeypatch.setattr(LocalNode, "memory", lambda self, config: None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

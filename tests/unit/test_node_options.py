@@ -13,7 +13,7 @@ import pytest
 from launcher.commands.scale import scale
 from launcher.commands.status import address_of
 from launcher.node.__main__ import run_node
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from launcher.node.machine import on_this_machine
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, UserError
@@ -33,7 +33,7 @@ def make(**sections: Any) -> Config:
 @pytest.mark.parametrize("devices", [-1, 1_000_000])
 def test_a_number_of_devices_that_there_is_not(devices: int) -> None:
     with pytest.raises(UserError, match=f"^--devices: {devices}, but this machine has [0-9]+; must be from 0 to that$"):
-        Here.of(make(), devices=devices)
+        LocalNode.of(make(), devices=devices)
 
 
 def test_a_node_whose_name_the_configuration_does_not_have_asks_nobody(tmp_path: Path) -> None:

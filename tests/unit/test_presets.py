@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launcher import cli
-from launcher.node.here import Here
+from launcher.node.local_node import LocalNode
 from runtime.cluster.placement import NodeOffer, offers, place
 from runtime.config import model_checks
 from runtime.config.loading import load, resolve
@@ -91,7 +91,7 @@ def validated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with megatron-core and devices, whose memory is not known."""
     monkeypatch.setattr(model_checks, "_installed", lambda: True)
-    monkeypatch.setattr(Here, "memory", lambda self, config: None)
+    monkeypatch.setattr(LocalNode, "memory", lambda self, config: None)
 
 
 def test_all_are_here() -> None:

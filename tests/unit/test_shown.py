@@ -149,6 +149,6 @@ def test_errors(error: Exception, code: int, capsys: pytest.CaptureFixture[str])
     def work() -> int:
         raise error
 
-    assert cli.told(work) == code
+    assert cli.run_and_report(work) == code
     output = capsys.readouterr().err
     assert not FORBIDDEN.search(output) and GLOO in output and "\\x1b]52" in output

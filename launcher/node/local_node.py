@@ -22,7 +22,7 @@ from runtime.telemetry.shown import LiteralTable
 MEETINGS = len(GROUPS) * TRIES
 
 
-class Here(Struct, frozen=True):
+class LocalNode(Struct, frozen=True):
     name: str
     machine: Machine
     address: str = ""  # "" = as network.interface says
@@ -30,7 +30,7 @@ class Here(Struct, frozen=True):
     echo: float = 0.0  # seconds within which a signal that comes again is the same one
 
     @classmethod
-    def of(cls, config: Config, name: str = "", address: str = "", devices: int | None = None) -> Here:
+    def of(cls, config: Config, name: str = "", address: str = "", devices: int | None = None) -> LocalNode:
         """Raises UserError for a number of devices that there is not. The only node of a configuration needs no name."""
         machine = this_machine()
         if devices is not None and not 0 <= devices <= len(machine.devices):
