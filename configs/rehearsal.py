@@ -4,7 +4,7 @@ advantages are 0, and dynamic sampling drops every group. Name it on the command
     rewards.rules=[{name: configs/rehearsal.py:letters}]
 """
 
-from runtime.rewards.rules import RuleContext, rule
+from sluice import RuleContext, rule
 
 
 @rule("letters")

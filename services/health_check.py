@@ -1,4 +1,4 @@
-"""`python -m services.health_check HOST:PORT`: whether a process serves, for what can run a command but not speak gRPC.
+"""`python -m sluice.health_check HOST:PORT`: whether a process serves, for what can run a command but not speak gRPC.
 
 Asks `grpc.health.v1`, which every process of a run answers. One line says what came of it. Exit codes: 0 it serves, 1 it does
 not, or does not answer, 2 the user's mistake.
@@ -20,7 +20,7 @@ _STATES = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = CommandParser(prog="python -m services.health_check", description=__doc__.split("\n\n")[0])
+    parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
     parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="until an answer (default: 5)")

@@ -40,6 +40,19 @@ def own_packages() -> None:
             )
 
 
+def _ours_first() -> None:
+    """Folders on the path that have a package of such a name, and are no installation of Sluice, come last: what this process
+    spawns by multiprocessing (as vLLM its engine) gets the path, and nothing that is imported here."""
+    from importlib.machinery import PathFinder
+    from pathlib import Path
+
+    def hides_ours(folder: str) -> bool:
+        found = (PathFinder.find_spec(name, [folder]) for name in PACKAGES)
+        return any(spec and spec.loader for spec in found) and not Path(folder, "sluice", "start.py").is_file()
+
+    sys.path.sort(key=hides_ours)  # which keeps their order otherwise
+
+
 def main() -> None:
     import runpy
     from contextlib import suppress
@@ -48,6 +61,7 @@ def main() -> None:
     own_packages()
     with suppress(FileNotFoundError):
         sys.path.append(str(Path.cwd()))  # for what the user's own files import
+    _ours_first()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -240,5 +240,5 @@ def _node_probe(coordinator: str) -> dict[str, Any]:
     There is no liveness of its own: its services' ports are known to the coordinator alone, which notices their silence, and to
     restart a node because the coordinator is away would take from the run what it needs to go on.
     """
-    probe = ["python3", "-m", "services.health_check", coordinator]
+    probe = ["python3", "-m", "sluice.health_check", coordinator]
     return {"readinessProbe": {"exec": {"command": probe}, "periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": 3}}

@@ -204,10 +204,15 @@ def with_options(compute: Callable[..., Any], options: Mapping[str, Any], key: s
     Its signature is what they are checked by: those parameters behind the first two that may be given by name, and their
     annotations where these are types of YAML. Raises UserError, naming the option, the value and what is allowed.
     """
-    own = [one for one in list(inspect.signature(compute).parameters.values())[2:] if one.kind is not one.VAR_POSITIONAL]
+    parameters = list(inspect.signature(compute).parameters.values())
+    first = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:2]
+    own = [one for one in parameters if one not in first]
+    taken = {one.name for one in first if one.kind is one.POSITIONAL_OR_KEYWORD}
     known = {one.name: one for one in own if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
     name = getattr(compute, "__name__", "the function")
     for option, value in options.items():
+        if option in taken:
+            raise UserError(f"{key}.{option}: {value!r}: {name} takes it as an argument already")
         if option not in known and not any(one.kind is one.VAR_KEYWORD for one in own):
             allowed = f"allowed: {', '.join(known)}" if known else "it takes none"
             raise UserError(f"{key}.{option}: {value!r}: {name} takes no such option; {allowed}")

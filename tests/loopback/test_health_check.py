@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,11 @@ from services.rpc.server import Server
 from tests.loopback.session_peers import echo, run
 
 
-async def probe(*arguments: str) -> tuple[int | None, str]:
+async def probe(*arguments: str, folder: Path | None = None) -> tuple[int | None, str]:
     """Exit code, and all that was said."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.health_check", *arguments),
+        *(sys.executable, "-m", "sluice.health_check", *arguments),
+        cwd=folder,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -66,3 +68,13 @@ def test_a_mistake_is_told_and_distinguished(arguments: tuple[str, ...], said: s
     code, output = asyncio.run(probe(*arguments))
     assert code == 2
     assert said in output.splitlines()[-1]
+
+
+def test_a_project_with_a_package_called_services_is_probed_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise SystemExit('the package of the project')\n")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        found = asyncio.run(probe(address, "--timeout", "0.3", folder=tmp_path))
+    assert found == (1, f"{address}: no answer within 0.3 s\n")

@@ -46,7 +46,7 @@ def test_images_run_as_an_ordinary_user_and_are_asked_by_grpc(stage: str) -> Non
     users = [line for line in instructions if line.startswith("USER ")]
     assert users[-1] == "USER 1000:1000"
     (check,) = [line for line in instructions if line.startswith("HEALTHCHECK ")]
-    assert "services.health_check" in check
+    assert "sluice.health_check" in check
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda", "ascend"])

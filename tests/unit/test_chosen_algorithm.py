@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from launcher.known import faults_of_own_files
+from runtime.algorithms.interfaces import with_options
 from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch
 from runtime.config import Algorithm, Config, Run, Training
 from runtime.errors import UserError
@@ -101,6 +102,21 @@ def test_options_that_a_function_does_not_take_are_refused(tmp_path: Path, optio
 
 def test_a_function_may_take_whatever_it_is_given(tmp_path: Path) -> None:
     choose(with_own(tmp_path, more="**others", loss_options={"scale": 1.0, "anything": [1]}))
+
+
+def test_options_are_what_comes_behind_the_two_arguments() -> None:
+    """Whatever they are called: a function of `*arguments` has options too, and its arguments are no options."""
+
+    def starred(*arguments: Any, scale: int) -> Any:
+        return scale * sum(arguments)
+
+    def whatever(inputs: Any, options: Any, **more: int) -> Any:
+        return more
+
+    assert with_options(starred, {"scale": 2}, "key")(1, 2) == 6
+    assert with_options(whatever, {"anything": 1}, "key")(1, 2) == {"anything": 1}
+    with pytest.raises(UserError, match=r"^key\.inputs: 1: whatever takes it as an argument already$"):
+        with_options(whatever, {"inputs": 1}, "key")
 
 
 def test_a_built_in_loss_takes_no_options_there() -> None:

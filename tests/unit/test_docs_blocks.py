@@ -171,7 +171,7 @@ def run(words: list[str], workplace: Workplace) -> None:
     elif program in ("python", "python3", "torchrun") and "-m" in rest:
         module, *arguments = rest[rest.index("-m") + 1 :]
         assert is_module(module), module
-        if module == "launcher.node":
+        if module == "sluice.node":
             on_each_node(arguments, workplace)
     elif program in ("python", "python3") and rest[0] == "-c":
         compile(rest[1], "-c", "exec")

@@ -78,7 +78,7 @@ def test_the_coordinators_node_is_probed_by_grpc_and_the_others_ask_for_it(plan:
     (config_map,) = of_kind("ConfigMap", plan)
     for other in others:
         *asks, address = other["readinessProbe"]["exec"]["command"]
-        assert asks == ["python3", "-m", "services.health_check"]
+        assert asks == ["python3", "-m", "sluice.health_check"]
         assert f"host: {address.rpartition(':')[0]}\n" in config_map["data"]["config.yaml"]
         assert "livenessProbe" not in other
 
