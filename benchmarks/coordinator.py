@@ -7,7 +7,6 @@ compute nothing. A step has as many groups for each replica, however many there 
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from runtime.config import Config, Evaluation, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.telemetry.shown import LiteralTable
 from services.rpc import session
+from sluice import start
 
 DEADLINE = 300.0  # seconds of one run
 AIM = 0.3  # ms a sample
@@ -108,7 +108,7 @@ async def _run(config: Config, replicas: int, settings: CoordinatorBenchSettings
 async def _watched(config: Config, folder: Path, log: int, settings: CoordinatorBenchSettings) -> Cost:
     """One run, from its first process to its last."""
     trial = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.coordinator_trial", str(folder / run_files.CONFIG)),
+        *start.command("benchmarks.coordinator_trial", str(folder / run_files.CONFIG)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=log,

@@ -48,6 +48,7 @@ from services.reference import ReferenceService
 from services.reward import RewardService
 from services.rollout import RolloutService
 from services.trainer import TrainerService
+from sluice import start
 
 SECONDS = 0.05  # that a generation takes, whatever is generated
 REPLY = 16  # tokens
@@ -261,8 +262,8 @@ async def serve(path: Path) -> None:
 async def _coordinator(path: Path) -> tuple[asyncio.subprocess.Process, str]:
     """A process of its own, as in a run, started by its node; and its address."""
     reader, writer = os.pipe()
-    command = ("-m", "services.coordinator", "--config", str(path), "--ready-fd", str(writer))
-    coordinator = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=(writer,))
+    command = start.command("services.coordinator", "--config", str(path), "--ready-fd", str(writer))
+    coordinator = await asyncio.create_subprocess_exec(*command, pass_fds=(writer,))
     os.close(writer)
     with os.fdopen(reader) as told:
         return coordinator, (await asyncio.to_thread(told.readline)).strip()

@@ -7,7 +7,6 @@ ours is the whole path: the message's struct, protobuf, the other end's actor an
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from runtime.telemetry.shown import LiteralTable
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services.rpc import contract
 from services.rpc.session import Session, call
+from sluice import start
 
 START = 60.0  # seconds
 TIMEOUT = 30.0  # seconds of any call
@@ -112,7 +112,7 @@ async def _peer() -> AsyncIterator[_Peer]:
     from benchmarks.messages_trial import PLAIN as PATH
 
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.messages_trial"),
+        *start.command("benchmarks.messages_trial"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from runtime.rewards.rules import RuleContext, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
 from runtime.telemetry.shown import LiteralTable
+from sluice import start
 
 CASES = Path("cases") / "verifier_open.jsonl"
 GSM8K = Path("data") / "gsm8k" / "example_model_solutions.jsonl"
@@ -117,7 +117,7 @@ def _side(parts: Sequence[JudgedCases], total: int) -> JudgingSide:
 @asynccontextmanager
 async def _trial(way: str, path: Path, core: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.rewards_trial", way, str(path), core),
+        *start.command("benchmarks.rewards_trial", way, str(path), core),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

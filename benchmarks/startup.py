@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from runtime.telemetry import memory, startup
 from runtime.telemetry.memory import Memory
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.summary import CONTROL, Summary
+from sluice import start
 
 CONFIG = Path("configs") / "quickstart.yaml"
 WITHOUT_RAY = "ray is not installed, and left out: pip install 'sluice-rl[bench]'"
@@ -81,7 +81,7 @@ async def measure(folder: Path, settings: StartupSettings, show: Callable[[str],
 async def _run(folder: Path, steps: int) -> RunStart:
     run = folder / "run"
     overrides = (f"run.dir={run}", f"training.steps={steps}", "evaluation.after=false")
-    command = (sys.executable, "-m", "launcher.cli", "train", str(CONFIG), *overrides)
+    command = start.command("launcher.cli", "train", str(CONFIG), *overrides)
     child = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -105,7 +105,7 @@ async def _idle(system: str, count: int) -> Start:
 async def _idle_processes(system: str, count: int, errors: IO[bytes]) -> Start:
     began = time.monotonic()
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.startup_trial", system, str(count)),
+        *start.command("benchmarks.startup_trial", system, str(count)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=errors,

@@ -20,6 +20,7 @@ from runtime.status import Registration
 from services import process
 from services.rpc import contract, session
 from services.rpc.server import Server
+from sluice import start
 
 DEADLINE = 60.0
 HOST = "127.0.0.1"
@@ -57,7 +58,7 @@ async def sluice(count: int) -> None:
         try:
             for index in range(count):
                 arguments = ("--config", str(config), "--name", f"reward-{index}", "--coordinator", address)
-                command = (sys.executable, "-m", "benchmarks.startup_trial", "idle", *arguments)
+                command = start.command("benchmarks.startup_trial", "idle", *arguments)
                 await supervisor.start(ProcessSpec(name=f"reward-{index}", role="reward", command=command, env={}))
             for _ in range(count):
                 one = await asyncio.wait_for(registered.get(), DEADLINE)

@@ -30,6 +30,7 @@ from runtime.cluster.topology import replicas
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault
 from runtime.process import os_process
+from sluice import start
 
 if TYPE_CHECKING:
     from benchmarks.plain_loop import PlainLoop
@@ -76,7 +77,7 @@ class Worker:
             path.write_text(loading.to_yaml(config))
             threaded = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", module, str(path)),
+                *start.command(module, str(path), python=python),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, **threaded, "TMPDIR": folder},

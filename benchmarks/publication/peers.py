@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -33,6 +32,7 @@ from runtime.ports import RolloutPort, TrainerPort
 from runtime.process import os_process
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
+from sluice import start
 
 DEADLINE = 600.0  # seconds for any answer
 PREPARE = 60.0  # seconds of that phase
@@ -69,7 +69,7 @@ class BenchPeer:
         # Plain gloo binds to the address that the machine's name has, which need not lead anywhere.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, *arguments),
+            *start.command(module, *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=env,

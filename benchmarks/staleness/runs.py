@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import read_jsonl
+from sluice import start
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 LOSSES = {"naive": "ppo", "decoupled": "decoupled"}
@@ -122,7 +122,7 @@ async def train_quickstart(name: str, changes: Sequence[str], folder: Path, dead
     the run and its log, which lies in `folder`."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    command = (sys.executable, "-m", "launcher.cli", "train", str(CONFIG), *changes)
+    command = start.command("launcher.cli", "train", str(CONFIG), *changes)
     supervisor = Supervisor(logs)
     try:
         child = await supervisor.start(ProcessSpec(name=name, role="bench", command=command, env={}))

@@ -247,7 +247,7 @@ def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.mkfifo(fifo)
     script.write_text(f"#!/bin/sh\ntrap 'echo stopped; exit 0' TERM\necho $$ >{fifo}\nsleep 100 &\nwait\n")
     script.chmod(0o755)
-    monkeypatch.setattr(runs.sys, "executable", str(script))
+    monkeypatch.setattr(runs.start, "command", lambda *_: (str(script),))
     return fifo
 
 

@@ -127,3 +127,11 @@ def test_only_a_project_that_hides_ours_comes_last_on_the_path(tmp_path: Path) -
     )
     shown = [Path(line).name for line in done.stdout.splitlines() if Path(line).parent == tmp_path]
     assert shown == ["environment", "plain", "working", "project"]
+
+
+def test_processes_of_ours_are_started_by_start() -> None:
+    """`-m MODULE` would look into the working folder first; what is named sluice there users have to import as ours anyway."""
+    by_module = re.compile(r'"-m",(?! "(?:torch\.|sluice\.))')
+    sources = [path for folder in ("runtime", "services", "launcher", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in sources if by_module.search(path.read_text())}
+    assert found == set()
