@@ -10,7 +10,7 @@ from services import process
 from services.frozen_model import FrozenModelService
 
 if TYPE_CHECKING:
-    from runtime.rewards.model_scorer import ModelScorer
+    from runtime.scoring.model_scorer import ModelScorer
 
 
 class RewardModelService(FrozenModelService):
@@ -22,7 +22,7 @@ class RewardModelService(FrozenModelService):
 
     def load(self) -> None:
         from runtime.process import platform
-        from runtime.rewards.model_scorer import ModelScorer
+        from runtime.scoring.model_scorer import ModelScorer
         from runtime.scoring.reward_model import TorchRewardModel
 
         device, rewards = platform.device(), self.config.rewards
