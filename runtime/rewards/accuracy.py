@@ -1,13 +1,37 @@
-"""Rules on whether the answer is right."""
+"""Rules on whether the answer of a reply is right, and what a reply votes for in maj@k."""
 
 from __future__ import annotations
 
-from runtime.rewards.extraction import final_answer
+import re
+from collections.abc import Callable
+
+from runtime.rewards.extraction import closing_statement, final_answer, last_box
+from runtime.rewards.format import strictly_formatted
+from runtime.rewards.mathematics.answers import canonical, equal
+from runtime.rewards.mathematics.answers import screen as screen_answer
+from runtime.rewards.mathematics.tidy import last_value
 from runtime.rewards.numeric import label_number, number
-from runtime.rewards.rules import RuleContext, rule, up_to
-from runtime.rewards.votes import vote
+from runtime.rewards.rules import Answer, Evaluate, RuleContext, Screen, Value, rule, up_to
 
 INLINE_CHARACTERS = 32_768  # extraction takes linear time: about 1 ms at this length
+TAIL_CHARACTERS = 2000  # where an answer is looked for in a reply that marks none
+VOTE_CHARACTERS = 1024  # what is longer is no answer that two replies would share
+
+
+def vote(extract: Callable[[str], str | None]) -> Answer:
+    """The vote of a rule whose answers `extract` finds in replies."""
+
+    def answer(text: str) -> str | None:
+        found = extract(text)
+        if found is None:
+            return None
+        words = canonical(found)
+        return words if 0 < len(words) <= VOTE_CHARACTERS and not words.isspace() else None
+
+    return answer
+
+
+# ---------------------------------------------------------------------------------------------------- GSM8K's numbers
 
 
 def numeric_equal(answer: str, label: str) -> bool:
@@ -35,3 +59,155 @@ def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
 
 
 gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer), answer=vote(final_answer))(_gsm8k_answer)
+
+
+# ---------------------------------------------------------------------------------------------------- mathematics
+
+Extract = Callable[[str], "str | None"]
+
+
+def math_answer(text: str) -> str | None:
+    """The last box, else what follows the last `####`, else the last answer tag, else a closing statement; None without any."""
+    box = last_box(text)
+    return final_answer(text) if box is None else box
+
+
+def boxed_answer(text: str) -> str | None:
+    """The last box, else a closing statement, else the reply's last formula or number; None without any."""
+    box = last_box(text)
+    if box is not None:
+        return box
+    return closing_statement(text) or last_value(text[-TAIL_CHARACTERS:])
+
+
+def _whole(text: str) -> str:
+    return text
+
+
+def _right(extract: Extract) -> Evaluate:
+    def evaluate(text: str, label: str, context: RuleContext) -> bool:
+        answer = extract(text)
+        return answer is not None and equal(answer, label)
+
+    return evaluate
+
+
+def _screen(extract: Extract) -> Screen:
+    def screen(text: str, label: str, context: RuleContext) -> bool | None:
+        if len(text) > INLINE_CHARACTERS:
+            return None
+        answer = extract(text)
+        return False if answer is None else screen_answer(answer, label)
+
+    return screen
+
+
+math = rule("math", screen=_screen(math_answer), answer=vote(math_answer))(_right(math_answer))
+boxed = rule("boxed", screen=_screen(boxed_answer), answer=vote(boxed_answer))(_right(boxed_answer))
+expr = rule("expr", screen=_screen(_whole), answer=vote(_whole))(_right(_whole))
+
+
+# ---- the last box alone: MindSpeed-RL's values and R1-Zero's
+# An empty or unclosed last box is no answer.
+
+Compare = Callable[[str, str], "bool | None"]  # an answer with a label; None leaves it open
+Judge = Callable[[str, str, Compare], "Value | None"]
+
+
+def _register(name: str, judge: Judge) -> Evaluate:
+    """The rule `name`: `judge` with the whole comparison; its screen is the same with one that takes no algebra."""
+
+    def screened(text: str, label: str, context: RuleContext) -> Value | None:
+        return judge(text, label, screen_answer) if len(text) <= INLINE_CHARACTERS else None
+
+    def evaluate(text: str, label: str, context: RuleContext) -> Value:
+        value = judge(text, label, equal)
+        assert value is not None, "the whole comparison leaves nothing open"
+        return value
+
+    return rule(name, screen=screened, answer=vote(last_box))(evaluate)
+
+
+def _last_box_is_right(text: str, label: str, compare: Compare) -> bool | None:
+    """Whether the last box is equal to the label; without an answer it is not."""
+    box = last_box(text)
+    return compare(box, label) if box and not box.isspace() else False
+
+
+def _acc(text: str, label: str, compare: Compare) -> float | None:
+    """1 for the right answer, -0.5 for a wrong one, -1 without a box or with nothing in it."""
+    box = last_box(text)
+    if not box or box.isspace():
+        return -1.0
+    right = compare(box, label)
+    return None if right is None else 1.0 if right else -0.5
+
+
+def _base_acc(text: str, label: str, compare: Compare) -> bool | None:
+    """The form that `strict_format` wants, and the right answer."""
+    return strictly_formatted(text) and _last_box_is_right(text, label, compare)
+
+
+def _r1_zero_acc(text: str, label: str, compare: Compare) -> float | None:
+    """1 for the right answer, else -1."""
+    right = _last_box_is_right(text, label, compare)
+    return None if right is None else 1.0 if right else -1.0
+
+
+acc = _register("acc", _acc)
+base_acc = _register("base_acc", _base_acc)
+math_17k_acc = _register("math_17k_acc", _last_box_is_right)
+r1_zero_acc = _register("r1_zero_acc", _r1_zero_acc)
+
+
+# ---- DAPO's (arXiv:2503.14476): the last line `Answer: …`, as normalised text
+
+WINDOW = 300  # characters at the end of the reply that are looked at
+DAPO_CHARACTERS = 1 << 20  # whatever their number, 300 are looked at
+
+_LAST_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_DAPO_REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+_DAPO_UNITS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "points", "feet", "minutes"),
+    *("digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets"),
+    *("multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}", "^\\circ"),
+    *("^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "\\ldots"),
+)
+_FORMULA = re.compile(r"\$([^$]*)\$")
+_WRAPPED = re.compile(r"\\(?:text|textbf|overline|boxed)\{([^{}]*)\}")
+_SHORT_FRACTION = re.compile(r"\\frac([^{\\])([^{\\])")
+_SHORT_ROOT = re.compile(r"\\sqrt([^{\\])")
+_EMPHASIS = "*_` "
+
+
+def normal_form(answer: str) -> str:
+    """What stands behind the last `=`, without units, spaces, text commands and thousands commas; `\\frac12` in full."""
+    text = answer.strip(_EMPHASIS).rstrip(".").split("=")[-1]
+    for old, new in _DAPO_REPLACED:
+        text = text.replace(old, new)
+    for unit in _DAPO_UNITS:
+        text = text.replace(unit, "")
+    if formula := _FORMULA.search(text):
+        text = formula.group(1)
+    text = _WRAPPED.sub(r"\1", text)
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text).replace("$", "").strip(_EMPHASIS)
+    digits = text.replace(",", "")
+    return digits if digits.isdigit() else text
+
+
+def _last_line(text: str) -> str | None:
+    found = _LAST_LINE.findall(text[-WINDOW:])
+    return normal_form(found[-1]) if found else None
+
+
+def _acc_for_dapo(text: str, label: str, context: RuleContext) -> float:
+    """1 where the last `Answer: …` of the last 300 characters is the label, both in normal form; else -1."""
+    answer = _last_line(text)
+    return 1.0 if answer is not None and answer == normal_form(label) else -1.0
+
+
+acc_for_dapo = rule("acc_for_dapo", screen=up_to(DAPO_CHARACTERS, _acc_for_dapo), answer=_last_line)(_acc_for_dapo)

@@ -12,8 +12,7 @@ import pytest
 import uvloop
 
 from runtime.rewards import pool as pool_module
-from runtime.rewards.outcome_cache import OutcomeCache
-from runtime.rewards.pool import KillablePool
+from runtime.rewards.pool import KillablePool, OutcomeCache
 from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits

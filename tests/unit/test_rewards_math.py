@@ -16,12 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.rewards.answers import boxed, expr
-from runtime.rewards.answers import math as math_rule
+from runtime.rewards.accuracy import boxed, expr
+from runtime.rewards.accuracy import math as math_rule
 from runtime.rewards.extraction import last_box
 from runtime.rewards.mathematics.answers import canonical, equal
-from runtime.rewards.mathematics.parser import parse
-from runtime.rewards.mathematics.residues import PRIMES, residue
 from runtime.rewards.mathematics.tree import TooCostly
 from runtime.rewards.rules import RULES, RuleContext
 from tests.unit.answer_pairs import DIFFERENT, EQUAL, ONE_WAY
@@ -44,8 +42,15 @@ def test_equal_answers(group: str) -> None:
 
 
 def test_different_answers() -> None:
-    wrong = [pair for pair in pairs(DIFFERENT) if equal(*pair) or equal(*reversed(pair))]
+    wrong = [pair for pair in pairs(DIFFERENT) if accepted(*pair) or accepted(*reversed(pair))]
     assert wrong == []
+
+
+def accepted(prediction: str, truth: str) -> bool:
+    try:
+        return equal(prediction, truth)
+    except TooCostly:  # it is masked, and earns nothing
+        return False
 
 
 def test_what_is_read_out_of_a_prediction_alone() -> None:
@@ -188,12 +193,12 @@ def test_radicals_compare_exactly(radicand: int, factor: int, digits: int) -> No
 
 @settings(max_examples=50)
 @given(st.integers(2, 9), st.integers(40, 10**6), st.integers(1, 99))
-def test_towers_too_large_to_write_down_compare_exactly(base: int, height: int, addend: int) -> None:
+def test_what_is_too_large_to_write_down_is_the_same_text_or_refused(base: int, height: int, addend: int) -> None:
     tower = f"{base}^{{{base}^{{{height}}}}}"
-    assert equal(tower, f"({base}^{{{base}^{{{height - 1}}}}})^{{{base}}}")
     assert equal(f"{tower}+{addend}", f"{addend}+{tower}")
-    assert not equal(tower, f"{tower}+{addend}")
-    assert not equal(tower, f"{base}^{{{base}^{{{height + 1}}}}}")
+    for other in (f"{tower}+{addend}", f"{base}^{{{base}^{{{height + 1}}}}}", "((9!)!)!"):
+        with pytest.raises(TooCostly):
+            equal(tower, other)
 
 
 @settings(max_examples=100)
@@ -205,25 +210,6 @@ def test_ends_of_intervals(low: int, high: int, ours: str, theirs: str) -> None:
     marks = {"(": "<", "[": "\\le", ")": "<", "]": "\\le"}
     chain = f"{low} {marks[ours[0]]} x {marks[ours[1]]} {high + 10}"
     assert not low < high + 10 or equal(chain, f"{theirs[0]}{low}, {high + 10}{theirs[1]}") is (ours == theirs)
-
-
-def test_residues_of_towers() -> None:
-    """By Fermat's theorem, with exponents that Python can still write down."""
-    for prime in PRIMES:
-        assert residue(parse(r"2^{2^{300000}}"), {}, prime) == pow(2, pow(2, 300_000, prime - 1), prime)
-        assert residue(parse(r"3^{6^{2^{300000}}}+1"), {}, prime) == pow(3, pow(6, 2**300_000, prime - 1), prime) + 1
-        assert residue(parse(r"\frac{3}{5^{400000}}"), {}, prime) == 3 * pow(5, -400_000, prime) % prime
-        assert residue(parse(r"50000!"), {}, prime) == math.factorial(50_000) % prime
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [("((9!)!)!", "(9!)!"), ("2^{((9!)!)!}", "2^{(((9!)!)!)!}"), ("((9!)!)!+(8!)!", "(((9!)!)!)!+(8!)!")]
-)
-def test_factorials_that_every_prime_divides_are_not_equal_for_it(one: str, other: str) -> None:
-    with pytest.raises(TooCostly):
-        equal(one, other)
-    assert equal(one, one)
-    assert not equal(f"{one}+1", one)
 
 
 # ------------------------------------------------------------------------------------------------ where the answer stands

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.rewards.answers import boxed
-from runtime.rewards.answers import math as math_rule
-from runtime.rewards.mathematics import algebra
+from runtime.rewards.accuracy import boxed
+from runtime.rewards.accuracy import math as math_rule
+from runtime.rewards.mathematics import answers
 from runtime.rewards.mathematics.answers import canonical, equal
 from runtime.rewards.mathematics.tree import TooCostly
 from runtime.rewards.rules import RULES, RuleContext
@@ -76,7 +76,7 @@ def named(answer: str) -> str:
 @pytest.fixture
 def no_algebra(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a test of its own."""
-    monkeypatch.setattr(algebra, "equal", lambda prediction, truth: False)
+    monkeypatch.setattr(answers, "algebraically_equal", lambda prediction, truth: False)
 
 
 @pytest.mark.parametrize("answer", HOSTILE, ids=named)
@@ -154,7 +154,7 @@ ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 @given(ANSWERS, ANSWERS)
 def test_any_text_is_decided_or_refused(prediction: str, truth: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algebra, "equal", lambda prediction, truth: False)
+        patch.setattr(answers, "algebraically_equal", lambda prediction, truth: False)
         with suppress(TooCostly):
             equal(prediction, truth)
         with suppress(TooCostly):
@@ -180,16 +180,16 @@ def test_any_text_is_decided_or_refused(prediction: str, truth: str) -> None:
     ],
 )
 def test_algebra_is_not_given_what_it_could_hang_on(text: str) -> None:
-    assert not algebra.affordable(text)
+    assert not answers.affordable(text)
     with pytest.raises(TooCostly):
-        algebra.equal(text, "5")
+        answers.algebraically_equal(text, "5")
 
 
 def test_algebra_evaluates_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for text in (CODE, f"\\text{{{CODE}}}", f"\\int {CODE}", f"{CODE} = 5", f"\\boxed{{{CODE}}}", f"x_{{{CODE}}}"):
-        assert algebra.equal(text, "5") is False
-    assert algebra.equal(r"\int_0^1 x dx", r"\frac{1}{2}")
+        assert answers.algebraically_equal(text, "5") is False
+    assert answers.algebraically_equal(r"\int_0^1 x dx", r"\frac{1}{2}")
     assert list(tmp_path.iterdir()) == []
 
 

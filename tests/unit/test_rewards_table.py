@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config import loading
+from runtime.rewards.accuracy import normal_form
 from runtime.rewards.catalogue import find_rule
-from runtime.rewards.closing_line import normal_form
 from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from tests.unit.counted_work import is_linear
 from tests.unit.test_rewards_scorer import request, score

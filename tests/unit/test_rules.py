@@ -27,8 +27,7 @@ TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
 PURE = (
     "runtime/algorithms/",
     "runtime/data/order.py",
-    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "answers", "boxed_accuracy", "closing_line", "extraction")),
-    *(f"runtime/rewards/{name}.py" for name in ("format", "numeric", "rules", "votes")),
+    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "format", "numeric", "rules")),
     "runtime/models/families/",
     "launcher/conversion/plain_pickle.py",
     "runtime/telemetry/report/lineages.py",

@@ -12,17 +12,16 @@ The contract:
 
 from __future__ import annotations
 
+import logging
 import re
 from fractions import Fraction
 from functools import lru_cache
 
-from runtime.rewards.mathematics import algebra
 from runtime.rewards.mathematics.parser import parse
 from runtime.rewards.mathematics.scalars import Verdict
 from runtime.rewards.mathematics.structures import same
 from runtime.rewards.mathematics.tidy import last_mathematics, tidy, unboxed
-from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key
-from runtime.rewards.mathematics.work import limited
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, Unknown, Unreadable, key, limited
 from runtime.rewards.numeric import label_number, number
 
 _SHORT = 10**18
@@ -35,7 +34,6 @@ _VARIABLE = re.compile(r"[0-9}](?: ?[A-Za-z]|[A-Za-z](?: ?\^ ?\{? ?)?[23²³])\W
 _SEPARATED = re.compile(r"[0-9](?:,|\{,\}|,\\!|\\,)[0-9]{3}(?![0-9])")  # unless that is written with separators
 _LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:](?=[^0-9])")  # with what is chosen behind it: "(B) 12"
-_COMMA_GROUP = re.compile(r"[0-9],[0-9]{3}(?![0-9])")
 
 
 def equal(prediction: str, truth: str) -> bool:
@@ -48,9 +46,7 @@ def equal(prediction: str, truth: str) -> bool:
         return False
     with limited():
         verdict = _same_text(answer, label)
-        if not verdict and (_COMMA_GROUP.search(answer) or _COMMA_GROUP.search(label)):
-            verdict = _same_text(answer, label, thousands=False) or verdict
-    return algebra.equal(answer, label) if verdict is None else verdict
+    return algebraically_equal(answer, label) if verdict is None else verdict
 
 
 def screen(prediction: str, truth: str) -> bool | None:
@@ -143,14 +139,14 @@ def _is_word(text: str) -> bool:
     return letters.isalpha() and (len(letters) > 3 or (letters[1:].islower() and len(letters) == 3) or letters.lower() == "no")
 
 
-def _tree(text: str, thousands: bool) -> ExpressionNode | None:
+def _tree(text: str) -> ExpressionNode | None:
     """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
     try:
-        return parse(text, thousands)
+        return parse(text)
     except Unknown:
         return None
     except Unreadable:
-        if "\\" in text and algebra.affordable(text):
+        if "\\" in text and affordable(text):
             return None
         raise
 
@@ -158,13 +154,53 @@ def _tree(text: str, thousands: bool) -> ExpressionNode | None:
 _label_tree = lru_cache(maxsize=1024)(_tree)
 
 
-def _same_text(answer: str, label: str, thousands: bool = True) -> Verdict:
+def _same_text(answer: str, label: str) -> Verdict:
     """The verdict on two tidied answers; None where that is left to algebra."""
     try:
-        predicted, expected = _tree(answer, thousands), _label_tree(label, thousands)
+        predicted, expected = _tree(answer), _label_tree(label)
     except Unreadable:
         return False
     return None if predicted is None or expected is None else same(predicted, expected)
+
+
+# ---------------------------------------------------------------------------------------------------- math-verify
+# Called without its alarms, which work in the main thread only: the pool's time limit holds here. Of its parsers only that of
+# LaTeX is used; the one for plain text evaluates it as code.
+
+ALGEBRA_LENGTH = 400
+ALGEBRA_DEPTH = 12
+_LONG_NUMBER = re.compile(r"[0-9]{30}")
+_GROWTH = re.compile(
+    r"\^ ?\{? ?[0-9]{4}|[0-9]{4} ?(?:!|\}? ?\\choose)|\^ ?\{[^{}]*\^|\^ ?[A-Za-z0-9] ?\^|! ?!|\) ?!|\} ?!|\\binom ?\{ ?[0-9]{4}"
+)
+_BUILDER = re.compile(r"\\\{ ?[a-z] ?(?:\\mid(?![a-z])|\\colon(?![a-z])|[:|])(.*)\\\}")  # {x | x > 3}: what x is
+_BRACKET = re.compile(r"\\?[({\[]|\\?[)}\]]")
+
+
+def affordable(text: str) -> bool:
+    """Whether an expression is short, shallow, and holds no power, factorial or binomial coefficient that explodes."""
+    if len(text) > ALGEBRA_LENGTH or _LONG_NUMBER.search(text) or _GROWTH.search(text):
+        return False
+    depth = deepest = 0
+    for bracket in _BRACKET.finditer(text):
+        depth += 1 if bracket.group()[-1] in "({[" else -1
+        deepest = max(deepest, depth)
+    return deepest <= ALGEBRA_DEPTH
+
+
+def algebraically_equal(prediction: str, truth: str) -> bool:
+    """Whether math-verify finds two LaTeX expressions equal. Raises TooCostly for what it could hang on."""
+    if not affordable(prediction) or not affordable(truth):
+        raise TooCostly("an expression that algebra might not end on")
+    import math_verify  # takes half a second, for few answers
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
+    latex = [math_verify.LatexExtractionConfig()]
+    sides = [
+        math_verify.parse(f"${side}$", extraction_config=latex, fallback_mode="no_fallback", parsing_timeout=None)
+        for side in (_BUILDER.sub(r"\1", truth), _BUILDER.sub(r"\1", prediction))
+    ]
+    return all(sides) and bool(math_verify.verify(*sides, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 __all__ = ["MAX_LENGTH", "TooCostly", "canonical", "equal", "screen"]

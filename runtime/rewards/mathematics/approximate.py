@@ -7,9 +7,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from runtime.rewards.mathematics.exact import MAX_TERMS, Irrational, exact, opaque_value
-from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly
-from runtime.rewards.mathematics.work import spend
+from runtime.rewards.mathematics.exact import Irrational, exact, opaque_value
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, spend
 
 DIGITS = 40  # beyond the digits before the decimal point of the largest intermediate value
 MAX_DIGITS = 20_000
@@ -152,8 +151,6 @@ class NumericEvaluation:
     def _call(self, node: ExpressionNode) -> Value:
         name = str(node.value)
         context = self.context
-        if name in ("sum", "prod"):
-            return self._series(node)
         self._spend_on_function()
         arguments = [self._value(argument) for argument in node.args]
         if name == "root":
@@ -182,22 +179,6 @@ class NumericEvaluation:
             base = {"ln": 0, "log10": 10, "log": self._log_base}[name]
         return natural / context.ln(base) if base else natural
 
-    def _series(self, node: ExpressionNode) -> Value:
-        index, first, last, term = node.args
-        start, end = exact(first, self._values), exact(last, self._values)
-        if start.denominator != 1 or end.denominator != 1:
-            raise Irrational(node.value)
-        if end - start > MAX_TERMS:
-            raise TooCostly("a sum of too many terms")
-        outer = self._values
-        total = self.context.mpf(node.value == "prod")
-        for count in range(int(start), int(end) + 1):
-            self._values = {**outer, str(index.value): Fraction(count)}
-            value = self._value(term)
-            total = total + value if node.value == "sum" else total * value
-        self._values = outer
-        return total
-
 
 def _floor(context: Any, value: Value) -> Value:
     """The floor of a real number; one that is an integer but for rounding is that integer."""
@@ -206,29 +187,14 @@ def _floor(context: Any, value: Value) -> Value:
     return nearest if close else context.floor(context.re(value))
 
 
+_NAMED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp", "binomial")}
+_NAMED |= {f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc")}
 FUNCTIONS: dict[str, Callable[..., Value]] = {
-    "sin": lambda context, value: context.sin(value),
-    "cos": lambda context, value: context.cos(value),
-    "tan": lambda context, value: context.tan(value),
-    "cot": lambda context, value: 1 / context.tan(value),
-    "sec": lambda context, value: 1 / context.cos(value),
-    "csc": lambda context, value: 1 / context.sin(value),
-    "arcsin": lambda context, value: context.asin(value),
-    "arccos": lambda context, value: context.acos(value),
-    "arctan": lambda context, value: context.atan(value),
-    "arccot": lambda context, value: context.acot(value),
-    "arcsec": lambda context, value: context.asec(value),
-    "arccsc": lambda context, value: context.acsc(value),
-    "sinh": lambda context, value: context.sinh(value),
-    "cosh": lambda context, value: context.cosh(value),
-    "tanh": lambda context, value: context.tanh(value),
-    "coth": lambda context, value: context.coth(value),
-    "exp": lambda context, value: context.exp(value),
+    **{name: lambda context, *values, own=own: getattr(context, own)(*values) for name, own in _NAMED.items()},
     "abs": lambda context, value: abs(value),
     "floor": _floor,
     "ceil": lambda context, value: -_floor(context, -value),
     "factorial": lambda context, value: context.gamma(value + 1),
-    "binomial": lambda context, top, bottom: context.binomial(top, bottom),
     "max": lambda context, *values: max(values),
     "min": lambda context, *values: min(values),
 }

@@ -7,11 +7,9 @@ import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, key
-from runtime.rewards.mathematics.work import spend
+from runtime.rewards.mathematics.tree import ExpressionNode, TooCostly, key, spend
 
 MAX_BITS = 200_000  # of a numerator or denominator: about 60,000 digits, whose greatest common divisor takes 0.1 s
-MAX_TERMS = 1000  # of a sum or product with an index
 
 Values = Mapping[str, Fraction]  # of symbols, by name
 
@@ -64,18 +62,6 @@ def _divide(node: ExpressionNode, values: Values) -> Fraction:
     return _bounded(exact(top, values) / exact(bottom, values))
 
 
-def _negate(node: ExpressionNode, values: Values) -> Fraction:
-    return -exact(node.args[0], values)
-
-
-def _percent(node: ExpressionNode, values: Values) -> Fraction:
-    return exact(node.args[0], values)  # see scalars: a percent sign is a unit
-
-
-def _power(node: ExpressionNode, values: Values) -> Fraction:
-    return power(exact(node.args[0], values), exact(node.args[1], values))
-
-
 def power(base: Fraction, exponent: Fraction) -> Fraction:
     """`base ** exponent` where it is rational; the odd root of a negative number is the real one."""
     if exponent.denominator != 1:
@@ -119,26 +105,10 @@ def _integer_root(value: int, degree: int) -> int:
 
 
 def _call(node: ExpressionNode, values: Values) -> Fraction:
-    if node.value in ("sum", "prod"):
-        return _series(node, values)
     function = _FUNCTIONS.get(node.value)  # type: ignore[arg-type]
     if function is None:
         raise Irrational(node.value)
     return function(*(exact(argument, values) for argument in node.args))
-
-
-def _series(node: ExpressionNode, values: Values) -> Fraction:
-    index, first, last, term = node.args
-    start, end = exact(first, values), exact(last, values)
-    if start.denominator != 1 or end.denominator != 1:
-        raise Irrational(node.value)
-    if end - start > MAX_TERMS:
-        raise TooCostly("a sum of too many terms")
-    total = Fraction(node.value == "prod")
-    for count in range(int(start), int(end) + 1):
-        value = exact(term, {**values, str(index.value): Fraction(count)})
-        total = _bounded(total + value if node.value == "sum" else total * value)
-    return total
 
 
 def _root(radicand: Fraction, degree: Fraction) -> Fraction:
@@ -204,9 +174,9 @@ _HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
     "add": _add,
     "multiply": _multiply,
     "divide": _divide,
-    "negate": _negate,
-    "percent": _percent,
-    "power": _power,
+    "negate": lambda node, values: -exact(node.args[0], values),
+    "percent": lambda node, values: exact(node.args[0], values),  # see scalars: a percent sign is a unit
+    "power": lambda node, values: power(exact(node.args[0], values), exact(node.args[1], values)),
     "call": _call,
     "opaque": opaque_value,
 }

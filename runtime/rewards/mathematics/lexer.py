@@ -8,7 +8,51 @@ from fractions import Fraction
 import msgspec
 
 from runtime.rewards.mathematics.tree import Unreadable
-from runtime.rewards.mathematics.vocabulary import CONNECTIVES, SPELLED_FUNCTIONS, SPELLED_SYMBOLS, UNITS
+
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(word for line in lines for word in line.split())
+
+
+TRIGONOMETRIC = _words("sin cos tan cot sec csc")
+PREFIXED = TRIGONOMETRIC | _words("sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc ln log log10 exp")
+"""Functions whose argument may stand behind them without brackets."""
+LISTED = _words("max min gcd lcm floor ceil abs")
+"""Functions of what is in brackets."""
+SPELLED_FUNCTIONS = PREFIXED | LISTED | _words("asin acos atan lg sqrt")
+"""Functions in answers that are written without backslashes."""
+SAME_FUNCTION = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log10"}
+
+SPELLED_SYMBOLS = {
+    **{name: f"\\{name}" for name in _words("pi alpha beta gamma delta epsilon theta lambda phi omega infty cup cbrt")},
+    "inf": "\\infty",
+    "infinity": "\\infty",
+}
+CONNECTIVES = _words("and or")
+UNITS = _words(
+    "mm cm dm km ft yd mi nm kg mg lb lbs oz ml mL cL dL kL hr hrs min mins sec secs ms Hz kHz MHz GHz Pa kPa eV keV MeV GeV",
+    "kJ kW kWh mph kmh kph rad deg pm am pct AU pc kpc Mpc mol cc sq in",
+)
+"""Short ones; longer words need no list."""
+PERCENT = _words("percent pct")
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+ACCENTS = _words(
+    r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow \underline",
+    r"\mathbb \mathcal \mathfrak \mathscr \stackrel \overset",
+)
+"""Commands that make another symbol of what they are put on."""
+UNREAD = _words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \mod \pmod \bmod \det \choose \atop")
+"""Commands whose meaning is left to algebra."""
+MATRICES = _words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
+
+NO_SOLUTION = frozenset(
+    ("no solution", "no solutions", "none", "empty set", "the empty set", "no real solution", "no real solutions")
+)
+ALL_REALS = frozenset(("all real numbers", "all reals", "all real"))
+NOT_PROSE = SPELLED_FUNCTIONS | CONNECTIVES | _words("pi mod infinity inf")
+"""Words that do not make prose of an answer."""
+
 
 MAX_TOKENS = 1200
 
@@ -40,11 +84,9 @@ _VOWEL = re.compile(r"[aeiouyAEIOUY]")
 MAX_DIGITS = 4000
 
 
-def tokens(text: str, thousands: bool = True) -> list[Token]:
-    """The tokens of `text`, up to a last one of kind "". Raises Unreadable for a character that answers do not hold.
-
-    `thousands`: whether "1,440" outside of all brackets is one number, not two.
-    """
+def tokens(text: str) -> list[Token]:
+    """The tokens of `text`, up to a last one of kind "". Raises Unreadable for a character that answers do not hold. "1,440" is
+    one number outside of all brackets."""
     found: list[Token] = []
     depth = 0  # of brackets: within them a comma separates
     position = 0
@@ -59,7 +101,7 @@ def tokens(text: str, thousands: bool = True) -> list[Token]:
         position = match.end()
         if kind == "space":
             continue
-        if kind == "thousands" and (depth or not thousands):
+        if kind == "thousands" and depth:
             content = content.partition(",")[0]
             position = match.start() + len(content)
             kind = "number"

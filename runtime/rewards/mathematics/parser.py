@@ -5,11 +5,9 @@ From lists to factors; what a factor is made of is in primaries.
 
 from __future__ import annotations
 
-from runtime.rewards.mathematics.lexer import tokens
-from runtime.rewards.mathematics.primaries import Primaries
-from runtime.rewards.mathematics.reader import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, product, with_sign
+from runtime.rewards.mathematics.lexer import PERCENT, SCALES, tokens
+from runtime.rewards.mathematics.primaries import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, Primaries, product, with_sign
 from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, number
-from runtime.rewards.mathematics.vocabulary import PERCENT, SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
@@ -17,9 +15,9 @@ _COMPARISONS = frozenset(("\\ne", "<", ">", "\\le", "\\ge"))
 _DEGREE = ExpressionNode("divide", (PI, number(180)))
 
 
-def parse(text: str, thousands: bool = True) -> ExpressionNode:
-    """The tree of a tidied answer. `thousands`: see lexer.tokens. Raises Unreadable."""
-    return Parser(tokens(text, thousands)).answer()
+def parse(text: str) -> ExpressionNode:
+    """The tree of a tidied answer. Raises Unreadable."""
+    return Parser(tokens(text)).answer()
 
 
 class Parser(Primaries):
@@ -111,8 +109,6 @@ class Parser(Primaries):
                 self._unit(factors)
             elif literal and follows == "\\frac":
                 factors = _mixed(factors[0], self._factor())
-            elif follows == "number" and literal:
-                factors[-1] = self._spaced_mixed(factors[-1])
             elif self._starts_factor(follows):
                 factors.append(self._factor())
             else:
@@ -137,15 +133,6 @@ class Parser(Primaries):
             and follows not in self._bars
             and follows not in ("\\pm", "\\mp", "\\colon")
         )
-
-    def _spaced_mixed(self, whole: ExpressionNode) -> ExpressionNode:
-        """`2 3/4` as 2 + 3/4. Other numbers that stand side by side are not an answer."""
-        top = self._take()
-        self._expect("/")
-        bottom = self._take()
-        if bottom.kind != "number" or not 0 < top.value < bottom.value:  # type: ignore[operator]
-            raise Unreadable("numbers side by side")
-        return ExpressionNode("add", (whole, number(top.value / bottom.value)))  # type: ignore[operator]
 
     def _unit(self, factors: list[ExpressionNode]) -> None:
         """Skip words behind a value, with their exponents; words that scale it or say percent count."""
@@ -175,9 +162,6 @@ class Parser(Primaries):
             follows = self._next
             if follows == "^":
                 self._at += 1
-                if self._next == "\\prime" or (self._next == "{" and self._tokens[self._at + 1].text == "\\prime"):
-                    base = self._primes(base)
-                    continue
                 base = ExpressionNode("power", (base, self._exponent()))
             elif follows == "!":
                 self._at += 1
@@ -192,8 +176,8 @@ class Parser(Primaries):
                 if self._next == "letter" and self._tokens[self._at].text in "CF":
                     self._at += 1
                 base = ExpressionNode("multiply", (base, _DEGREE)) if self._angle else base
-            elif follows == "'" and base.head in ("number", "decimal", "symbol"):
-                base = self._primes(base)
+            elif follows == "'" and base.head in ("number", "decimal"):
+                self._at += 1  # minutes, feet or inches
             else:
                 return base
 

@@ -4,28 +4,80 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from runtime.rewards.mathematics.lexer import Token
-from runtime.rewards.mathematics.reader import (
-    BARS,
-    CLOSING,
-    OPENING,
-    PI,
-    RELATIONS,
-    SET_OPERATIONS,
-    TokenReader,
-    product,
-    with_sign,
-)
-from runtime.rewards.mathematics.tree import ExpressionNode, Unknown, Unreadable, number
-from runtime.rewards.mathematics.vocabulary import ACCENTS, LISTED, MATRICES, PREFIXED, SAME_FUNCTION, TRIGONOMETRIC, UNREAD
+from runtime.rewards.mathematics.lexer import ACCENTS, LISTED, MATRICES, PREFIXED, SAME_FUNCTION, TRIGONOMETRIC, UNREAD, Token
+from runtime.rewards.mathematics.tree import ExpressionNode, Unknown, Unreadable, negate, number
+
+MAX_DEPTH = 32  # of brackets and exponents
+
+_SAME_RELATION = {"\\equiv": "=", "\\sim": "\\approx", "\\simeq": "\\approx", "\\rightarrow": "\\to", "\\mapsto": "\\to"}
+_RELATIONS = r"= < > \le \ge \ne \in \notin \approx \cong \to \parallel \perp \subset"
+RELATIONS = _SAME_RELATION | {mark: mark for mark in _RELATIONS.split()}
+SET_OPERATIONS = {"\\cup": "union", "\\cap": "intersection", "\\setminus": "difference", "\\backslash": "difference"}
+CLOSING = frozenset((")", "]", "}", "\\}", "\\rfloor", "\\rceil", "\\rangle", "\\rvert", "\\rVert", "\\vert", "\\\\", "\\mid"))
+OPENING = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",), "\\lfloor": ("\\rfloor",), "\\lceil": ("\\rceil",)}
+BARS = {"|": "|", "\\vert": "\\vert", "\\lvert": "\\rvert", "\\|": "\\|", "\\lVert": "\\rVert"}
+PI = ExpressionNode("symbol", (), "\\pi")
+
+
+def with_sign(sign: str, node: ExpressionNode) -> ExpressionNode:
+    if sign == "+":
+        return node
+    if sign == "-":
+        return negate(node)
+    product = ExpressionNode("multiply", (ExpressionNode("sign"), node))
+    return product if sign == "\\pm" else ExpressionNode("negate", (product,))
+
+
+def product(factors: list[ExpressionNode]) -> ExpressionNode:
+    if len(factors) == 1:
+        return factors[0]
+    if len(factors) == 2 and factors[1].head == "tuple" and str(factors[0].value).isupper():
+        return factors[1]  # the coordinates of a point: A(1, 2)
+    flat: list[ExpressionNode] = []
+    for factor in factors:
+        flat.extend(factor.args if factor.head == "multiply" else (factor,))
+    return ExpressionNode("multiply", tuple(flat))
+
 
 _INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}
 _FUNCTION_LETTERS = frozenset("fg")
 _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
 
 
-class Primaries(TokenReader):
-    """The lower half of the grammar; the upper half, which it refers to, is the parser's."""
+class Primaries:
+    """The lower half of the grammar: a position in the tokens, and what surrounds it. The upper half is the parser's."""
+
+    def __init__(self, found: list[Token]):
+        self._tokens = found
+        self._at = 0
+        self._depth = 0
+        self._bars: list[str] = []  # closing bars that are waited for
+        self._angle = False  # within a trigonometric function's argument, where a degree sign counts
+        self._builder = False  # directly within set braces, where a bar or colon says "such that"
+
+    @property
+    def _next(self) -> str:
+        token = self._tokens[self._at]
+        return token.text if token.kind == "command" else token.kind
+
+    def _take(self) -> Token:
+        token = self._tokens[self._at]
+        if token.kind == "":
+            raise Unreadable("the answer ends too early")
+        self._at += 1
+        return token
+
+    def _expect(self, *kinds: str) -> str:
+        found = self._next
+        if found not in kinds:
+            raise Unreadable(f"{found!r} instead of {kinds[0]!r}")
+        self._at += 1
+        return found
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise Unreadable("nested too deeply")
 
     def _items(self) -> list[ExpressionNode]:
         raise NotImplementedError
@@ -210,19 +262,6 @@ class Primaries(TokenReader):
             return ExpressionNode("list", tuple(row[0] for row in rows))
         return ExpressionNode("matrix", tuple(ExpressionNode("row", tuple(row)) for row in rows))
 
-    def _primes(self, base: ExpressionNode) -> ExpressionNode:
-        """Primes make another symbol of a symbol; behind a number they are minutes, feet or inches."""
-        count = 0
-        braced = self._next == "{"
-        if braced:
-            self._at += 1
-        while self._next in ("\\prime", "'"):
-            self._at += 1
-            count += 1
-        if braced:
-            self._expect("}")
-        return ExpressionNode("symbol", (), f"{base.value}" + "'" * count) if base.head == "symbol" else base
-
     def _argument(self, signed: bool = False, digit: bool = False) -> ExpressionNode:
         """What a command or exponent applies to: a braced group, else one token. `digit`: of a number only the first."""
         if self._next == "{":
@@ -329,7 +368,7 @@ class Primaries(TokenReader):
         return with_sign(sign, product(factors))
 
     def _series(self, name: str) -> ExpressionNode:
-        """A sum or product over an index: the first argument is the index, then its first and last value, and the term."""
+        """A sum or product: the arguments are the index, its first and last value, and the term. It is compared as a text."""
         self._expect("_")
         start = self._argument()
         self._expect("^")

@@ -12,14 +12,13 @@ from fractions import Fraction
 
 from runtime.rewards.mathematics.approximate import DIGITS, NumericEvaluation, Undefined, Value
 from runtime.rewards.mathematics.exact import Irrational, Values, exact
-from runtime.rewards.mathematics.residues import PRIMES, hides_a_factorial, residue
-from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, TooCostly, heads, key, number, replace, symbols, walk
+from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, heads, key, number, replace, symbols, walk
 
 POINTS = 4
 INTEGER_POINTS = 24  # for functions of integers, which agree at more points: remainders, floors
 AGREEING = 6  # significant digits to which a decimal has to agree with an exact form
 _NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
-_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "sum", "prod"))  # functions that are about integers
+_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm"))  # functions that are about integers
 
 Verdict = bool | None  # None: cannot be told
 
@@ -32,7 +31,11 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return False
     kinds = heads(prediction), heads(truth)
     if not all(kind <= _SCALAR for kind in kinds):
-        return None if all(kind <= _SCALAR | {"sign"} for kind in kinds) else False
+        return (
+            None
+            if any(node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
+            else False
+        )
     if ("percent" in kinds[0]) != ("percent" in kinds[1]):
         return _equal_with_percent(prediction, truth, "percent" in kinds[0])
     return _equal(prediction, truth)
@@ -177,17 +180,9 @@ def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base
         except Irrational:
             return None  # what cannot be evaluated
         if found is False:
-            return None if _uncertain(prediction) or _uncertain(truth) else False
+            return False
         verdict = verdict or found
     return verdict if names else bool(verdict)
-
-
-def _uncertain(node: ExpressionNode) -> bool:
-    """Whether a sum is over terms by name, F_k, which have no value: so that being different means little."""
-    return any(
-        part.head == "call" and part.value in ("sum", "prod") and any("_" in name for name in symbols(part.args[3]))
-        for part in walk(node)
-    )
 
 
 def _about_integers(node: ExpressionNode) -> bool:
@@ -233,8 +228,6 @@ def _equal_at(
         found = exact(prediction, values), exact(truth, values)
     except ZeroDivisionError:
         return None
-    except TooCostly:
-        return _equal_residues(prediction, truth, values)
     except Irrational:
         pass
     else:
@@ -247,19 +240,6 @@ def _equal_at(
 
 def _close(prediction: Fraction, truth: Fraction) -> bool:
     return abs(prediction - truth) * 2 * 10**AGREEING <= max(abs(prediction), abs(truth))
-
-
-def _equal_residues(prediction: ExpressionNode, truth: ExpressionNode, values: Values) -> Verdict:
-    try:
-        if any(residue(prediction, values, prime) != residue(truth, values, prime) for prime in PRIMES):
-            return False
-        if not (hides_a_factorial(prediction, values) or hides_a_factorial(truth, values)):
-            return True
-    except Irrational:
-        raise TooCostly("a value of too many digits") from None
-    except ZeroDivisionError:
-        raise TooCostly("a quotient of values of too many digits") from None
-    raise TooCostly("the factorial of a number of too many digits")
 
 
 def _equal_digits(

@@ -1,6 +1,6 @@
 """Whether two answers are the same thing: lists, sets, tuples, intervals, equations, inequalities, matrices, ratios, words.
 
-A verdict is True, False, or None where it cannot be told here.
+A verdict is True, False, or None where it cannot be told here: sets of real numbers in other words, arithmetic of matrices.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from runtime.rewards.mathematics import matrices, real_sets, solutions
+from runtime.rewards.mathematics.lexer import ALL_REALS, NO_SOLUTION
 from runtime.rewards.mathematics.scalars import Verdict, equal_values, proportional
 from runtime.rewards.mathematics.tree import (
     CONSTANTS,
     UNNAMED,
     ExpressionNode,
     TooCostly,
-    Unreadable,
     key,
     negate,
     number,
@@ -23,20 +22,30 @@ from runtime.rewards.mathematics.tree import (
     symbols,
     walk,
 )
-from runtime.rewards.mathematics.vocabulary import NO_SOLUTION
+
+_Rows = tuple[tuple[ExpressionNode, ...], ...]
 
 MAX_ITEMS = 100  # of a list in which each is compared with each
+_REALS = ExpressionNode("symbol", (), "mathbb R")
+_ORDER = frozenset(("=", "<", "\\le", "\\ne"))
+_DOWNWARD = {">": "<", "\\ge": "\\le"}
 _TIME = re.compile(r"1?[0-9]|2[0-4]")
 
 
 def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Whether two answers are the same. Raises TooCostly."""
-    if (ways := solutions.pairs_of_lists(prediction, truth)) is not None:
-        return _any(same(*lists) for lists in ways)
+    predicted_rows, expected_rows = _rows_by_name(prediction), _rows_by_name(truth)
+    other = truth if predicted_rows else prediction
+    rows = predicted_rows or expected_rows
+    if rows and ((predicted_rows and expected_rows) or any(part.head == "tuple" for part in (other, *other.args))):
+        if predicted_rows and expected_rows and predicted_rows[0].keys() != expected_rows[0].keys():
+            return False
+        orders = list(rows[0]), sorted(rows[0])  # without names the coordinates are as written, or as in the alphabet
+        return _any(same(_points(predicted_rows, order, prediction), _points(expected_rows, order, truth)) for order in orders)
     if key(prediction) == key(truth):
         return True
     if _holds_sets(prediction) or _holds_sets(truth):
-        return _same_real_sets(prediction, truth)
+        return _same_real_sets(_members(prediction), _members(truth))
     if {prediction.head, truth.head} == {"set", "word"}:
         return _same_words(prediction, truth)
     if prediction.head == "list" and truth.head == "tuple":
@@ -46,8 +55,6 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     predicted, expected = _items(prediction), _items(truth)
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
-    if "set" in (prediction.head, truth.head) or _has_sign(prediction) or _has_sign(truth):
-        predicted, expected = _distinct(predicted), _distinct(expected)
     return _same_in_any_order(predicted, expected)
 
 
@@ -70,16 +77,6 @@ def _items(node: ExpressionNode) -> list[ExpressionNode]:
 
 def _has_sign(node: ExpressionNode) -> bool:
     return any(part.head == "sign" for part in walk(node))
-
-
-def _distinct(items: list[ExpressionNode]) -> list[ExpressionNode]:
-    kept: list[ExpressionNode] = []
-    if len(items) > MAX_ITEMS:
-        return list({key(item): item for item in items}.values())
-    for item in items:
-        if not any(_same_item(other, item) for other in kept):
-            kept.append(item)
-    return kept
 
 
 def _same_in_any_order(predicted: Sequence[ExpressionNode], expected: Sequence[ExpressionNode]) -> Verdict:
@@ -136,15 +133,9 @@ def _same_item(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return _same_ratio(prediction, truth)
     if heads == ("tuple", "tuple"):
         return _same_tuple(prediction, truth)
-    try:
-        rows = matrices.rows(prediction), matrices.rows(truth)
-    except Unreadable:
-        return None
-    if rows[0] is None and rows[1] is None:
-        return equal_values(prediction, truth)
-    if rows[0] is None or rows[1] is None:
-        return False
-    return _same_matrix(rows[0], rows[1], "tuple" in heads)
+    if "matrix" in heads:
+        return _same_matrix(_rows(prediction), _rows(truth), "tuple" in heads)
+    return equal_values(prediction, truth)
 
 
 def _same_words(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
@@ -162,8 +153,17 @@ def _same_tuple(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     return _all(same(left, right) for left, right in zip(prediction.args, truth.args, strict=True))
 
 
-def _same_matrix(prediction: matrices.Rows, truth: matrices.Rows, vectors: bool) -> Verdict:
-    """Entry by entry. A tuple is a vector, whichever way it is written."""
+def _rows(node: ExpressionNode) -> _Rows | None:
+    """The entries of a matrix, or of a vector as a column; None for anything else."""
+    if node.head == "matrix":
+        return tuple(row.args for row in node.args)
+    return tuple((item,) for item in node.args) if node.head == "tuple" and node.value in ("()", "[]") else None
+
+
+def _same_matrix(prediction: _Rows | None, truth: _Rows | None, vectors: bool) -> Verdict:
+    """Entry by entry; matrix arithmetic cannot be told here. A tuple is a vector, whichever way it is written."""
+    if prediction is None or truth is None:
+        return None
     if vectors:
         prediction, truth = _column(prediction), _column(truth)
     if (len(prediction), len(prediction[0])) != (len(truth), len(truth[0])):
@@ -175,7 +175,7 @@ def _same_matrix(prediction: matrices.Rows, truth: matrices.Rows, vectors: bool)
     )
 
 
-def _column(entries: matrices.Rows) -> matrices.Rows:
+def _column(entries: _Rows) -> _Rows:
     return tuple((entry,) for entry in entries[0]) if len(entries) == 1 else entries
 
 
@@ -227,9 +227,7 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
     marks = set(str(relation.value).split())
     if marks <= {"=", "\\approx", "\\in"}:
         return _any(same(value, other) for value in _values(relation, lenient=relation is prediction))
-    if other.head == "tuple":
-        return _same_real_sets(prediction, truth)
-    return False
+    return None if other.head in ("tuple", "set") else False  # an inequality and an interval
 
 
 def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
@@ -244,18 +242,30 @@ def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
 
 
 def _same_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    prediction, truth = _ends(_named(prediction, truth)), _ends(_named(truth, prediction))
-    marks = str(prediction.value).split(), str(truth.value).split()
-    if marks[0] == marks[1] and len(prediction.args) == len(truth.args):
-        verdict = _all(same(left, right) for left, right in zip(prediction.args, truth.args, strict=True))
-        if verdict:
-            return True
-    if set(marks[0] + marks[1]) <= {"=", "<", ">", "\\le", "\\ge", "\\ne"}:
-        sets = _same_real_sets(prediction, truth) if "=" not in marks[0] else None
-        return sets if sets is not None else _same_conditions(_conditions(prediction), _conditions(truth))
-    if "\\in" in marks[0] + marks[1] and marks[0] != marks[1]:
-        return _same_real_sets(prediction, truth)
-    return False if marks[0] == marks[1] else None
+    """Side by side, or as multiples of each other."""
+    prediction, truth = _upward(_ends(_named(prediction, truth))), _upward(_ends(_named(truth, prediction)))
+    if prediction.value != truth.value:
+        return None
+    verdicts = [same(left, right) for left, right in zip(prediction.args, truth.args, strict=True)]
+    verdict = _all(verdicts)
+    if verdict or str(truth.value) not in _ORDER or (verdicts[0] and _defines(prediction) and _defines(truth)):
+        return verdict
+    sign = proportional(*(ExpressionNode("add", (side.args[0], negate(side.args[1]))) for side in (prediction, truth)))
+    return None if sign == 0 else sign == 1 or (sign == -1 and truth.value in ("=", "\\ne"))
+
+
+def _defines(relation: ExpressionNode) -> bool:
+    """Whether its left side is a name that is not on the right: another right side makes it another relation."""
+    name, value = relation.args
+    return name.head == "opaque" or (_is_name(name) and symbols(name).isdisjoint(symbols(value)))
+
+
+def _upward(relation: ExpressionNode) -> ExpressionNode:
+    """`b > x > a` as `a < x < b`."""
+    marks = str(relation.value).split()
+    if not all(mark in _DOWNWARD for mark in marks):
+        return relation
+    return ExpressionNode("relation", relation.args[::-1], " ".join(_DOWNWARD[mark] for mark in reversed(marks)))
 
 
 def _named(relation: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
@@ -275,51 +285,59 @@ def _ends(relation: ExpressionNode) -> ExpressionNode:
     return relation
 
 
-def _conditions(relation: ExpressionNode) -> list[tuple[ExpressionNode, str]]:
-    """A chain of relations as conditions `f = 0`, `f < 0`, `f \\le 0` or `f \\ne 0`."""
-    conditions = []
-    for mark, left, right in zip(str(relation.value).split(), relation.args[:-1], relation.args[1:], strict=True):
-        if mark in (">", "\\ge"):
-            left, right, mark = right, left, {">": "<", "\\ge": "\\le"}[mark]
-        conditions.append((ExpressionNode("add", (left, negate(right))), mark))
-    return conditions
-
-
-def _same_conditions(predicted: list[tuple[ExpressionNode, str]], expected: list[tuple[ExpressionNode, str]]) -> Verdict:
-    if len(predicted) != len(expected):
-        return None
-    rest = list(predicted)
-    for function, mark in expected:
-        for index, (other, other_mark) in enumerate(rest):
-            if mark == other_mark and _same_zeros(other, function, mark):
-                del rest[index]
-                break
-        else:
-            return False
-    return True
-
-
-def _same_zeros(a: ExpressionNode, b: ExpressionNode, mark: str) -> bool:
-    """Whether a is a multiple of b; a positive one where that matters."""
-    sign = proportional(a, b)
-    return sign == 1 or (sign == -1 and mark in ("=", "\\ne"))
-
-
 def _holds_sets(node: ExpressionNode) -> bool:
-    return any(real_sets.is_set_expression(part) for part in (node, *(node.args if node.head == "relation" else ())))
+    return any(
+        part.head in ("union", "intersection", "difference")
+        or part == _REALS
+        or (part.head == "word" and part.value in ALL_REALS)
+        for part in (node, *(node.args if node.head == "relation" else ()))
+    )
 
 
 def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    if _members(prediction).head == _members(truth).head == "symbol":
-        return _members(prediction) == _members(truth)  # R and Z
-    try:
-        return real_sets.same_set(real_sets.intervals(_members(prediction)), real_sets.intervals(_members(truth)))
-    except Unreadable:
-        return None
+    """Unions part by part; whatever else is left to algebra."""
+    if prediction.head == truth.head == "symbol":
+        return prediction == truth  # R and Z
+    return True if prediction.head == truth.head == "union" and _same_in_any_order(prediction.args, truth.args) else None
 
 
 def _members(node: ExpressionNode) -> ExpressionNode:
     """The set in `x \\in S` and `D = S`."""
     if node.head == "relation" and node.value in ("=", "\\in") and _is_name(node.args[0]):
-        return node.args[1]
-    return node
+        node = node.args[1]
+    return _REALS if node.head == "word" and node.value in ALL_REALS else node
+
+
+# ---------------------------------------------------------------------------------------------------- several variables
+
+
+def _rows_by_name(node: ExpressionNode) -> list[dict[str, ExpressionNode]] | None:
+    """Of `p=5, q=2; p=7, q=3` the two solutions; None for what does not give each of several variables its values."""
+    pairs: list[tuple[str, ExpressionNode]] = []
+    for item in node.args if node.head in ("list", "set") else (node,):
+        assigned = _assigned(item)
+        if not all(_is_name(name) for name, _ in assigned):
+            return None
+        pairs += [(key(name), value) for name, value in assigned]
+    width = len(dict(pairs))
+    rows = [dict(pairs[start : start + width]) for start in range(0, len(pairs), width or 1)]
+    return rows if width > 1 and all(len(row) == width for row in rows) else None
+
+
+def _points(rows: list[dict[str, ExpressionNode]] | None, order: list[str], otherwise: ExpressionNode) -> ExpressionNode:
+    """The solutions as points, (5, 2), (7, 3)."""
+    if rows is None:
+        return otherwise
+    points = tuple(ExpressionNode("tuple", tuple(row[name] for name in order), "()") for row in rows)
+    return points[0] if len(points) == 1 else ExpressionNode("list", points)
+
+
+def _assigned(item: ExpressionNode) -> list[tuple[ExpressionNode, ExpressionNode]]:
+    """The sides of `p = 5`, of `(p, q) = (5, 2)` each coordinate's; of anything else one that is no name."""
+    if item.head in ("list", "set"):
+        return [pair for part in item.args for pair in _assigned(part)]
+    if item.head != "relation" or item.value != "=":
+        return [(number(0), item)]
+    left, right = item.args
+    both = left.head == right.head == "tuple" and len(left.args) == len(right.args)
+    return list(zip(left.args, right.args, strict=True)) if both else [(left, right)]

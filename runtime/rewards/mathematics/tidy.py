@@ -9,41 +9,20 @@ from __future__ import annotations
 import re
 
 from runtime.rewards.extraction import last_boxed
-from runtime.rewards.mathematics.fonts import without_fonts
-from runtime.rewards.mathematics.vocabulary import NOT_PROSE
+from runtime.rewards.mathematics.lexer import NOT_PROSE
 
+_COMMANDS = r"""
+\u00d7 \times|\u22c5 \cdot|\u00b7 \cdot|\u00f7 \div|\u03c0 \pi|\u03b8 \theta|\u221a \sqrt|\u221e \infty|\u00b0 ^\circ
+\u2264 \le|\u2265 \ge|\u2260 \ne|\u00b1 \pm|\u222a \cup|\u2229 \cap|\u2208 \in|\u2248 \approx|\u211d \mathbb{R}|\u2205 \emptyset
+\u00bd \frac{1}{2}|\u00bc \frac{1}{4}|\u00be \frac{3}{4}|\u00b2 ^2|\u00b3 ^3
+"""  # each code point, and what it stands for
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000\n\t\r", " "),
         **dict.fromkeys("\u2018\u2019\u2032", "'"),
-        "\u00d7": "\\times ",
-        "\u22c5": "\\cdot ",
-        "\u00b7": "\\cdot ",
-        "\u00f7": "\\div ",
-        "\u03c0": "\\pi ",
-        "\u03b8": "\\theta ",
-        "\u221a": "\\sqrt ",
-        "\u221e": "\\infty ",
-        "\u00b0": "^\\circ ",
-        "\u2264": "\\le ",
-        "\u2265": "\\ge ",
-        "\u2260": "\\ne ",
-        "\u00b1": "\\pm ",
-        "\u222a": "\\cup ",
-        "\u2229": "\\cap ",
-        "\u2208": "\\in ",
-        "\u2248": "\\approx ",
-        "\u00b2": "^2 ",
-        "\u00b3": "^3 ",
-        "\u00bd": "\\frac{1}{2}",
-        "\u00bc": "\\frac{1}{4}",
-        "\u00be": "\\frac{3}{4}",
-        "\u211d": "\\mathbb{R}",
-        "\u2205": "\\emptyset ",
-        "\uff0c": ",",
-        "\uff08": "(",
-        "\uff09": ")",
+        **dict(zip("\uff0c\uff08\uff09", ",()", strict=True)),
+        **{chr(int(each[2:6], 16)): f"{each[7:]} " for line in _COMMANDS.strip().splitlines() for each in line.split("|")},
     }
 )
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|,? ?\\!(?: ?,)?|,\\,) ?(?=[0-9]{3}(?![0-9]))")
@@ -78,6 +57,11 @@ _SAME = (
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\*\*"), "^"),
 )
+_FONT = re.compile(
+    r"\\(?:boldsymbol|bold|bm|pmb|mathtt|mathnormal|bf|it|sf|tt|bfseries|itshape)(?![A-Za-z])"
+    r"|\\(?:mathbf|mathit|mathsf)(?![A-Za-z])(?! ?\{[A-Za-z0-9 ,.'~^/*+=;:()%-]*\})"  # what they hold may be a word
+)
+_ROMAN = re.compile(r"\{ ?\\rm(?![A-Za-z]) ?([A-Za-z ]{1,20})\}|\\rm ?\{([A-Za-z ]{1,20})\}")
 _UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?(?:\^ ?\{?[0-9]\}?)? ?\}"
 _UNIT_FRACTION = re.compile(rf"\\frac ?{_UNIT} ?{_UNIT}")
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
@@ -107,7 +91,7 @@ def tidy(text: str) -> str:
         text = text.replace("$", " ").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
     else:
         text = _CURRENCY.sub("", text)
-    text = without_fonts(text)
+    text = _FONT.sub(" ", _ROMAN.sub(r"\\text{\1\2}", text))
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
     text = _UNIT_FRACTION.sub(" ", text).lstrip(_START).rstrip(_END)

@@ -1,4 +1,4 @@
-"""Expression trees of answers.
+"""Expression trees of answers, and the bound on the work of comparing them.
 
 A node is a head, its arguments and a value. The heads:
 
@@ -17,6 +17,8 @@ A node is a head, its arguments and a value. The heads:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from functools import lru_cache
 
@@ -103,3 +105,26 @@ def key(node: ExpressionNode) -> str:
     if node.head in _COMMUTATIVE:
         parts.sort()
     return f"{node.head} {node.value}({';'.join(parts)})"
+
+
+LIMIT = 300_000.0
+
+_left: ContextVar[list[float] | None] = ContextVar("left", default=None)
+
+
+@contextmanager
+def limited(limit: float = LIMIT) -> Iterator[None]:
+    """Within it, `spend` raises TooCostly once more than `limit` has been spent."""
+    token = _left.set([limit])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def spend(cost: float) -> None:
+    left = _left.get()
+    if left is not None:
+        left[0] -= cost
+        if left[0] < 0:
+            raise TooCostly("too much arithmetic")
