@@ -51,11 +51,6 @@ class Loss(Struct, kw_only=True, frozen=True):
     reason: str = ""
 
 
-def replaced(incarnation: int) -> str:
-    """Why a process is lost whose next incarnation is there."""
-    return f"incarnation {incarnation} has come in its place"
-
-
 class Progress(Struct, kw_only=True):
     """Where the run is: `step` of `steps`, and `done` of `total` within the phase (0 = not known).
 

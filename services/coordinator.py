@@ -23,7 +23,7 @@ from runtime.cluster.topology import is_group, slots
 from runtime.config import Config
 from runtime.coordinator.attempt import INTERRUPTED
 from runtime.coordinator.evaluation import EvaluationRun
-from runtime.coordinator.roles import TrainedModels
+from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import EvaluationContext, RunContext
 from runtime.data.sources import training_prompts
@@ -31,7 +31,6 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
-from runtime.ports import Replaceable
 from runtime.process.aio import first_error
 from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, in_order
@@ -61,8 +60,10 @@ class CoordinatorProcess:
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
-        self._peers = Peers(config, lambda: self.report(self._progress))
-        self._nodes = Nodes(config, trains, self._peers)
+        self._register = Register()
+        self._register.subscribe(self._look)
+        self._peers = Peers(config, self._register)
+        self._nodes = Nodes(config, trains, self._register)
         self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
         self._run: TrainingRun | None = None
@@ -118,10 +119,10 @@ class CoordinatorProcess:
         context = await self._context()
         try:
             before = time.monotonic()
-            await self._peers.connect(placed, self._arrive)
+            await self._peers.connect(placed)
             context.startup.phases["services"] = time.monotonic() - before
             context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run = TrainingRun(context, self._peers.roles())
+            self._run = TrainingRun(context, self._register)
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -149,8 +150,8 @@ class CoordinatorProcess:
             supervisor=self,
         )
         try:
-            await self._peers.connect(placed, self._arrive)
-            self._evaluation = EvaluationRun(context, self._peers.evaluation_roles())
+            await self._peers.connect(placed)
+            self._evaluation = EvaluationRun(context, self._register)
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
@@ -161,7 +162,7 @@ class CoordinatorProcess:
 
     async def _place(self) -> float:
         """Have the nodes start the processes; returns when that was, on the clock of time.monotonic."""
-        self._peers.expect(await self._nodes.placed(self._started, self._wait_for_nodes))
+        await self._nodes.placed(self._started, self._wait_for_nodes)
         return time.monotonic()
 
     def _trackers(self) -> Trackers:
@@ -191,10 +192,6 @@ class CoordinatorProcess:
             ),
         )
 
-    def _arrive(self, role: str, replica: Replaceable) -> None:
-        if (run := self._run or self._evaluation) is not None:  # else it will be among those that it begins with
-            run.arrive(role, replica)
-
     def _interrupt(self) -> None:
         self._interrupted = True
         if self._run is not None:
@@ -215,7 +212,7 @@ class CoordinatorProcess:
 
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration, timeout: float | None) -> None:
-            self._peers.register(registration)
+            self._peers.admit(registration)
 
         async def processes(_: None, timeout: float | None) -> Topology:
             return Topology(processes=self._peers.processes)
@@ -235,8 +232,9 @@ class CoordinatorProcess:
         return {"Register": register, "Processes": processes, "ReportPaths": paths, "ReportDeath": died, "Scale": scale}
 
     def _died(self, death: Death) -> None:
-        """A process is not started again: the run goes on without it, where it can."""
+        """A process is not started again by its node: the run goes on without it, where it can."""
         log.warning("%s (incarnation %d, node %s) ended: %s", death.name, death.incarnation, death.node, death.reason)
+        self._register.lose(death, death.reason)
         if self._failed.done():
             return
         role = death.name.rpartition("-")[0]
@@ -245,9 +243,9 @@ class CoordinatorProcess:
         elif self._progress.phase == "starting":
             self._failed.set_exception(SluiceError(death.reason))
         elif is_group(self._config, role):
-            if not self._nodes.start_again(role, death.incarnation):
+            if not self._nodes.start_again(role, death):
                 self._failed.set_exception(SluiceError(death.reason))
-        elif not self._peers.others(role, death.name):
+        elif not self._register.has_others(death):
             self._failed.set_exception(SluiceError(death.reason))
 
     def status(self) -> Status:
@@ -286,14 +284,14 @@ class CoordinatorProcess:
     def _wait_for_nodes(self, missing: str) -> None:
         self.report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
 
-    def lose(self, loss: Loss) -> None:
-        self._peers.lose(loss)
-
-    async def wait_restarted(self) -> TrainedModels:
-        return await self._peers.wait_restarted()
+    def _look(self, change: UnitChange) -> None:
+        if UnitState.LOST in (change.was, change.unit.state):
+            self.report(self._progress)
 
     def report(self, progress: Progress) -> None:
-        self._progress = msgspec.structs.replace(progress, lost=list(self._peers.lost.values()))
+        lost = self._register.units("", UnitState.LOST)
+        losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
+        self._progress = msgspec.structs.replace(progress, lost=losses)
         for watcher in self._watchers:
             watcher.set()
 

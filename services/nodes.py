@@ -9,15 +9,15 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
+from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
-from runtime.cluster.topology import Instance, has_several_nodes, is_group, named_paths, with_rollouts
+from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, with_rollouts
 from runtime.config import Config, Rollout, loading
+from runtime.coordinator.register import Register
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.process import os_process
 from runtime.process.aio import still_missing
-from services.peers import Peers
 
 POLL = 0.1  # seconds between two looks whether a node's former stream has ended
 
@@ -27,21 +27,20 @@ log = logging.getLogger("sluice")
 class Nodes:
     """`join` is the handler of a node's stream; `placed` waits for those that the run needs.
 
-    `peers` gives up the processes of a node that leaves, and expects those of one that comes.
+    The register is told of what has a place, and of the loss of all that ran on a node that leaves.
     """
 
-    def __init__(self, config: Config, trains: bool, peers: Peers):
+    def __init__(self, config: Config, trains: bool, register: Register):
         """`trains`: False for an evaluation alone."""
         self._config = config
         self._yaml = loading.to_yaml(config)
         self._id = uuid.uuid4().hex
         self._trains = trains
-        self._peers = peers
+        self._register = register
         self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
         self._allowances: dict[str, Allowance] = {}  # of groups that span nodes
-        self._incarnations: dict[str, int] = {}  # the lowest that may run, where that is not 0
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
         self._streams: dict[str, asyncio.Event] = {}  # set when there is a newer one to tell the node
         self._own = asyncio.Event()  # the node of this process has said what it has
@@ -97,8 +96,8 @@ class Nodes:
             self._take_in(found.node)
         self._came.set()
 
-    async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> list[Instance]:
-        """Wait for the nodes, place the processes, and have the nodes start them; returns who will register.
+    async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> None:
+        """Wait for the nodes, place the processes, and have the nodes start them.
 
         Where a run has several nodes, `waits_for` is told who has yet to come, whenever that changes.
 
@@ -119,8 +118,7 @@ class Nodes:
         self._placement = place(self._config, self.roster.offers, trains=self._trains, waits=waits)
         if self._placement.pending:
             log.info("no room yet for %s", _names(self._placement.pending))
-        self._tell()
-        return [seat.instance for seat in self._placement.seats]
+        self._start([seat.instance for seat in self._placement.seats])
 
     # ------------------------------------------------------------------------------------------ changes
 
@@ -141,7 +139,8 @@ class Nodes:
         self._config, self._yaml = config, loading.to_yaml(config)
         started = [seat.instance for seat in after.seats if seat.instance not in before]
         stopped = sorted(before - {seat.instance for seat in after.seats}, key=lambda instance: instance.name)
-        self._peers.dismiss(stopped, "the run was scaled down")
+        for instance in stopped:
+            self._register.dismiss(instance.name, "the run was scaled down")
         self._start(started)
         return Scaled(
             started=[instance.name for instance in started],
@@ -154,19 +153,19 @@ class Nodes:
         """With as many rollouts as there are to be now."""
         return self._config
 
-    def start_again(self, role: str, incarnation: int) -> bool:
+    def start_again(self, role: str, death: Death) -> bool:
         """A part of a group that spans nodes died: the whole of it is ended, and started as the next incarnation, after the
         delay that its `restarts` say. False when they allow no further start, or its only node has tried that already."""
         assert self._placement is not None
         if len({seat.node for seat in self._placement.seats if seat.instance.role == role}) < 2:
             return False
-        if incarnation < self._incarnations.get(role, 0):
+        if self._register.is_followed(death):
             return True  # it told of what is ended already
         policy = getattr(self._config.services, role).restarts
         delay = self._allowances.setdefault(role, Allowance(policy)).delay(time.monotonic())
         if delay is None:
             return False
-        self._incarnations[role] = incarnation + 1
+        self._place([Instance(role, death.name)])
         asyncio.get_running_loop().call_later(delay, self._tell)
         return True
 
@@ -189,19 +188,23 @@ class Nodes:
         return self._placement
 
     def _start(self, coming: Sequence[Instance]) -> None:
-        for instance in coming:
-            if (newest := self._peers.newest(instance)) is not None:
-                key = instance.role if is_group(self._config, instance.role) else instance.name
-                self._incarnations[key] = max(self._incarnations.get(key, 0), newest + 1)
-        self._peers.expect(coming)
+        self._place(coming)
         self._tell()
+
+    def _place(self, coming: Sequence[Instance]) -> None:
+        units = {tuple(one.name for one in group_of(self._config, instance)): instance.role for instance in coming}
+        for ranks, role in units.items():
+            self._register.place(role, ranks)
 
     def _leave(self, name: str) -> None:
         self.roster.leave(name)
         self._streams.pop(name, None)
         log.warning("node %s left", name)
         if self._placement is not None:
-            self._peers.give_up([seat.instance for seat in self._placement.on(name)], f"its node {name} left")
+            for seat in self._placement.on(name):
+                unit = self._register.find(seat.instance.name)
+                if unit is not None and unit.state.connected:
+                    self._register.lose(unit, f"its node {name} left")
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -235,8 +238,8 @@ class Nodes:
 
     def _tell(self) -> None:
         assert self._placement is not None
-        nodes = self.roster.nodes
-        for name, started in launches(self._config, self._placement, nodes, self._incarnations).items():
+        nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
+        for name, started in launches(self._config, self._placement, nodes, incarnations).items():
             self._assignments[name] = Assignment(coordinator=self._id, config=self._yaml, launches=started)
             if name in self._streams:  # it is not, once all are closed
                 self._streams[name].set()

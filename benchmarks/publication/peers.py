@@ -25,10 +25,11 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.config import Publication
+from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import DeadlineExceeded, ServiceFault
-from runtime.ports import RolloutPort, TrainerPort
+from runtime.ports import TrainerPort
 from runtime.process import os_process
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
@@ -161,6 +162,9 @@ class RolloutPeer(PeerMember):
 
 
 def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> Publisher:
-    ports = cast(list[RolloutPort], rollouts)  # of a port, what publishing needs
-    pool = RolloutPool(ports, {port.name: 1 for port in ports})
+    register = Register()
+    for rollout in rollouts:
+        register.add(ROLLOUT, rollout)
+        register.join(rollout)
+    pool = RolloutPool(register, {rollout.name: 1 for rollout in rollouts})
     return Publisher(cast(TrainerPort, trainer), pool, settings, PREPARE)

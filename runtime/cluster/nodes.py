@@ -196,7 +196,7 @@ def launches(
 ) -> dict[str, list[Launch]]:
     """By node, what it is to run; a group only while all its nodes are there.
 
-    `incarnations`: the lowest allowed, by the name of a replica or the role of a group.
+    `incarnations`: the lowest allowed, by the name of a replica or of a group's first rank.
     """
     out: dict[str, list[Launch]] = {name: [] for name in roster}
     absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
@@ -213,7 +213,7 @@ def launches(
                 Launch(role=instance.role, name=instance.name, devices=list(seat.devices), incarnation=incarnation)
             )
     for role, parts in groups.items():
-        incarnation = incarnations.get(role, 0)
+        incarnation = incarnations.get(f"{role}-0", 0)
         place = GROUPS.index(role) + len(GROUPS) * (incarnation % TRIES)
         for node, launch in _group(role, parts, roster, place, incarnation):
             out[node].append(launch)

@@ -15,7 +15,7 @@
     Devices            TrainLoop, evaluations and references wait for the devices that they share
     Publisher.run      waits for rollouts that come or are lost, and gives newcomers the committed version
     RolloutPool.guard  waits until no rollout has served for too long: that ends the run
-    Recovery           waits for the loss of trainer or critic
+    Recovery           waits for the loss of trainer or critic, as the register tells it
 
 All that needs trainer and critic is cut short when one of them is lost (`_until_saved`). Admission, generation, scores and the
 journal go on beside it until others are there: then the next attempt goes on from the newest checkpoint.
@@ -50,7 +50,6 @@ from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import Note
-from runtime.ports import RolloutPort
 from runtime.process.aio import TaskGroup
 from runtime.status import Progress
 from runtime.telemetry import startup
@@ -101,7 +100,7 @@ class Attempt:
         self._evaluator = Evaluator(context, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
-        self._recovery = Recovery(context, roles, self._devices.trainer_is_replaceable, history)
+        self._recovery = Recovery(context, roles, pool.register, self._devices.trainer_is_replaceable, history)
         self.accuracy_after: float | None = None
         self._interrupted = False
 
@@ -159,12 +158,9 @@ class Attempt:
             if task is not None:
                 task.cancel()
         self._probes.close()
+        self._devices.close()
         await self._groups.close()
         self._publisher.close()
-
-    def arrive(self, rollout: RolloutPort) -> None:
-        """A rollout has come, perhaps in the place of one that was lost."""
-        self._devices.arrive(rollout)
 
     def _train_loop(self) -> TrainLoop:
         config, roles = self._config, self._roles

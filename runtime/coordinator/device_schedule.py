@@ -27,7 +27,7 @@ from typing import Literal
 from msgspec import Struct
 
 from runtime.commands import Level
-from runtime.coordinator.membership import Member
+from runtime.coordinator.register import Member
 from runtime.errors import InvariantViolated
 
 Phase = Literal[

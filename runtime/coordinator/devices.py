@@ -42,16 +42,15 @@ from runtime.coordinator.device_schedule import (
     Trained,
     VersionPublished,
 )
-from runtime.coordinator.membership import Member
 from runtime.coordinator.probes import Probes
+from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
 from runtime.coordinator.roles import Roles
-from runtime.coordinator.rollout_pool import RolloutPool, member_of
+from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher, Transaction
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark
 from runtime.ledger.states import Phase as GroupPhase
 from runtime.ports import RolloutPort
-from runtime.status import replaced
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import PolicyVersion
 
@@ -97,12 +96,24 @@ class Devices:
 
     def __init__(self, pool: RolloutPool, publisher: Publisher, buffer: Buffer):
         self._pool = pool
+        self._register = pool.register
         self._publisher = publisher
         self._buffer = buffer
+        self._register.subscribe(self._look)
+        for unit in self._register.units(ROLLOUT, UnitState.CONNECTED):
+            self._arrive(unit.member)
 
-    def arrive(self, rollout: RolloutPort) -> None:
-        """A process of a rollout has come, perhaps in the place of one that was lost."""
-        self._pool.arrive(rollout)
+    def close(self) -> None:
+        """What comes from now on is another's to have join. Idempotent."""
+        self._register.unsubscribe(self._look)
+
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == ROLLOUT and change.unit.state is UnitState.CONNECTED:
+            self._arrive(change.unit.member)
+
+    def _arrive(self, member: Member) -> None:
+        """A rollout is connected: it has its devices, and joins the sync group."""
+        self._register.join(member)
 
     async def next_lease(self) -> bool:
         """Return once the trainer is to have the devices; False: the run ends, without another step."""
@@ -134,7 +145,6 @@ class ColocatedDevices(Devices):
         probes: Probes,
         spans: SpanClock,
     ):
-        super().__init__(pool, publisher, buffer)
         self._roles = roles
         self._probes = probes
         self._spans = spans
@@ -142,14 +152,13 @@ class ColocatedDevices(Devices):
         self._onloads_trainer = not alternates(config)  # else who orders the updates of trainer and critic does
         self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group, and another be generated in its place
         self._schedule = DeviceSchedule(pool.membership.living)
-        self._arriving: dict[Member, RolloutPort] = {}  # not in the pool yet
         self._rollout_leases = 0
         self._reference_leases = asyncio.Event()  # set while the reference has the devices
         self._calls: set[asyncio.Task[None]] = set()
         self._fault: BaseException | None = None
         self._changed = asyncio.Event()
         pool.close()
-        pool.subscribe(self._look)
+        super().__init__(pool, publisher, buffer)
 
     @property
     def phase(self) -> Phase:
@@ -241,29 +250,20 @@ class ColocatedDevices(Devices):
 
     # ------------------------------------------------------------------------------------------ rollouts come and go
 
-    def arrive(self, rollout: RolloutPort) -> None:
-        """A process has come, asleep."""
-        member = member_of(rollout)
-        formers = [one for one in (*self._schedule.members, *self._pool.membership.living) if one.name == member.name]
-        if any(one.incarnation >= member.incarnation for one in formers):
-            return
-        for former in set(formers) & set(self._pool.membership.living):
-            self._pool.lose(self._pool.port(former), replaced(member.incarnation))
-        self._arriving = {one: port for one, port in self._arriving.items() if one not in formers} | {member: rollout}
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == ROLLOUT and change.lost:
+            self._handle(MemberLost(change.unit.member))
+        super()._look(change)
+
+    def _arrive(self, member: Member) -> None:
+        """It is asleep, and joins once it has come as far as the others."""
         self._handle(Arrived(member))
-        if not self._schedule.told(member):
-            self._join(member)
+        self._join(member)
 
     def _join(self, member: Member) -> None:
-        """It is one of the pool's from now on."""
-        self._pool.arrive(self._arriving[member])
-        del self._arriving[member]
-
-    def _look(self) -> None:
-        """Tell the schedule who was lost."""
-        there = {*self._pool.membership.living, *self._arriving}
-        for member in self._schedule.members - there:
-            self._handle(MemberLost(member))
+        unit = self._register.find(member.name)
+        if unit is not None and unit.state is UnitState.CONNECTED and not self._schedule.told(member):
+            self._register.join(member)
 
     def _handle(self, event: Event) -> None:
         for action in self._schedule.handle(event):
@@ -292,23 +292,18 @@ class ColocatedDevices(Devices):
 
     async def _move(self, member: Member, level: Level) -> None:
         """A rollout that does not come as far is lost, whatever kept it."""
-        rollout = self._arriving.get(member)
+        rollout: RolloutPort | None = self._register.port(member)
         if rollout is None:
-            if member not in self._pool.membership.living:
-                return
-            rollout = self._pool.port(member)
+            return
         try:
             await rollout.move(level)
         except InvariantViolated:
             raise
         except SluiceError as error:
-            if member in self._arriving:
-                self._join(member)
-            self._pool.lose(rollout, str(error))
+            self._register.lose(member, str(error))
             return
         self._handle(Reached(member, level))
-        if member in self._arriving and not self._schedule.told(member):
-            self._join(member)
+        self._join(member)
 
     async def _onload(self, who: Offloadable) -> None:
         if who == "reference":

@@ -24,6 +24,7 @@ from pathlib import Path
 from runtime import codec
 from runtime.cluster.topology import slots
 from runtime.coordinator.devices import wake_without_trainer
+from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
 from runtime.coordinator.roles import EvaluationRoles, RewardScoring
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import EvaluationContext
@@ -33,7 +34,6 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluationResult, Judged
-from runtime.ports import Replaceable, RolloutPort
 from runtime.process.aio import TaskGroup
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
@@ -216,30 +216,29 @@ def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
 class EvaluationRun:
     """`sluice eval`: one evaluation of the weights that the rollouts loaded, and nothing else. `stop` cuts it short."""
 
-    def __init__(self, context: EvaluationContext, roles: EvaluationRoles):
+    def __init__(self, context: EvaluationContext, register: Register):
+        config = context.config
         self._context = context
-        self._roles = roles
-        self._pool = RolloutPool(roles.rollouts, slots(context.config), context.config.deadlines.start, context.supervisor)
-        self._serving = {asyncio.ensure_future(self._serve(rollout)) for rollout in roles.rollouts}
-        self._evaluator = Evaluator(context, roles, self._pool)
+        self._register = register
+        self._pool = RolloutPool(register, slots(config), config.deadlines.start)
+        self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
+        register.subscribe(self._look)
+        self._evaluator = Evaluator(context, EvaluationRoles.of(register, config.deadlines.start), self._pool)
         self._stopped = False
         self._evaluating: asyncio.Task[EvaluationResult] | None = None
 
-    def arrive(self, role: str, replica: Replaceable) -> None:
-        """A process has come in the place of one that was lost."""
-        if role == "rollout":
-            self._pool.arrive(replica)  # type: ignore[arg-type]
-            self._serving.add(asyncio.ensure_future(self._serve(replica)))  # type: ignore[arg-type]
-        else:
-            self._roles.arrive(role, replica)
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == ROLLOUT and change.unit.state is UnitState.CONNECTED:
+            self._serving.add(asyncio.ensure_future(self._serve(change.unit)))
 
-    async def _serve(self, rollout: RolloutPort) -> None:
+    async def _serve(self, rollout: Unit) -> None:
         try:
-            await wake_without_trainer(self._context.config, rollout)
+            await wake_without_trainer(self._context.config, rollout.port)
         except SluiceError as error:
-            self._pool.lose(rollout, str(error))
+            self._register.lose(rollout, str(error))
         else:
-            self._pool.serve_as_loaded()
+            if self._register.join(rollout):
+                self._pool.serve_as_loaded()
 
     def stop(self) -> None:
         self._stopped = True

@@ -1,14 +1,8 @@
-"""Who is in the publication group, and who may be asked to generate: the rollouts' epochs. Pure: no I/O, no clock.
-
-::
-
-    arrive → newcomer → (an epoch with it is opened, and a version committed in it) → serving
-                 |                                                                       |
-                 +------------------------------ lose ----------------------------------+→ gone, for this incarnation
+"""The epochs of the sync group: which rollouts are in it, and from when each may be asked to generate. Pure: no I/O, no clock.
 
 An epoch is a numbered list of members. It is stale once it is not exactly the living, or its group is broken: then another
 has to be opened. A member serves from the first commit of an epoch that it is in, so all who serve have the committed version.
-An incarnation that was lost never comes back; the process that replaces it has the next one.
+Who lives is what the register says: who joins (a newcomer) or serves.
 """
 
 from __future__ import annotations
@@ -17,15 +11,9 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
+from runtime.coordinator.register import LIVING, ROLLOUT, Member, Register, UnitState
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
-
-
-class Member(Struct, frozen=True, order=True):
-    """One incarnation of a rollout, which takes part in publications."""
-
-    name: str
-    incarnation: int = 0
 
 
 class Epoch(Struct, frozen=True):
@@ -36,53 +24,33 @@ class Epoch(Struct, frozen=True):
 class Membership:
     """`epoch` is the newest; `committed` the version that counts, None before the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, register: Register):
         self.epoch = Epoch(0, ())
         self.committed: PolicyVersion | None = None
-        self._newest: dict[str, int] = {}  # the newest incarnation that was ever seen of each name
-        self._living: set[Member] = set()
-        self._serving: set[Member] = set()
+        self._register = register
         self._broken = False
 
     @property
     def living(self) -> tuple[Member, ...]:
-        return tuple(sorted(self._living))
+        return self._members(*LIVING)
 
     @property
     def serving(self) -> tuple[Member, ...]:
         """Who may generate."""
-        return tuple(sorted(self._serving))
+        return self._members(UnitState.SERVING)
 
     @property
     def newcomers(self) -> tuple[Member, ...]:
-        return tuple(sorted(self._living - self._serving))
+        return self._members(UnitState.JOINING)
 
     @property
     def stale(self) -> bool:
         """Whether the next publication needs another epoch than this one."""
-        return self._broken or set(self.epoch.members) != self._living
-
-    def arrive(self, member: Member) -> bool:
-        """A process is there. False, and nothing changes, when it is not newer than what was seen under its name."""
-        if member.incarnation <= self._newest.get(member.name, -1):
-            return False
-        for former in [living for living in self._living if living.name == member.name]:
-            self.lose(former)
-        self._newest[member.name] = member.incarnation
-        self._living.add(member)
-        return True
-
-    def lose(self, member: Member) -> bool:
-        """It is gone, or given up. False when it was so before."""
-        if member not in self._living:
-            return False
-        self._living.discard(member)
-        self._serving.discard(member)
-        return True
+        return self._broken or self.epoch.members != self.living
 
     def open(self) -> Epoch:
         """The next epoch, of all the living."""
-        if not self._living:
+        if not self.living:
             raise InvariantViolated("an epoch needs a living member")
         self.epoch, self._broken = Epoch(self.epoch.number + 1, self.living), False
         return self.epoch
@@ -101,7 +69,12 @@ class Membership:
             raise InvariantViolated(f"a commit of epoch {epoch} by {sorted(members)} in {self.epoch}")
         if self.committed is not None and version < self.committed:
             raise InvariantViolated(f"version {version} is committed after {self.committed}")
-        if behind := (self._living & set(self.epoch.members)) - members:
+        if behind := (set(self.living) & set(self.epoch.members)) - members:
             raise InvariantViolated(f"version {version} is committed, and {sorted(behind)} live without it")
         self.committed = version
-        self._serving = self._living & members
+        for member in self.newcomers:
+            if member in members:
+                self._register.serve(member)
+
+    def _members(self, *states: UnitState) -> tuple[Member, ...]:
+        return tuple(unit.member for unit in self._register.units(ROLLOUT, *states))

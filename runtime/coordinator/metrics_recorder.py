@@ -70,7 +70,7 @@ class BusyMeter:
         if not isinstance(answer, ServiceFault):
             raise answer
         if now - self._heard[rollout] >= self._silence:
-            self._pool.lose(rollout, f"told nothing for {self._silence:g} s (deadlines.silence)")
+            self._pool.register.lose(rollout, f"told nothing for {self._silence:g} s (deadlines.silence)")
         return None
 
 

@@ -12,9 +12,9 @@ import logging
 import math
 from collections.abc import Sequence
 
-from runtime.coordinator.membership import Member
 from runtime.coordinator.recovery import RunHistory
-from runtime.coordinator.rollout_pool import RolloutPool, member_of
+from runtime.coordinator.register import Member, member_of
+from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, SluiceError

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.coordinator.roles import Roles, TrainedModels
+from runtime.coordinator.register import Register, UnitChange, member_of
+from runtime.coordinator.roles import UPDATED, Roles, TrainedModels
 from runtime.coordinator.run_context import RunContext
-from runtime.errors import ServiceFault, Unreachable
+from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable
 from runtime.ports import UpdatePort
-from runtime.process.aio import first_error
-from runtime.status import Loss
+from runtime.process.aio import first_error, still_missing
 from runtime.telemetry.summary import Totals
 
 log = logging.getLogger("sluice")
@@ -38,11 +38,12 @@ class Recovery:
     """Watches trainer and critic during one attempt. When one is lost the other is given up: both go back to one checkpoint,
     and neither could without the other. `begun`: the first version is published."""
 
-    def __init__(self, context: RunContext, roles: Roles, replaceable: bool, history: RunHistory):
+    def __init__(self, context: RunContext, roles: Roles, register: Register, replaceable: bool, history: RunHistory):
         """`replaceable`: others may begin on the devices of these models, as the rollouts go on."""
         self.models: list[UpdatePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
         self.begun = history.attempts > 0
-        self._supervisor = context.supervisor
+        self._register = register
+        self._config = context.config
         self._allowed = context.config.services.trainer.restarts.attempts
         self._replaceable = replaceable and context.supervisor.restarts
         self._history = history
@@ -60,8 +61,10 @@ class Recovery:
     async def run_until_lost(self, work: Coroutine[Any, Any, None]) -> ServiceFault | None:
         """Do `work`. Returns None when it is done, and the loss when it was cut short because a model was lost, and others will
         come. Raises what `work` raised, or the loss as a ServiceFault. To be called once."""
+        self._register.subscribe(self._look)
         for model in self.models:
-            model.when_lost(partial(self._lose, model))
+            if self._register.port(model) is None:
+                self._lose(model, self._register.reason(model))
         working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
         try:
             await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -77,6 +80,7 @@ class Recovery:
                 raise loss
             return loss
         finally:
+            self._register.unsubscribe(self._look)
             for task in (working, lost):
                 task.cancel()
             await asyncio.gather(working, lost, return_exceptions=True)
@@ -91,14 +95,39 @@ class Recovery:
 
     async def wait_restarted(self, loss: ServiceFault) -> TrainedModels:
         """The models with which another attempt goes on; rollouts generate meanwhile, as far as the staleness bound allows.
-        Raises `loss` when the run is interrupted meanwhile, DeadlineExceeded when they do not come."""
-        self._waiting = asyncio.ensure_future(self._supervisor.wait_restarted())
+        Raises `loss` when the run is interrupted meanwhile, and DeadlineExceeded, naming who is not there after
+        `deadlines.start`, and the longest that a role's `restarts` may put off a start."""
+        self._waiting = asyncio.ensure_future(self._restarted())
         try:
             return await self._waiting
         except asyncio.CancelledError:
             if self._interrupted:
                 raise loss from None
             raise
+
+    async def _restarted(self) -> TrainedModels:
+        policies = [getattr(self._config.services, role).restarts for role in UPDATED if self._register.units(role)]
+        timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
+        changed = asyncio.Event()
+
+        def missing() -> list[str]:
+            return [unit.name for role in UPDATED for unit in self._register.units(role) if unit.port is None]
+
+        def look(_: UnitChange) -> None:
+            changed.set()
+
+        self._register.subscribe(look)
+        try:
+            if late := await still_missing(missing, changed, time.monotonic() + timeout):
+                raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
+        finally:
+            self._register.unsubscribe(look)
+        return TrainedModels.of(self._register)
+
+    def _look(self, change: UnitChange) -> None:
+        for model in self.models:
+            if change.lost and change.unit.member == member_of(model):
+                self._lose(model, change.unit.reason)
 
     def _replaced(self) -> bool:
         """Whether other models would come in the place of these."""
@@ -109,19 +138,16 @@ class Recovery:
             return
         self._name, self._reason = model.name, reason
         self._lost.set()
-        log.warning("%s (incarnation %d) is lost: %s", model.name, model.incarnation, reason)
-        if not self._replaced():
-            return
-        for one in self.models:
-            why = reason if one is model else f"goes back to a checkpoint with {model.name}"
-            one.give_up(why)
-            self._supervisor.lose(Loss(name=one.name, incarnation=one.incarnation, reason=why))
+        if self._replaced():
+            for other in self.models:
+                if other is not model:
+                    self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _find_lost(self, error: BaseException) -> None:
         """A model that does not take part in a publication is lost as well."""
         for model in self.models:
             if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
-                self._lose(model, error.reason)
+                self._register.lose(model, error.reason)
 
 
 @dataclass

@@ -1,32 +1,24 @@
-"""Every process that the coordinator talks to, what becomes of a request whose replica is lost, and who is asked for scores."""
+"""Whom the run asks, by role; what becomes of a request whose replica is lost, and who is asked for scores."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from runtime.coordinator.register import Register, Unit, UnitState
 from runtime.errors import ServiceFault, Unreachable
-from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, RolloutPort, TrainerPort
+from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, TrainerPort
 from runtime.rewards.combination import combine
-from runtime.status import Loss, replaced
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import ScoreRequest, Scores
 
-log = logging.getLogger("sluice")
+UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other process can get, but from a checkpoint
 
 T = TypeVar("T", bound=Replaceable)
 R = TypeVar("R")
-
-
-class LossListener(Protocol):
-    """Is told of every process that the run does without."""
-
-    def lose(self, loss: Loss) -> None: ...
 
 
 class Replicas(Generic[T]):
@@ -34,41 +26,20 @@ class Replicas(Generic[T]):
     none, it waits for the process that comes in its place. No request is left out.
     """
 
-    def __init__(self, replicas: Sequence[T] = (), patience: float = 120.0, listener: LossListener | None = None):
-        """`patience`: seconds that a request waits when there is no replica. `listener` is told of each that is lost."""
-        self._name = replicas[0].name.rpartition("-")[0] if replicas else ""
-        self._living: list[T] = []
+    def __init__(self, register: Register, role: str, patience: float = 120.0):
+        """`patience`: seconds that a request waits when there is no replica."""
+        self._register, self._role = register, role
         self._patience = patience
-        self._listener = listener
-        self._reason = ""
-        self._arrived = asyncio.Event()
-        for replica in replicas:
-            self.arrive(replica)
+        self._changed = asyncio.Event()
+        register.subscribe(lambda _: self._changed.set())
 
     def __bool__(self) -> bool:
         """Whether the run has such a role."""
-        return bool(self._name)
+        return bool(self._register.units(self._role))
 
-    def arrive(self, replica: T) -> None:
-        """A replica, perhaps in the place of one that is not known to be lost yet."""
-        for former in [one for one in self._living if one.name == replica.name]:
-            if former.incarnation >= replica.incarnation:
-                return
-            self.lose(former, replaced(replica.incarnation))
-        self._living.append(replica)
-        self._living.sort(key=lambda one: one.name)
-        replica.when_lost(partial(self.lose, replica))
-        self._arrived.set()
-
-    def lose(self, replica: T, reason: str) -> None:
-        """Do without `replica` from now on. Idempotent."""
-        if replica in self._living:
-            self._living.remove(replica)
-            self._reason = f"{replica.name}: {reason}"
-            log.warning("%s (incarnation %d) is lost: %s", replica.name, replica.incarnation, reason)
-            replica.give_up(reason)
-            if self._listener is not None:
-                self._listener.lose(Loss(name=replica.name, incarnation=replica.incarnation, reason=reason))
+    @property
+    def _serving(self) -> Sequence[Unit]:
+        return self._register.units(self._role, UnitState.SERVING)
 
     async def ask(self, turn: int, question: Callable[[T], Awaitable[R]]) -> R:
         """The answer of a replica. Raises what it raised, or ServiceFault when there is none for `patience` seconds."""
@@ -77,44 +48,48 @@ class Replicas(Generic[T]):
             try:
                 return await question(replica)
             except Unreachable as error:
-                self.lose(replica, error.reason)
+                self._register.lose(replica, error.reason)
 
     async def tell(self, order: Callable[[T], Awaitable[None]]) -> None:
-        """All that live carry out `order`, but for those that are lost meanwhile."""
+        """All that serve carry out `order`, but for those that are lost meanwhile."""
 
         async def told(replica: T) -> None:
             try:
                 await order(replica)
             except Unreachable as error:
-                self.lose(replica, error.reason)
+                self._register.lose(replica, error.reason)
 
-        await asyncio.gather(*map(told, list(self._living)))
+        await asyncio.gather(*(told(unit.port) for unit in self._serving))
 
     async def _choose(self, turn: int) -> T:
-        while not self._living:  # again, as it may be lost before the waiter's turn
+        while not (serving := self._serving):  # again, as it may be lost before the waiter's turn
             try:
                 await asyncio.wait_for(self._some(), self._patience)
             except asyncio.TimeoutError:
-                raise ServiceFault(self._name, "run", f"{self._reason}; no other has come", self._patience) from None
-        return self._living[turn % len(self._living)]
+                why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
+                raise ServiceFault(self._role, "run", f"{why}; no other has come", self._patience) from None
+        replica: T = serving[turn % len(serving)].port
+        return replica
 
     async def _some(self) -> None:
-        while not self._living:
-            self._arrived.clear()
-            await self._arrived.wait()
+        while not self._serving:
+            self._changed.clear()
+            await self._changed.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRoles:
-    """Who generates replies and scores them: all that an evaluation needs."""
+    """Who scores replies: all that an evaluation needs besides rollouts."""
 
-    rollouts: Sequence[RolloutPort]
     rewards: Replicas[RewardPort]
-    reward_models: Replicas[RewardPort] = field(default_factory=Replicas)
+    reward_models: Replicas[RewardPort]
 
-    def arrive(self, role: str, replica: Replaceable) -> None:
-        """A process of `role`, which is not rollout, has come in the place of one that was lost."""
-        {"reward": self.rewards, "reward_model": self.reward_models}[role].arrive(replica)  # type: ignore[arg-type]
+    @classmethod
+    def of(cls, register: Register, patience: float) -> EvaluationRoles:
+        """`patience`: as of `Replicas`."""
+        return EvaluationRoles(
+            rewards=Replicas(register, "reward", patience), reward_models=Replicas(register, "reward_model", patience)
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +99,15 @@ class TrainedModels:
     trainer: TrainerPort
     critic: CriticPort | None = None
 
+    @classmethod
+    def of(cls, register: Register) -> TrainedModels:
+        """Those that serve now. Raises Unreachable when one is lost."""
+        units = [unit for role in UPDATED for unit in register.units(role)]
+        for unit in units:
+            if unit.port is None:
+                raise Unreachable(unit.name, "start", unit.reason)
+        return cls(*(unit.port for unit in units))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roles(EvaluationRoles):
@@ -131,11 +115,17 @@ class Roles(EvaluationRoles):
     references: Replicas[ReferencePort]
     critic: CriticPort | None = None
 
-    def arrive(self, role: str, replica: Replaceable) -> None:
-        if role == "reference":
-            self.references.arrive(replica)  # type: ignore[arg-type]
-        else:
-            super().arrive(role, replica)
+    @classmethod
+    def of(cls, register: Register, patience: float) -> Roles:
+        """Raises Unreachable when trainer or critic is lost."""
+        answering, models = EvaluationRoles.of(register, patience), TrainedModels.of(register)
+        return cls(
+            rewards=answering.rewards,
+            reward_models=answering.reward_models,
+            references=Replicas(register, "reference", patience),
+            trainer=models.trainer,
+            critic=models.critic,
+        )
 
 
 class RewardScoring:

@@ -1,52 +1,36 @@
-"""The living rollouts: whom a group goes to, who is new, and what happens to the work of one that is lost."""
+"""The living rollouts: whom a group goes to, and what happens to the work of one that is lost."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
-from runtime.coordinator.membership import Epoch, Member, Membership
-from runtime.coordinator.roles import LossListener
+from runtime.coordinator.membership import Epoch, Membership
+from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolloutPort
-from runtime.status import Loss, replaced
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
-
-log = logging.getLogger("sluice")
 
 
 class RolloutPool:
-    """Spreads groups over the rollouts that serve: each goes to whoever has the fewest samples under way for its slots.
-
-    A rollout that arrives is a newcomer until `membership` says that it serves. One whose connection is lost, or that is given
-    up, fails every call under way with Unreachable: its groups are another's to make.
+    """Spreads groups over the rollouts that serve: each goes to whoever has the fewest samples under way for its slots. One
+    that is lost fails every call under way with Unreachable: its groups are another's to make.
     """
 
-    def __init__(
-        self,
-        rollouts: Sequence[RolloutPort],
-        slots: Mapping[str, int],
-        patience: float = 120.0,
-        listener: LossListener | None = None,
-    ):
+    def __init__(self, register: Register, slots: Mapping[str, int], patience: float = 120.0):
         """`slots`: how many sequences each generates at once, by name. `patience`: seconds that a run goes on without any
-        rollout. `listener` is told of each that is lost."""
+        rollout."""
+        self.register = register
         self.slots = slots
-        self.membership = Membership()
-        self.losses: dict[str, Loss] = {}
-        """The newest loss of each name, while nobody has come in its place."""
-        self._ports: dict[Member, RolloutPort] = {}
-        self._load: dict[Member, int] = {}
+        self.membership = Membership(register)
+        self._load = Counter[Member]()
         self._patience = patience
-        self._listener = listener
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = [self._changed.set]
         self._lost = self._repeated = 0  # since `close_step`
         self._closed = False
-        for rollout in rollouts:
-            self.arrive(rollout)
+        register.subscribe(self._look)
 
     # ------------------------------------------------------------------------------------------ who is there
 
@@ -58,31 +42,10 @@ class RolloutPool:
         """Idempotent."""
         self._watchers = [other for other in self._watchers if other != watcher]
 
-    def arrive(self, rollout: RolloutPort) -> None:
-        """A newcomer, or a late word of one that was seen before, which changes nothing."""
-        member = member_of(rollout)
-        former = [port for known, port in self._ports.items() if known.name == member.name]
-        if not self.membership.arrive(member):
-            return
-        for port in former:
-            self._forget(port, replaced(member.incarnation))
-        self.losses.pop(member.name, None)
-        self._ports[member], self._load[member] = rollout, 0
-        rollout.when_lost(partial(self.lose, rollout))
-        self._notify()
-
-    def lose(self, rollout: RolloutPort, reason: str) -> None:
-        """Do without `rollout` from now on. Idempotent."""
-        member = member_of(rollout)
-        if not self.membership.lose(member):
-            return
-        self._lost += 1
-        loss = self.losses[member.name] = Loss(name=member.name, incarnation=member.incarnation, reason=reason)
-        log.warning("%s (incarnation %d) is lost: %s", member.name, member.incarnation, reason)
-        self._forget(rollout, reason)
-        if self._listener is not None:
-            self._listener.lose(loss)
-        self._notify()
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == ROLLOUT:
+            self._lost += change.lost
+            self._notify()
 
     def commit(self, epoch: Epoch, version: PolicyVersion, swapped: Collection[str]) -> None:
         """The members called `swapped` of `epoch` have `version`, which counts; the others were lost."""
@@ -95,11 +58,13 @@ class RolloutPool:
         self.commit(epoch, PolicyVersion(), {member.name for member in epoch.members})
 
     def port(self, member: Member) -> RolloutPort:
-        return self._ports[member]
+        """Of one that lives."""
+        port: RolloutPort = self.register.port(member)
+        return port
 
     @property
     def serving(self) -> list[RolloutPort]:
-        return [self._ports[member] for member in self.membership.serving]
+        return [unit.port for unit in self.register.units(ROLLOUT, UnitState.SERVING)]
 
     @property
     def admitting(self) -> list[RolloutPort]:
@@ -136,7 +101,7 @@ class RolloutPool:
 
     def least_loaded(self) -> RolloutPort:
         """Of those that serve, of whom there is at least one."""
-        return self._ports[min(self.membership.serving, key=lambda member: self._load[member] / self.slots[member.name])]
+        return self.port(min(self.membership.serving, key=lambda member: self._load[member] / self.slots[member.name]))
 
     def load(self, rollout: RolloutPort) -> int:
         """Its samples under way."""
@@ -145,14 +110,14 @@ class RolloutPool:
     async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
         """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""
         member = member_of(rollout)
-        self._load[member] = self._load.get(member, 0) + request.n
+        self._load[member] += request.n
         try:
             return await rollout.generate(request)
         except Unanswered as error:
-            self.lose(rollout, str(error))
+            self.register.lose(member, str(error))
             raise Unreachable(rollout.name, "Generate", error.reason) from error
         except Unreachable as error:
-            self.lose(rollout, error.reason)
+            self.register.lose(member, error.reason)
             raise
         finally:
             self._load[member] -= request.n
@@ -187,7 +152,7 @@ class RolloutPool:
         parts = [f"epoch {self.membership.epoch.number}: {_names(self.membership.serving) or 'no rollout'}"]
         if newcomers := _names(self.membership.newcomers):
             parts.append(f"catching up: {newcomers}")
-        parts += [f"lost: {loss.name} ({loss.reason})" for loss in self.losses.values()]
+        parts += [f"lost: {unit.name} ({unit.reason})" for unit in self._losses]
         return ", ".join(parts)
 
     # ------------------------------------------------------------------------------------------ inside
@@ -197,8 +162,7 @@ class RolloutPool:
             try:
                 await asyncio.wait_for(self._wait(holds), self._patience)
             except asyncio.TimeoutError:
-                losses = self.losses.values()
-                who, why = ", ".join(loss.name for loss in losses), "; ".join(loss.reason for loss in losses)
+                who, why = ", ".join(unit.name for unit in self._losses), "; ".join(unit.reason for unit in self._losses)
                 message = f"{why or 'lost'}; no rollout has served since"
                 raise ServiceFault(who or "rollout", "run", message, self._patience) from None
 
@@ -207,18 +171,14 @@ class RolloutPool:
             self._changed.clear()
             await self._changed.wait()
 
-    def _forget(self, rollout: RolloutPort, reason: str) -> None:
-        del self._ports[member_of(rollout)]
-        rollout.give_up(reason)
+    @property
+    def _losses(self) -> list[Unit]:
+        """Who was lost, while nobody has come in its place."""
+        return [unit for unit in self.register.units(ROLLOUT) if unit.reason]
 
     def _notify(self) -> None:
         for watcher in self._watchers:
             watcher()
-
-
-def member_of(rollout: RolloutPort) -> Member:
-    """What stands for a process in an epoch."""
-    return Member(rollout.name, rollout.incarnation)
 
 
 def _names(members: Sequence[Member]) -> str:

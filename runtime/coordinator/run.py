@@ -9,24 +9,26 @@ from runtime.cluster.topology import slots
 from runtime.coordinator.attempt import INTERRUPTED, Attempt
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.recovery import RunHistory
+from runtime.coordinator.register import Register
 from runtime.coordinator.roles import Roles
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.ledger.reader import LedgerReader
-from runtime.ports import Replaceable
 from runtime.telemetry.summary import Summary
 
 
 class TrainingRun:
     """One run. `stop` ends it in order; everything else happens in `execute`."""
 
-    def __init__(self, context: RunContext, roles: Roles):
+    def __init__(self, context: RunContext, register: Register):
+        """Raises Unreachable when trainer or critic is lost."""
         config = context.config
-        self._context, self._config, self._roles = context, config, roles
+        self._context, self._config = context, config
+        self._roles = Roles.of(register, config.deadlines.start)
         self._started = time.monotonic()
-        self._pool = RolloutPool(roles.rollouts, slots(config), config.deadlines.start, context.supervisor)
+        self._pool = RolloutPool(register, slots(config), config.deadlines.start)
         self._history = RunHistory(config.run.resume)
-        self._attempt = Attempt(context, roles, self._pool, self._history)
+        self._attempt = Attempt(context, self._roles, self._pool, self._history)
         self._interrupted = False
 
     def stop(self, reason: str) -> None:
@@ -61,13 +63,6 @@ class TrainingRun:
     def alarm(self) -> str:
         """Of the newest rollout that was too far from the trainer, or ""."""
         return self._history.alarm
-
-    def arrive(self, role: str, replica: Replaceable) -> None:
-        """A process has come in the place of one that was lost, of a role that holds nothing of the run's."""
-        if role == "rollout":
-            self._attempt.arrive(replica)  # type: ignore[arg-type]
-        else:
-            self._roles.arrive(role, replica)
 
     async def execute(self) -> Summary:
         """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""

@@ -9,7 +9,6 @@ from typing import Protocol
 from runtime.chosen_algorithm import choose
 from runtime.cluster.topology import instances, settings_of, uses_reference
 from runtime.config import Computing, Config, Rollout
-from runtime.coordinator.roles import LossListener, TrainedModels
 from runtime.data.prompts import Prompts
 from runtime.errors import UserError
 from runtime.evaluation.generations import TextDecoder
@@ -21,16 +20,13 @@ from runtime.telemetry.startup import Startup
 from runtime.telemetry.trackers import Trackers
 
 
-class RunSupervisor(LossListener, Protocol):
+class RunSupervisor(Protocol):
     """Who runs the coordinator's logic in a process: is told how far the run is, and has lost processes started again."""
 
     restarts: bool
     """Whether trainer and critic are started again after a loss; where they are not, a loss ends the run."""
 
     def report(self, progress: Progress) -> None: ...
-
-    async def wait_restarted(self) -> TrainedModels:
-        """Trainer and critic after a loss, once all their ranks are there again. Raises DeadlineExceeded."""
 
 
 @dataclass(kw_only=True)

@@ -132,7 +132,7 @@ class SyncGroup:
             raise left[0]
         for port, error in zip(ports, left[1:], strict=True):
             if isinstance(error, Unreachable | Unanswered):
-                self.pool.lose(port, str(error))
+                self.pool.register.lose(port, str(error))
                 failed = failed if isinstance(failed, Unreachable | Unanswered) else error
         return failed
 
@@ -335,7 +335,7 @@ class Transaction:
         if machine.phase == "done" and self._group.settings.in_flight == "drain":  # it got as far as the commit
             reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
         for name in machine.lost:
-            pool.lose(self._ports[name], reason)
+            pool.register.lose(self._ports[name], reason)
         if machine.phase == "done":
             pool.commit(self._epoch, self._version, self._ports.keys() - machine.lost)
             return True

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from runtime import codec, config, run_files
 from runtime.commands import Level
 from runtime.config import Config
-from runtime.coordinator.roles import Replicas, Roles, TrainedModels
+from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
@@ -246,8 +246,7 @@ class Cast:
     reference: FakeReference
     critic: FakeCritic | None = None
     reward_model: FakeRewardModel | None = None
-    patience: float = 20.0  # seconds that a request waits for a replica when there is none
-    regroup: Callable[[], Awaitable[TrainedModels]] | None = None  # after the loss of trainer or critic
+    regroup: Callable[[], Awaitable[list[FakeTrainer | FakeCritic]]] | None = None  # after the loss of trainer or critic
 
     @classmethod
     def make(cls, seed: int = 0) -> Cast:
@@ -267,16 +266,24 @@ class Cast:
         rollouts = [FakeRollout(f"rollout-{i}", weights) for i in range(2)]
         return cls(weights, FakeTrainer(weights), rollouts, FakeReward(), FakeReference())
 
-    @property
-    def roles(self) -> Roles:
-        return Roles(
-            trainer=self.trainer,
-            rollouts=self.rollouts,
-            rewards=Replicas([self.reward] if self.reward else [], self.patience),
-            reward_models=Replicas([self.reward_model] if self.reward_model else [], self.patience),
-            references=Replicas([self.reference], self.patience),
-            critic=self.critic,
-        )
+    def register(self) -> Register:
+        """All of them are connected."""
+        register = Register()
+        for role, ports in self._ports().items():
+            for port in ports:
+                if port is not None:
+                    register.add(role, port)
+        return register
+
+    def _ports(self) -> dict[str, list[Losable | None]]:
+        return {
+            "rollout": [*self.rollouts],
+            "reward": [self.reward],
+            "reward_model": [self.reward_model],
+            "reference": [self.reference],
+            "trainer": [self.trainer],
+            "critic": [self.critic],
+        }
 
     def generated_by(self) -> dict[int, PolicyVersion]:
         """The version at the start of each group, as the rollouts saw it."""
@@ -284,21 +291,34 @@ class Cast:
 
 
 class FakeSupervisor:
-    """Keeps what it is told; `regroup` returns the models that come after a loss, where any do."""
+    """Keeps what it is told; once the run waits for other models those come that `regroup` returns, where any do."""
 
-    def __init__(self, progress: list[Progress], losses: list[Loss], regroup: Callable[[], Awaitable[TrainedModels]] | None):
-        self._progress, self._losses, self._regroup = progress, losses, regroup
+    def __init__(
+        self,
+        register: Register,
+        progress: list[Progress],
+        losses: list[Loss],
+        regroup: Callable[[], Awaitable[list[FakeTrainer | FakeCritic]]] | None,
+    ):
+        self._register, self._progress, self._losses, self._regroup = register, progress, losses, regroup
+        self._coming: asyncio.Task[None]
         self.restarts = regroup is not None
+        register.subscribe(self._look)
 
     def report(self, progress: Progress) -> None:
         self._progress.append(progress)
+        if progress.phase == "recovering" and self._register.units("trainer", UnitState.LOST):
+            self._coming = asyncio.ensure_future(self._restart())
 
-    def lose(self, loss: Loss) -> None:
-        self._losses.append(loss)
+    def _look(self, change: UnitChange) -> None:
+        unit = change.unit
+        if unit.state is UnitState.LOST:
+            self._losses.append(Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason))
 
-    async def wait_restarted(self) -> TrainedModels:
+    async def _restart(self) -> None:
         assert self._regroup is not None
-        return await self._regroup()
+        for model in await self._regroup():
+            self._register.add(model.name.rpartition("-")[0], model)
 
 
 @dataclass
@@ -346,6 +366,7 @@ class RunFolder:
         settings = self.config(resume)
         ledger = await LedgerWriter.open(self.path / "ledger", settings.ledger.segment_bytes)
         trackers = Trackers(settings.trackers, self.path, "test", {})
+        register = cast.register()
         try:
             context = RunContext(
                 config=settings,
@@ -355,10 +376,10 @@ class RunFolder:
                 held_out=self.held_out(settings),
                 text=Numbers(),
                 stop_token_ids=(0,),
-                supervisor=FakeSupervisor(self.progress, self.losses, cast.regroup),
+                supervisor=FakeSupervisor(register, self.progress, self.losses, cast.regroup),
                 launched=time.monotonic(),
             )
-            run = TrainingRun(context, cast.roles)
+            run = TrainingRun(context, register)
             beside = asyncio.create_task(course(run)) if course is not None else None  # type: ignore[arg-type]
             try:
                 summary = await run.execute()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import config
+from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import ServiceFault
@@ -48,8 +49,16 @@ def make(
         abort_timeout=min(transfer, commit),
         in_flight=in_flight,
     )
-    pool = RolloutPool(cast.rollouts, {rollout.name: 1 for rollout in cast.rollouts}, patience)
+    pool = RolloutPool(Register(), dict.fromkeys(("rollout-0", "rollout-1", "rollout-2"), 1), patience)
+    for rollout in cast.rollouts:
+        come(pool, rollout)
     return Publisher(cast.trainer, pool, settings, 20.0)
+
+
+def come(pool: RolloutPool, rollout: Any) -> None:
+    """It is connected, and joins the sync group."""
+    pool.register.add(ROLLOUT, rollout)
+    pool.register.join(rollout)
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from runtime.commands import (
     SendWeights,
     WeightsSent,
 )
+from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import Unreachable
@@ -34,6 +35,7 @@ from runtime.weights.plan import GroupAddress, Manifest
 from runtime.weights.sender import WeightSender
 from services.rollout import RolloutService
 from services.trainer import TrainerService
+from tests.loopback.publisher_cases import come
 from tests.loopback.weight_cases import MANIFEST, expected, same
 
 DEADLINE = 100.0
@@ -181,7 +183,9 @@ class Stage:
     def __init__(self, settings: config.Publication, trainer: TrainerHere | None = None) -> None:
         self.trainer = trainer or TrainerHere(settings)
         self.rollouts = [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)]
-        self.pool = RolloutPool(self.rollouts, {rollout.name: 1 for rollout in self.rollouts}, 20.0)  # type: ignore[arg-type]
+        self.pool = RolloutPool(Register(), {rollout.name: 1 for rollout in self.rollouts}, 20.0)
+        for rollout in self.rollouts:
+            come(self.pool, rollout)
         self.publisher = Publisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -191,7 +195,7 @@ class Stage:
     def comes(self, rollout: RolloutHere) -> None:
         self.serve(rollout)
         self.rollouts.append(rollout)
-        self.pool.arrive(rollout)  # type: ignore[arg-type]
+        come(self.pool, rollout)
 
     async def publish(self, step: int) -> Any:
         return await self.publisher.publish(PolicyVersion(0, step))
@@ -276,7 +280,7 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         assert (figures.aborts, figures.epoch) == (1, 2)
         assert staying.engine.swapped == [1, 2]
         assert here.trainer.worker.gathered == [1, 2]
-        assert [loss.name for loss in here.pool.losses.values()] == ["rollout-1"]
+        assert [unit.name for unit in here.pool.register.units(ROLLOUT, UnitState.LOST)] == ["rollout-1"]
 
     run(test, PUBLICATION if how == "dies" else IMPATIENT)
 

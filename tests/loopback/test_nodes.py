@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration, Scale
+from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Scale
 from runtime.config import Config
+from runtime.coordinator.register import Register, UnitState
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.process import os_process
 from runtime.status import Registration
 from services.nodes import Nodes
-from services.peers import Peers
 from services.rpc import contract, session
 from services.rpc.server import Server
 
@@ -43,8 +43,8 @@ class Desk:
     """A coordinator's part of it, served."""
 
     def __init__(self, config: Config):
-        self.peers = Peers(config, lambda: None)
-        self.nodes = Nodes(config, True, self.peers)
+        self.register = Register()
+        self.nodes = Nodes(config, True, self.register)
         self.address = ""
 
     @asynccontextmanager
@@ -107,17 +107,29 @@ def run(config: Config, test: Callable[[Desk], Awaitable[None]]) -> None:
 
 
 async def a_and_b(desk: Desk) -> Agent:
-    """Both have come, a being the coordinator's own, and the processes that are placed on them are expected. The agent of b."""
+    """Both have come, a being the coordinator's own. The agent of b."""
     placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
     Agent(desk, registration("a", own=True))
     b = Agent(desk, registration("b"))
-    desk.peers.expect(await placing)
+    await placing
     return b
 
 
 def register(desk: Desk, name: str, incarnation: int = 0) -> None:
     role = name.rpartition("-")[0]
-    desk.peers.register(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
+    desk.register.admit(Registration(role=role, name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=incarnation))
+
+
+def dies(desk: Desk, name: str, incarnation: int = 0) -> bool:
+    """Whether the group is started again, as its agent tells of a rank's death."""
+    death = Death(node="a", name=name, incarnation=incarnation, reason="was killed")
+    desk.register.lose(death, death.reason)
+    return desk.nodes.start_again("trainer", death)
+
+
+def placed(desk: Desk) -> set[str]:
+    """All processes that are to come."""
+    return {rank for unit in desk.register.units("", UnitState.PLACED) for rank in unit.ranks}
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -134,7 +146,8 @@ def test_each_node_is_told_its_own_once_all_have_come() -> None:
         placing = asyncio.create_task(desk.nodes.placed(time.monotonic()))
         b = Agent(desk, registration("b"))  # it waits for the coordinator's own
         a = Agent(desk, registration("a", own=True))
-        assert {instance.name for instance in await placing} == {"trainer-0", "rollout-0", "rollout-1", "reward-0"}
+        await placing
+        assert placed(desk) == {"trainer-0", "rollout-0", "rollout-1", "reward-0"}
         assert await a.told() == {"trainer-0": 0, "reward-0": 0}
         assert await b.told() == {"rollout-0": 0, "rollout-1": 0}
 
@@ -235,8 +248,8 @@ def test_an_agent_that_reconnects_is_not_its_own_namesake_and_another_waits_for_
 def test_a_node_that_comes_late_gets_what_had_no_room() -> None:
     async def test(desk: Desk) -> None:
         a = Agent(desk, registration("a", own=True))
-        placed = await desk.nodes.placed(time.monotonic())
-        assert {instance.name for instance in placed} == {"trainer-0", "rollout-0", "rollout-1", "rollout-2", "reward-0"}
+        await desk.nodes.placed(time.monotonic())
+        assert placed(desk) == {"trainer-0", "rollout-0", "rollout-1", "rollout-2", "reward-0"}
         await a.told()
         b = Agent(desk, registration("b"))
         assert await b.told() == {"rollout-3": 0, "rollout-4": 0}
@@ -282,10 +295,10 @@ def test_a_group_over_two_nodes_is_started_again_on_both_as_often_as_it_may() ->
         await placing
         assert await a.told() == {"trainer-0": 0, "reward-0": 0}
         assert await b.told() == {"trainer-4": 0, "rollout-0": 0}
-        assert desk.nodes.start_again("trainer", 0)
-        assert desk.nodes.start_again("trainer", 0)  # the other node tells of the same end
+        assert dies(desk, "trainer-0")
+        assert dies(desk, "trainer-4")  # the other node tells of the same end
         assert (await a.told())["trainer-0"] == (await b.told())["trainer-4"] == 1
-        assert not desk.nodes.start_again("trainer", 1)
+        assert not dies(desk, "trainer-0", incarnation=1)
 
     run(make(cluster=NAMED, services=services), test)
 
@@ -295,7 +308,7 @@ def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
         a = Agent(desk, registration("a", own=True))
         await desk.nodes.placed(time.monotonic())
         await a.told()
-        assert not desk.nodes.start_again("trainer", 0)
+        assert not dies(desk, "trainer-0")
 
     run(make(services={"trainer": {"processes": 2}}), test)
 
@@ -303,7 +316,7 @@ def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:
 def test_rollouts_are_scaled_up_and_down_and_up_again() -> None:
     async def test(desk: Desk) -> None:
         a = Agent(desk, registration("a", own=True))
-        desk.peers.expect(await desk.nodes.placed(time.monotonic()))
+        await desk.nodes.placed(time.monotonic())
         assert set(await a.told()) == {"trainer-0", "reward-0", "rollout-0"}
         done = desk.nodes.scale(Scale(role="rollout", replicas=4))
         assert (done.started, done.stopped, done.pending) == (["rollout-1", "rollout-2"], [], ["rollout-3"])

@@ -14,6 +14,7 @@ import torch
 from runtime.actor import Priority
 from runtime.commands import Apply, BeginStep, SendWeights
 from runtime.config import Publication
+from runtime.coordinator.register import ROLLOUT, UnitState
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.receiver import Reception
@@ -72,7 +73,7 @@ def test_gathering_that_fails_in_the_middle_is_told_and_tried_again(settings: Pu
         yields(here, torn)
         assert (await here.publish(1)).aborts == 1  # long before any deadline, of which a failing receiver would be the sign
         assert "trainer-0: gather: a device was lost" in here.publisher.abort
-        assert not here.pool.losses
+        assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
         await here.publish(2)
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.cluster.topology import instances
+from runtime.cluster.topology import group_of, instances
 from runtime.config import Config
+from runtime.coordinator.register import Register, Unit, UnitState
 from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserError
-from runtime.ports import Replaceable
-from runtime.status import Loss, Registration
+from runtime.status import Registration
 from runtime.types import PolicyVersion
 from services import peers
 from services.peers import Peers
@@ -66,9 +66,10 @@ class Here:
         services = {"trainer": {"processes": 2, "restarts": {"backoff": 0.0}}, **sections.pop("services", {})}
         made = {"run": {"name": "a"}, "services": services, **sections}
         self.config = msgspec.convert(made, Config)
-        self.peers = Peers(self.config, lambda: None)
-        self.peers.expect(instances(self.config))
-        self.arrived: list[tuple[str, Replaceable]] = []
+        self.book = Register()
+        self.peers = Peers(self.config, self.book)
+        for ranks, role in {tuple(group_of(self.config, one)): one.role for one in instances(self.config)}.items():
+            self.book.place(role, [rank.name for rank in ranks])
         self._stack = AsyncExitStack()
 
     async def rank(self, role: str, rank: int, incarnation: int = 0) -> Rank:
@@ -80,8 +81,13 @@ class Here:
 
     async def register(self, role: str, rank: int, incarnation: int = 0) -> Rank:
         made = await self.rank(role, rank, incarnation)
-        self.peers.register(made.registration)
+        self.peers.admit(made.registration)
         return made
+
+    def unit(self, name: str) -> Unit:
+        found = self.book.find(name)
+        assert found is not None
+        return found
 
     async def close(self) -> None:
         await self.peers.stop_all()
@@ -95,9 +101,9 @@ async def connected(**sections: Any) -> AsyncIterator[tuple[Here, list[Rank], Tr
     await here.register("rollout", 0)
     if here.config.algorithm.kl_coefficient:
         ranks += [await here.register("reference", rank) for rank in range(2)]
-    await here.peers.connect(asyncio.get_running_loop().time(), lambda role, one: here.arrived.append((role, one)))
+    await here.peers.connect(asyncio.get_running_loop().time())
     try:
-        trainer = here.peers.roles().trainer
+        trainer = here.unit("trainer-0").port
         assert isinstance(trainer, TrainerClient)
         yield here, ranks, trainer
     finally:
@@ -196,21 +202,18 @@ def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> 
     async def test() -> None:
         async with connected() as (here, ranks, trainer):
             await ranks[1].dies()
-            here.peers.lose(Loss(name="trainer-0", reason=await told(trainer)))
-            back = asyncio.ensure_future(here.peers.wait_restarted())
+            await until(lambda: here.unit("trainer-0").state is UnitState.LOST)
+            assert here.unit("trainer-0").reason == await told(trainer)
             await here.register("trainer", 0, incarnation=1)  # whose other rank dies while it loads
             await here.register("trainer", 1, incarnation=2)
             await asyncio.sleep(0.05)
-            assert not back.done()
-            assert "trainer-0" in here.peers.lost
+            assert here.unit("trainer-0").state is UnitState.STARTED
             await here.register("trainer", 0, incarnation=2)
-            updated = await asyncio.wait_for(back, PATIENCE)
-            assert updated.trainer.incarnation == 2
-            assert updated.critic is None
-            await until(lambda: not here.peers.lost)
+            await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
+            assert here.unit("trainer-0").port.incarnation == 2
             late = await here.rank("trainer", 1, incarnation=1)
             with pytest.raises(UserError, match="its incarnation 2 has registered already"):
-                here.peers.register(late.registration)
+                here.peers.admit(late.registration)
 
     run(test())
 
@@ -223,8 +226,8 @@ def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_
             assert await told(trainer) == "incarnation 1 has come in its place"
             with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
                 await trainer.apply(0)
-            updated = await asyncio.wait_for(here.peers.wait_restarted(), PATIENCE)
-            assert updated.trainer.incarnation == 1
+            await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
+            assert here.unit("trainer-0").port.incarnation == 1
 
     run(test())
 
@@ -237,18 +240,8 @@ def test_one_that_cannot_be_taken_in_is_lost_with_the_reason(monkeypatch: pytest
         async with connected() as (here, _, _):
             monkeypatch.setattr(peers, "client", refuses)
             await here.register("rollout", 0, incarnation=1)
-            await until(lambda: "rollout-0" in here.peers.lost)
-            assert here.peers.lost["rollout-0"] == Loss(name="rollout-0", incarnation=1, reason="ValueError: is odd")
-
-    run(test())
-
-
-def test_a_group_that_does_not_come_back_is_named_at_its_deadline() -> None:
-    async def test() -> None:
-        async with connected(deadlines={"start": 0.3}) as (here, _, _):
-            await here.register("trainer", 1, incarnation=1)
-            with pytest.raises(DeadlineExceeded, match=r"trainer-0: restart: did not register again \(deadline 0.3 s\)"):
-                await here.peers.wait_restarted()
+            await until(lambda: here.unit("rollout-0").reason == "ValueError: is odd")
+            assert here.unit("rollout-0").state is UnitState.LOST
 
     run(test())
 
@@ -259,11 +252,10 @@ def test_a_reference_of_several_ranks_arrives_as_one() -> None:
     async def test() -> None:
         async with connected(algorithm={"kl_coefficient": 0.1}, services={"reference": spread}) as (here, _, _):
             await here.register("reference", 1, incarnation=1)
-            assert here.arrived == []
+            assert here.unit("reference-0").state is UnitState.STARTED
             await here.register("reference", 0, incarnation=1)
-            await until(lambda: bool(here.arrived))
-            ((role, arrived),) = here.arrived
-            assert role == "reference"
+            await until(lambda: here.unit("reference-0").state is UnitState.SERVING)
+            arrived = here.unit("reference-0").port
             assert isinstance(arrived, ReferenceGroupClient)
             assert (arrived.name, arrived.incarnation) == ("reference-0", 1)
 

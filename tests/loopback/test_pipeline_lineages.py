@@ -12,7 +12,6 @@ import pytest
 
 from runtime import config
 from runtime.coordinator.attempt import INTERRUPTED
-from runtime.coordinator.roles import TrainedModels
 from runtime.coordinator.run import TrainingRun
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
@@ -70,9 +69,9 @@ class Troupe:
         self.critics.append(critic)
         return trainer, critic if self._critic else None
 
-    async def regroup(self) -> TrainedModels:
+    async def regroup(self) -> list[FakeTrainer | FakeCritic]:
         await asyncio.sleep(0)
-        return TrainedModels(*self._next())
+        return [model for model in self._next() if model is not None]
 
 
 def begins(model: Any) -> int:
@@ -175,7 +174,7 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
     troupe = Troupe(cast, ("apply", 5))
     made, runs = list[dict[str, int]](), list[TrainingRun]()
 
-    async def regroup() -> TrainedModels:
+    async def regroup() -> list[FakeTrainer | FakeCritic]:
         (run,) = runs
         while run.buffer.counts()["ready"] < 3 * folder.groups_per_step:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0.001)
@@ -240,12 +239,27 @@ def test_before_the_first_publication_a_loss_ends_the_run(tmp_path: Path) -> Non
     assert len(troupe.trainers) == 1
 
 
+def test_models_that_do_not_come_back_are_named_at_their_deadline(tmp_path: Path) -> None:
+    restarts = config.Services(
+        rollout=config.Rollout(replicas=2, slots=16), trainer=config.Trainer(restarts=config.Restarts(attempts=1, backoff=0.1))
+    )
+    folder = RunFolder(tmp_path, steps=STEPS, sections=SAVED | {"services": restarts, "deadlines": config.Deadlines(start=0.2)})
+    cast = Cast.make()
+    Troupe(cast, ("apply", 8))
+
+    async def regroup() -> list[FakeTrainer | FakeCritic]:
+        return []
+
+    cast.regroup = regroup
+    assert str(folder.fails(cast)) == "trainer-0: restart: did not register again (deadline 0.3 s)"
+
+
 def test_an_interruption_while_the_trainer_is_away_ends_the_run(tmp_path: Path) -> None:
     folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
     Troupe(cast, ("apply", 8))
     away = asyncio.Event()
 
-    async def regroup() -> TrainedModels:
+    async def regroup() -> list[FakeTrainer | FakeCritic]:
         away.set()
         await asyncio.Event().wait()
         raise AssertionError

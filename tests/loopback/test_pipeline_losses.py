@@ -90,7 +90,7 @@ def test_what_comes_in_the_place_of_a_dead_rollout_serves_with_the_committed_ver
 
     async def course(run: TrainingRun) -> None:
         await mortal.died.wait()
-        run.arrive("rollout", late)
+        run.pool.register.add("rollout", late)
         while late not in run.pool.serving:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0)
         committed.append(run.pool.membership.committed)
@@ -111,7 +111,7 @@ def test_a_run_whose_only_rollout_dies_goes_on_with_the_one_that_comes(tmp_path:
     async def course(run: TrainingRun) -> None:
         await mortal.died.wait()
         await asyncio.sleep(0.05)
-        run.arrive("rollout", FakeRollout("rollout-0", cast.weights, incarnation=1))
+        run.pool.register.add("rollout", FakeRollout("rollout-0", cast.weights, incarnation=1))
 
     folder = RunFolder(tmp_path)
     folder.run(cast, course)
@@ -203,8 +203,8 @@ def test_requests_of_a_reward_and_a_reference_that_die_wait_for_those_that_come(
     reference = cast.reference = MortalReference()
 
     async def course(run: TrainingRun) -> None:
-        await dead(reward, lambda run: run.arrive("reward", FakeReward(incarnation=1)))(run)
-        await dead(reference, lambda run: run.arrive("reference", FakeReference(incarnation=1)))(run)
+        await dead(reward, lambda run: run.pool.register.add("reward", FakeReward(incarnation=1)))(run)
+        await dead(reference, lambda run: run.pool.register.add("reference", FakeReference(incarnation=1)))(run)
 
     folder = RunFolder(tmp_path)
     folder.run(cast, course)
@@ -213,7 +213,7 @@ def test_requests_of_a_reward_and_a_reference_that_die_wait_for_those_that_come(
 
 def test_a_reward_that_dies_and_is_not_replaced_ends_the_run_by_name(tmp_path: Path) -> None:
     cast = Cast.make()
-    cast.reward, cast.patience = MortalReward(), 0.2
-    fault = RunFolder(tmp_path).fails(cast)
+    cast.reward = MortalReward()
+    fault = RunFolder(tmp_path, sections={"deadlines": config.Deadlines(start=0.2)}).fails(cast)
     assert fault.service == "reward"
     assert "reward-0: was killed" in fault.reason

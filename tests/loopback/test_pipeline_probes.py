@@ -94,9 +94,9 @@ def test_who_is_lost_meanwhile_is_counted_and_who_comes_instead_is_asked(tmp_pat
     newcomer = FakeRollout("rollout-1", cast.weights, incarnation=1)
 
     async def course(run: TrainingRun) -> None:
-        while "rollout-1" not in run.pool.losses:  # noqa: ASYNC110 - the run's own deadline ends it
+        while not cast.rollouts[1].gone:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0)
-        run.arrive("rollout", newcomer)
+        run.pool.register.add("rollout", newcomer)
 
     folder.run(cast, course)
     assert sum(point["mismatch/unanswered"] for point in folder.points()) == 1

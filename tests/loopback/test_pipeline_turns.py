@@ -262,7 +262,7 @@ def test_a_rollout_that_is_lost_in_any_phase_holds_up_nobody(
         while not mortal.gone:  # noqa: ASYNC110
             await asyncio.sleep(0)
         if comes:
-            run.arrive("rollout", late)
+            run.pool.register.add("rollout", late)
 
     folder.run(cast, course)
     check_books(folder, 8)
@@ -286,7 +286,7 @@ def test_a_run_that_lost_all_rollouts_goes_on_with_one_that_comes(tmp_path: Path
             assert isinstance(rollout, Sleeper)
             rollout.kill()
         await asyncio.sleep(0)
-        run.arrive("rollout", late)
+        run.pool.register.add("rollout", late)
 
     folder.run(cast, course)
     check_books(folder, 6)

@@ -11,7 +11,7 @@ from runtime.errors import Unanswered, UserError
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
-from tests.loopback.publisher_cases import FIRST, SECOND, address_of, fault_of, kept, make, run, until, with_gate
+from tests.loopback.publisher_cases import FIRST, SECOND, address_of, come, fault_of, kept, make, run, until, with_gate
 
 
 def test_a_newcomer_gets_the_committed_version_before_it_serves_and_the_others_keep_it() -> None:
@@ -24,7 +24,7 @@ def test_a_newcomer_gets_the_committed_version_before_it_serves_and_the_others_k
             cast.rollouts[1].die()
             assert [rollout.name for rollout in pool.serving] == ["rollout-0"]
             late = FakeRollout("rollout-1", cast.weights, incarnation=1)
-            pool.arrive(late)
+            come(pool, late)
             assert late not in pool.serving
             await until(lambda: late in pool.serving)
             assert late.version == publishing.committed == FIRST
@@ -45,7 +45,7 @@ def test_a_late_member_is_in_the_next_publication_when_one_is_under_way() -> Non
             finishing = asyncio.create_task(publishing.publish(FIRST))
             await until(lambda: bool(gate.calls))
             late = FakeRollout("rollout-2", cast.weights)
-            publishing._pool.arrive(late)
+            come(publishing._pool, late)
             for _ in range(50):
                 await asyncio.sleep(0)
             assert late.calls == []
@@ -66,7 +66,7 @@ def test_each_epoch_takes_the_transport_that_all_its_members_reach() -> None:
         await publishing.publish(FIRST)
         assert here.address is not None and here.address.transport == publishing.group.transport == "shared_memory"
         cast.rollouts[1].die()
-        publishing._pool.arrive(late)
+        come(publishing._pool, late)
         await publishing.publish(SECOND)
         assert here.address.transport == publishing.group.transport == "collective"
 
@@ -142,7 +142,7 @@ def test_without_any_rollout_a_publication_waits_for_one_and_names_who_was_lost_
         assert fault.service == "rollout-0, rollout-1"
         assert "was killed" in fault.reason
         late = FakeRollout("rollout-1", cast.weights, incarnation=1)
-        publishing._pool.arrive(late)
+        come(publishing._pool, late)
         await publishing.publish(SECOND)
         assert late.version == SECOND
 

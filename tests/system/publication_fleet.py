@@ -18,15 +18,17 @@ import msgspec
 
 from runtime import config as settings
 from runtime.commands import WeightsSent
+from runtime.coordinator.register import Register, Unit, UnitChange
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
 from runtime.ports import Answer
-from runtime.status import Loss, Registration
+from runtime.status import Registration
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
 from services.rpc.client import RolloutClient, TrainerClient
 from services.rpc.server import Server
 from services.rpc.session import Session
+from tests.loopback.publisher_cases import come
 
 T = TypeVar("T")
 
@@ -154,7 +156,7 @@ class Fleet:
         self.opening = 0.0  # when the newest rendezvous was opened
         self.joining = 0  # who is awaited there
         self.lost_at: float | None = None  # while the epoch without, or with, somebody is not connected yet
-        self.losses: list[Loss] = []
+        self.losses: list[Unit] = []
         self.met: list[float] = []  # seconds of each rendezvous that succeeded
         self.rebuilt: list[float] = []  # seconds from each loss until the living were connected
         self.failures: list[BaseException] = []  # of what starts others in the place of those that were lost
@@ -178,7 +180,10 @@ class Fleet:
         names = [TRAINER, *(f"rollout-{index}" for index in range(size))]
         trainer, *rollouts = await asyncio.gather(*(self.process(name) for name in names))
         names = [f"rollout-{index}" for index in range(8)]
-        self.pool = RolloutPool([one.port for one in rollouts], dict.fromkeys(names, SLOTS), START, self)
+        self.pool = RolloutPool(Register(), dict.fromkeys(names, SLOTS), START)
+        self.pool.register.subscribe(self._look)
+        for one in rollouts:
+            self.arrive(one)
         self.publisher = Publisher(trainer.port, self.pool, self.config.publication, START)
         self.renewing = asyncio.create_task(self.publisher.run())
 
@@ -225,7 +230,7 @@ class Fleet:
         return [self.processes[member.name] for member in self.pool.membership.living]
 
     def arrive(self, process: Process) -> None:
-        self.pool.arrive(process.port)
+        come(self.pool, process.port)
 
     def joined(self) -> None:
         self.joining -= 1
@@ -237,10 +242,12 @@ class Fleet:
             self.rebuilt.append(now - self.lost_at)
             self.lost_at = None
 
-    def lose(self, loss: Loss) -> None:
-        self.losses.append(loss)
+    def _look(self, change: UnitChange) -> None:
+        if not change.lost:
+            return
+        self.losses.append(change.unit)
         self.lost_at = time.monotonic()
-        process = self.processes[loss.name]
+        process = self.processes[change.unit.name]
         process.signal(signal.SIGKILL)
         self._later(self._replace(process))
 

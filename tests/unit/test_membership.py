@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.membership import Epoch, Member, Membership
+from runtime.coordinator.membership import Epoch, Membership
+from runtime.coordinator.register import ROLLOUT, Member, Register
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
     Aborted,
@@ -29,21 +32,43 @@ FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 SECONDS = PhaseSeconds(prepare=10, transfer=20, verify=20, commit=10, abort=5)
 
 
-def of(*members: Member) -> Membership:
-    membership = Membership()
+class Rollout(Member, frozen=True):
+    """What stands for its process, which is lost when the register is told so."""
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """It tells nothing itself."""
+
+    def give_up(self, reason: str) -> None:
+        """Nobody asks it anything."""
+
+
+class Rollouts(Register):
+    def arrive(self, member: Member) -> bool:
+        """It is connected, and joins; False when it is late."""
+        if self.is_followed(member) or self.port(member) is not None:
+            return False
+        self.add(ROLLOUT, Rollout(member.name, member.incarnation))
+        return self.join(member)
+
+    def gone(self, member: Member) -> bool:
+        return self.lose(member, "is gone")
+
+
+def of(*members: Member) -> tuple[Rollouts, Membership]:
+    rollouts = Rollouts()
     for member in members:
-        assert membership.arrive(member)
-    return membership
+        assert rollouts.arrive(member)
+    return rollouts, Membership(rollouts)
 
 
-def begun(*members: Member) -> Membership:
-    membership = of(*members)
+def begun(*members: Member) -> tuple[Rollouts, Membership]:
+    rollouts, membership = of(*members)
     membership.commit(membership.open().number, FIRST, members)
-    return membership
+    return rollouts, membership
 
 
 def test_nobody_serves_before_a_commit() -> None:
-    membership = of(A, B)
+    _, membership = of(A, B)
     assert (membership.stale, membership.newcomers, membership.serving) == (True, (A, B), ())
     assert membership.open() == Epoch(1, (A, B))
     assert not membership.stale
@@ -52,20 +77,18 @@ def test_nobody_serves_before_a_commit() -> None:
 
 
 def test_a_loss_makes_the_epoch_stale_and_the_next_is_without_it() -> None:
-    membership = begun(A, B)
-    assert membership.lose(B)
-    assert not membership.lose(B)
+    rollouts, membership = begun(A, B)
+    assert rollouts.gone(B)
+    assert not rollouts.gone(B)
     assert (membership.stale, membership.serving) == (True, (A,))
     assert membership.open() == Epoch(2, (A,))
 
 
 def test_what_came_in_the_place_of_a_lost_one_serves_from_the_next_commit_on() -> None:
-    membership = begun(A, B)
+    rollouts, membership = begun(A, B)
     again = Member(B.name, 1)
-    membership.lose(B)
-    assert membership.arrive(again)
-    assert not membership.arrive(B)  # a late word of the one that is gone
-    assert not membership.arrive(again)
+    rollouts.gone(B)
+    assert rollouts.arrive(again)
     assert (membership.newcomers, membership.serving) == ((again,), (A,))
     epoch = membership.open()
     membership.commit(epoch.number, FIRST, epoch.members)
@@ -73,20 +96,20 @@ def test_what_came_in_the_place_of_a_lost_one_serves_from_the_next_commit_on() -
 
 
 def test_a_newer_incarnation_is_the_end_of_the_one_before() -> None:
-    membership = begun(A, B)
-    membership.arrive(Member(B.name, 1))
+    rollouts, membership = begun(A, B)
+    rollouts.arrive(Member(B.name, 1))
     assert membership.serving == (A,)
-    assert not membership.lose(B)
+    assert not rollouts.gone(B)
 
 
 def test_a_late_member_makes_the_epoch_stale() -> None:
-    membership = begun(A)
-    membership.arrive(C)
+    rollouts, membership = begun(A)
+    rollouts.arrive(C)
     assert (membership.stale, membership.serving) == (True, (A,))
 
 
 def test_a_broken_group_is_opened_anew_with_the_same_members() -> None:
-    membership = begun(A)
+    _, membership = begun(A)
     membership.break_up(0)  # of an epoch before
     assert not membership.stale
     membership.break_up(1)
@@ -96,12 +119,12 @@ def test_a_broken_group_is_opened_anew_with_the_same_members() -> None:
 
 
 def test_a_commit_is_of_this_epoch_goes_on_and_leaves_nobody_behind() -> None:
-    membership = begun(A, B)
+    rollouts, membership = begun(A, B)
     with pytest.raises(InvariantViolated, match="live without it"):
         membership.commit(1, SECOND, (A,))
     with pytest.raises(InvariantViolated, match="after"):
         membership.commit(1, PolicyVersion(0, 0), (A, B))
-    membership.lose(B)
+    rollouts.gone(B)
     membership.open()
     for epoch, members in ((1, (A,)), (2, (A, B))):
         with pytest.raises(InvariantViolated, match="in Epoch"):
@@ -109,7 +132,7 @@ def test_a_commit_is_of_this_epoch_goes_on_and_leaves_nobody_behind() -> None:
 
 
 def test_an_epoch_needs_somebody() -> None:
-    membership = Membership()
+    _, membership = of()
     assert not membership.stale  # nobody is there whom another epoch would have
     with pytest.raises(InvariantViolated, match=r"^an epoch needs a living member$"):
         membership.open()
@@ -126,7 +149,7 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.membership = Membership()
+        self.rollouts, self.membership = of(A, B)
         self.now = 0.0
         self.version = PolicyVersion(0, 1)
         self.machine: WeightSync | None = None
@@ -137,8 +160,6 @@ class World:
         self.mail: list[tuple[int, Event]] = []  # and the attempt that it belongs to
         self.attempt = 0
         self.attempts = 0
-        for member in (A, B):
-            self.membership.arrive(member)
 
     # what happens to the processes
 
@@ -148,7 +169,7 @@ class World:
         if member.incarnation >= 0 and member not in self.dead:
             self.dead.add(member)
         if told and member in self.dead:
-            self.membership.lose(member)
+            self.rollouts.gone(member)
             if self.machine is not None and member in self.epoch.members:
                 self.feed(MemberUnreachable(name, "gone"))
 
@@ -157,7 +178,7 @@ class World:
         member = Member(name, self.incarnations[name])
         if member.incarnation < 0 or member in self.dead:
             self.incarnations[name] += 1
-            assert self.membership.arrive(Member(name, self.incarnations[name]))
+            assert self.rollouts.arrive(Member(name, self.incarnations[name]))
 
     # what the coordinator does
 
@@ -215,7 +236,7 @@ class World:
         self.machine = None
         for member in self.epoch.members:
             if member.name in machine.lost:
-                self.membership.lose(member)
+                self.rollouts.gone(member)
                 self.dead.add(member)  # whoever is given up is ended
         if machine.phase == "done":
             swapped = [member for member in self.epoch.members if member.name not in machine.lost]
@@ -275,7 +296,7 @@ def test_all_who_serve_have_the_committed_version_and_nothing_waits_for_ever(ste
 
     # From here on nothing goes wrong any more: whoever is dead is known to be, and one rollout at least is there.
     for member in list(world.dead):
-        world.membership.lose(member)
+        world.rollouts.gone(member)
     if not world.membership.living:
         world.come("rollout-0")
     target = world.version

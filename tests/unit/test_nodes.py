@@ -99,7 +99,7 @@ def test_a_group_over_two_nodes_meets_at_the_first_and_a_replica_keeps_its_incar
     config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
     there = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
     placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
-    told = launches(config, placed, there, {"rollout-0": 2, "trainer": 1})
+    told = launches(config, placed, there, {"rollout-0": 2, "trainer-0": 1})
     first, second = ({launch.name: launch for launch in told[name]} for name in ("a", "b"))
     assert (first["trainer-0"].ranks, first["trainer-0"].devices, first["trainer-0"].incarnation) == ([0, 1, 2], [0, 1, 2], 1)
     assert first["trainer-0"].rendezvous == Rendezvous(host="10.0.0.1", port=7004, nodes=2, node_rank=0)

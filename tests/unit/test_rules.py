@@ -36,6 +36,7 @@ PURE = (
     "runtime/ledger/states.py",
     "runtime/coordinator/staleness.py",
     "runtime/coordinator/weight_sync_protocol.py",
+    "runtime/coordinator/register.py",
     "runtime/coordinator/membership.py",
     "runtime/coordinator/device_schedule.py",
 )
@@ -288,7 +289,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-CALLABLES = 30  # constructor parameters and fields that are callables: no more than today; pass an object with a method
+CALLABLES = 28  # constructor parameters and fields that are callables: no more than today; pass an object with a method
 
 
 def callables() -> list[str]:
