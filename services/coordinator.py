@@ -250,7 +250,7 @@ class CoordinatorProcess:
 
     def status(self) -> Status:
         progress = self._progress
-        gauges: dict[str, float] = {"step": progress.step}
+        gauges: dict[str, float] = {"step": progress.step, "late": self._register.late}
         done, total = (progress.step, progress.steps) if self._trains else (progress.done, progress.total)
         detail = f"{self._config.run.name}: {progress.phase} {done}/{total}"
         if progress.phase in ("starting", "recovering") and progress.detail:

@@ -9,8 +9,8 @@ from functools import partial
 
 from runtime.config import Config
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
+from runtime.coordinator.roles import wait_for
 from runtime.errors import DeadlineExceeded, SluiceError
-from runtime.process.aio import still_missing
 from runtime.status import Registration, Stop
 from runtime.telemetry.startup import in_order
 from services.rpc.client import client, service_of
@@ -25,7 +25,6 @@ class Peers:
     def __init__(self, config: Config, register: Register):
         self._config = config
         self._register = register
-        self._changed = asyncio.Event()
         self._began = False  # no session is opened before all are there
         self._opening: set[asyncio.Task[None]] = set()
         self._sessions: dict[str, list[Session]] = {}  # of each unit the newest
@@ -51,7 +50,7 @@ class Peers:
             late = self._register.units("", UnitState.PLACED, UnitState.STARTED, UnitState.LOST)
             return [name for unit in late if unit.name in first for name in _absent(unit)]
 
-        if late := await still_missing(missing, self._changed, began + timeout):
+        if late := await wait_for(self._register, missing, began + timeout):
             raise DeadlineExceeded(", ".join(late), "start", "did not register", timeout)
         self._began = True
         await asyncio.gather(*(self._open(unit) for unit in self._register.units("", UnitState.REGISTERED)))
@@ -73,7 +72,6 @@ class Peers:
             await _close(of_unit)
 
     def _look(self, change: UnitChange) -> None:
-        self._changed.set()
         unit = change.unit
         if unit.state is UnitState.LOST:
             log.warning("%s (incarnation %d) is lost: %s", unit.name, unit.incarnation, unit.reason)

@@ -39,7 +39,7 @@ from runtime.coordinator.groups import STREAM, GroupStage
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, gap, line
 from runtime.coordinator.probes import Probes
 from runtime.coordinator.recovery import Recovery, RunHistory
-from runtime.coordinator.roles import Roles, TrainedModels
+from runtime.coordinator.roles import Roles
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import RunContext, needs
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainedStep, TrainLoop
@@ -132,24 +132,23 @@ class Attempt:
         """How far rollouts and trainer were apart in the newest step; "" where nothing was compared."""
         return gap(self._recorder.figures)
 
-    async def execute(self) -> TrainedModels | None:
-        """The whole attempt. None when the run is over; after a loss, the models with which the next attempt goes on.
+    async def execute(self) -> bool:
+        """The whole attempt. False when the run is over; True after a loss, once the models serve with which the next goes on.
 
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
         async with TaskGroup() as tasks:
             self._tasks = tasks
             self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
-            restarted = None
             loss = await self._recovery.run_until_lost(self._until_saved())
             if loss is not None:
                 # Rollouts go on beside this, as far as the staleness bound allows.
                 self._recovery.check_progress(loss, self._buffer.committed)
                 self._report("recovering", detail=str(loss))
-                restarted = await self._recovery.wait_restarted(loss)
+                await self._recovery.wait_restarted(loss)
             await self._close()
         await self._context.ledger.flush()
-        return restarted
+        return loss is not None
 
     async def _close(self) -> None:
         """End what is left, whatever it is at. A group that is being generated would be of two attempts' weights: the next

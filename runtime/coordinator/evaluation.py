@@ -223,7 +223,7 @@ class EvaluationRun:
         self._pool = RolloutPool(register, slots(config), config.deadlines.start)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
-        self._evaluator = Evaluator(context, EvaluationRoles.of(register, config.deadlines.start), self._pool)
+        self._evaluator = Evaluator(context, EvaluationRoles(register, config.deadlines.start), self._pool)
         self._stopped = False
         self._evaluating: asyncio.Task[EvaluationResult] | None = None
 

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.coordinator.register import Register, UnitChange, member_of
-from runtime.coordinator.roles import UPDATED, Roles, TrainedModels
+from runtime.coordinator.register import Register, UnitChange
+from runtime.coordinator.roles import UPDATED, Roles, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable
 from runtime.ports import UpdatePort
-from runtime.process.aio import first_error, still_missing
+from runtime.process.aio import first_error
 from runtime.telemetry.summary import Totals
 
 log = logging.getLogger("sluice")
@@ -50,7 +50,7 @@ class Recovery:
         self._lost = asyncio.Event()
         self._name = self._reason = ""
         self._interrupted = False
-        self._waiting: asyncio.Future[TrainedModels] | None = None
+        self._waiting: asyncio.Future[None] | None = None
 
     def interrupt(self) -> None:
         """A loss ends the run from now on."""
@@ -62,9 +62,7 @@ class Recovery:
         """Do `work`. Returns None when it is done, and the loss when it was cut short because a model was lost, and others will
         come. Raises what `work` raised, or the loss as a ServiceFault. To be called once."""
         self._register.subscribe(self._look)
-        for model in self.models:
-            if self._register.port(model) is None:
-                self._lose(model, self._register.reason(model))
+        self._look()
         working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
         try:
             await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,49 +91,39 @@ class Recovery:
             message = f"{loss.reason}; {fruitless} times in a row before any step after {history.best_step}"
             raise ServiceFault(loss.service, loss.phase, message) from loss
 
-    async def wait_restarted(self, loss: ServiceFault) -> TrainedModels:
-        """The models with which another attempt goes on; rollouts generate meanwhile, as far as the staleness bound allows.
-        Raises `loss` when the run is interrupted meanwhile, and DeadlineExceeded, naming who is not there after
+    async def wait_restarted(self, loss: ServiceFault) -> None:
+        """Return once the models serve with which another attempt goes on; rollouts generate meanwhile, as far as the staleness
+        bound allows. Raises `loss` when the run is interrupted meanwhile, and DeadlineExceeded, naming who is not there after
         `deadlines.start`, and the longest that a role's `restarts` may put off a start."""
         self._waiting = asyncio.ensure_future(self._restarted())
         try:
-            return await self._waiting
+            await self._waiting
         except asyncio.CancelledError:
             if self._interrupted:
                 raise loss from None
             raise
 
-    async def _restarted(self) -> TrainedModels:
+    async def _restarted(self) -> None:
         policies = [getattr(self._config.services, role).restarts for role in UPDATED if self._register.units(role)]
         timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
-        changed = asyncio.Event()
 
         def missing() -> list[str]:
             return [unit.name for role in UPDATED for unit in self._register.units(role) if unit.port is None]
 
-        def look(_: UnitChange) -> None:
-            changed.set()
+        if late := await wait_for(self._register, missing, time.monotonic() + timeout):
+            raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
 
-        self._register.subscribe(look)
-        try:
-            if late := await still_missing(missing, changed, time.monotonic() + timeout):
-                raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
-        finally:
-            self._register.unsubscribe(look)
-        return TrainedModels.of(self._register)
-
-    def _look(self, change: UnitChange) -> None:
+    def _look(self, _: UnitChange | None = None) -> None:
         for model in self.models:
-            if change.lost and change.unit.member == member_of(model):
-                self._lose(model, change.unit.reason)
+            unit = self._register.find(model.name)
+            if unit is not None and unit.port is not model and not self._lost.is_set():
+                self._lose(model, unit.reason)
 
     def _replaced(self) -> bool:
         """Whether other models would come in the place of these."""
         return self._replaceable and self.begun and not self._interrupted
 
     def _lose(self, model: UpdatePort, reason: str) -> None:
-        if self._lost.is_set():
-            return
         self._name, self._reason = model.name, reason
         self._lost.set()
         if self._replaced():

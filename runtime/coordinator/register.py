@@ -231,11 +231,6 @@ class Register:
         unit = self.find(who.name)
         return None if unit is None or unit.incarnation != who.incarnation else unit.port
 
-    def reason(self, who: Incarnated) -> str:
-        """Why this incarnation, or the one before it, is lost; "" while none is."""
-        unit = self.find(who.name)
-        return "" if unit is None else unit.reason
-
     def is_followed(self, who: Incarnated) -> bool:
         """Whether a later incarnation than `who` is known."""
         unit = self.find(who.name)
@@ -254,7 +249,6 @@ class Register:
         if unit is None:
             self._unit_of |= dict.fromkeys(ranks, ranks[0])
             self._put(Unit(role=role, ranks=tuple(ranks), processes=(None,) * len(ranks)), None)
-            self._announce()
         elif unit.state is not UnitState.PLACED:
             self._follow(unit, unit.incarnation + 1)
 
@@ -323,18 +317,15 @@ class Register:
 
     def _apply(self, unit: Unit, event: UnitEvent) -> Unit:
         after = apply(unit, event)
-        self._put(after, unit.state)
-        if unit.port is not None and after.port is None:
-            unit.port.give_up(after.reason)
-        self._announce()
+        self._put(after, unit)
         return after
 
-    def _put(self, unit: Unit, was: UnitState | None) -> None:
+    def _put(self, unit: Unit, before: Unit | None) -> None:
         self._units[unit.name] = unit
         self._views.clear()
-        self._untold.append(UnitChange(unit, was))
-
-    def _announce(self) -> None:
+        self._untold.append(UnitChange(unit, before.state if before is not None else None))
+        if before is not None and before.port is not None and unit.port is None:
+            before.port.give_up(unit.reason)
         if self._telling:
             return  # whoever tells goes on with this
         self._telling = True

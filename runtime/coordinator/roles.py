@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from runtime.coordinator.register import Register, Unit, UnitState
+from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.errors import ServiceFault, Unreachable
 from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, TrainerPort
+from runtime.process.aio import still_missing
 from runtime.rewards.combination import combine
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import ScoreRequest, Scores
@@ -19,6 +20,20 @@ UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other pro
 
 T = TypeVar("T", bound=Replaceable)
 R = TypeVar("R")
+
+
+async def wait_for(register: Register, missing: Callable[[], Sequence[str]], deadline: float) -> Sequence[str]:
+    """What is missing in the register at `deadline`, on the clock of time.monotonic; nothing as soon as nothing is."""
+    changed = asyncio.Event()
+
+    def look(_: UnitChange) -> None:
+        changed.set()
+
+    register.subscribe(look)
+    try:
+        return await still_missing(missing, changed, deadline)
+    finally:
+        register.unsubscribe(look)
 
 
 class Replicas(Generic[T]):
@@ -30,8 +45,6 @@ class Replicas(Generic[T]):
         """`patience`: seconds that a request waits when there is no replica."""
         self._register, self._role = register, role
         self._patience = patience
-        self._changed = asyncio.Event()
-        register.subscribe(lambda _: self._changed.set())
 
     def __bool__(self) -> bool:
         """Whether the run has such a role."""
@@ -62,70 +75,38 @@ class Replicas(Generic[T]):
         await asyncio.gather(*(told(unit.port) for unit in self._serving))
 
     async def _choose(self, turn: int) -> T:
+        def missing() -> list[str]:
+            return [] if self._serving else [self._role]
+
         while not (serving := self._serving):  # again, as it may be lost before the waiter's turn
-            try:
-                await asyncio.wait_for(self._some(), self._patience)
-            except asyncio.TimeoutError:
+            if await wait_for(self._register, missing, time.monotonic() + self._patience):
                 why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
-                raise ServiceFault(self._role, "run", f"{why}; no other has come", self._patience) from None
+                raise ServiceFault(self._role, "run", f"{why}; no other has come", self._patience)
         replica: T = serving[turn % len(serving)].port
         return replica
 
-    async def _some(self) -> None:
-        while not self._serving:
-            self._changed.clear()
-            await self._changed.wait()
 
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluationRoles:
     """Who scores replies: all that an evaluation needs besides rollouts."""
 
-    rewards: Replicas[RewardPort]
-    reward_models: Replicas[RewardPort]
-
-    @classmethod
-    def of(cls, register: Register, patience: float) -> EvaluationRoles:
+    def __init__(self, register: Register, patience: float):
         """`patience`: as of `Replicas`."""
-        return EvaluationRoles(
-            rewards=Replicas(register, "reward", patience), reward_models=Replicas(register, "reward_model", patience)
-        )
+        self.rewards: Replicas[RewardPort] = Replicas(register, "reward", patience)
+        self.reward_models: Replicas[RewardPort] = Replicas(register, "reward_model", patience)
 
 
-@dataclass(frozen=True)
-class TrainedModels:
-    """The groups under training."""
-
-    trainer: TrainerPort
-    critic: CriticPort | None = None
-
-    @classmethod
-    def of(cls, register: Register) -> TrainedModels:
-        """Those that serve now. Raises Unreachable when one is lost."""
-        units = [unit for role in UPDATED for unit in register.units(role)]
-        for unit in units:
-            if unit.port is None:
-                raise Unreachable(unit.name, "start", unit.reason)
-        return cls(*(unit.port for unit in units))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Roles(EvaluationRoles):
-    trainer: TrainerPort
-    references: Replicas[ReferencePort]
-    critic: CriticPort | None = None
+    """With the groups under training that serve now: an attempt has those that it began with."""
 
-    @classmethod
-    def of(cls, register: Register, patience: float) -> Roles:
+    def __init__(self, register: Register, patience: float):
         """Raises Unreachable when trainer or critic is lost."""
-        answering, models = EvaluationRoles.of(register, patience), TrainedModels.of(register)
-        return cls(
-            rewards=answering.rewards,
-            reward_models=answering.reward_models,
-            references=Replicas(register, "reference", patience),
-            trainer=models.trainer,
-            critic=models.critic,
-        )
+        super().__init__(register, patience)
+        self.references: Replicas[ReferencePort] = Replicas(register, "reference", patience)
+        trained = [unit for role in UPDATED for unit in register.units(role)]
+        if lost := next((unit for unit in trained if unit.port is None), None):
+            raise Unreachable(lost.name, "start", lost.reason)
+        self.trainer: TrainerPort = trained[0].port
+        self.critic: CriticPort | None = trained[1].port if len(trained) > 1 else None
 
 
 class RewardScoring:

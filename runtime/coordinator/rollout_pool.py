@@ -57,11 +57,6 @@ class RolloutPool:
         epoch = self.membership.open()
         self.commit(epoch, PolicyVersion(), {member.name for member in epoch.members})
 
-    def port(self, member: Member) -> RolloutPort:
-        """Of one that lives."""
-        port: RolloutPort = self.register.port(member)
-        return port
-
     @property
     def serving(self) -> list[RolloutPort]:
         return [unit.port for unit in self.register.units(ROLLOUT, UnitState.SERVING)]
@@ -101,7 +96,9 @@ class RolloutPool:
 
     def least_loaded(self) -> RolloutPort:
         """Of those that serve, of whom there is at least one."""
-        return self.port(min(self.membership.serving, key=lambda member: self._load[member] / self.slots[member.name]))
+        serving = self.membership.serving
+        rollout: RolloutPort = self.register.port(min(serving, key=lambda one: self._load[one] / self.slots[one.name]))
+        return rollout
 
     def load(self, rollout: RolloutPort) -> int:
         """Its samples under way."""

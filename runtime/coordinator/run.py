@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from runtime.cluster.topology import slots
 from runtime.coordinator.attempt import INTERRUPTED, Attempt
@@ -23,13 +22,15 @@ class TrainingRun:
     def __init__(self, context: RunContext, register: Register):
         """Raises Unreachable when trainer or critic is lost."""
         config = context.config
-        self._context, self._config = context, config
-        self._roles = Roles.of(register, config.deadlines.start)
+        self._context, self._config, self._register = context, config, register
         self._started = time.monotonic()
         self._pool = RolloutPool(register, slots(config), config.deadlines.start)
         self._history = RunHistory(config.run.resume)
-        self._attempt = Attempt(context, self._roles, self._pool, self._history)
+        self._attempt = self._begin()
         self._interrupted = False
+
+    def _begin(self) -> Attempt:
+        return Attempt(self._context, Roles(self._register, self._config.deadlines.start), self._pool, self._history)
 
     def stop(self, reason: str) -> None:
         """End after the step under way and save; with INTERRUPTED, without another evaluation."""
@@ -66,9 +67,8 @@ class TrainingRun:
 
     async def execute(self) -> Summary:
         """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
-        while (updated := await self._attempt.execute()) is not None:
-            self._roles = replace(self._roles, trainer=updated.trainer, critic=updated.critic)
-            self._attempt = Attempt(self._context, self._roles, self._pool, self._history)
+        while await self._attempt.execute():
+            self._attempt = self._begin()
             if self._interrupted:
                 self._attempt.stop(INTERRUPTED)
         return self._summary()

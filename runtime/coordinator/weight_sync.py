@@ -89,7 +89,7 @@ class SyncGroup:
     async def _meet(self, epoch: Epoch) -> SluiceError | None:
         """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
         asked for."""
-        ports = [self.pool.port(member) for member in epoch.members]
+        ports: list[RolloutPort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.trainer.machines, **{port.name: port.machine for port in ports}}
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
         names = [self.trainer.name, *(port.name for port in ports)]

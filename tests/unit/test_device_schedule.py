@@ -25,7 +25,7 @@ from runtime.coordinator.device_schedule import (
     Trained,
     VersionPublished,
 )
-from runtime.coordinator.membership import Member
+from runtime.coordinator.register import Member
 from runtime.errors import InvariantViolated
 
 ONE, TWO = Member("rollout-0"), Member("rollout-1")

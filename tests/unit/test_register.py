@@ -108,6 +108,12 @@ def state(register: Register, name: str = "trainer-0") -> tuple[str, int]:
     return unit.state.value, unit.incarnation
 
 
+def why(register: Register, name: str) -> str:
+    unit = register.find(name)
+    assert unit is not None
+    return unit.reason
+
+
 def test_a_group_is_there_once_all_its_ranks_are_of_one_incarnation() -> None:
     register = placed()
     assert state(register, "trainer-1") == state(register) == ("placed", 0)
@@ -146,9 +152,9 @@ def test_what_broke_is_given_up_once_and_whoever_notices_later_is_late() -> None
     register.add("reward", port)
     assert register.port(port) is port
     port.breaks("connection lost")
-    assert (port.given_up, register.port(port), register.reason(port)) == (["connection lost"], None, "connection lost")
+    assert (port.given_up, register.port(port), why(register, "reward-0")) == (["connection lost"], None, "connection lost")
     assert not register.lose(port, "did not answer")
-    assert (port.given_up, register.reason(port), register.late) == (["connection lost"], "connection lost", 1)
+    assert (port.given_up, why(register, "reward-0"), register.late) == (["connection lost"], "connection lost", 1)
     register.add("reward", Port("reward-0", 1))
     port.breaks("is told once more")
     assert state(register, "reward-0") == ("serving", 1)
@@ -158,7 +164,6 @@ def test_what_is_unknown_is_late() -> None:
     register = Register()
     assert not register.lose(Member("reward-0"), "died")
     assert (register.late, register.find("reward-0"), register.port(Member("reward-0"))) == (1, None, None)
-    assert register.reason(Member("reward-0")) == ""
     assert not register.is_followed(Member("reward-0"))
     assert not register.has_others(Member("reward-0"))
 
@@ -191,7 +196,7 @@ def test_a_place_that_is_given_again_is_that_of_the_next_incarnation() -> None:
     assert state(register) == ("placed", 1)
     register.dismiss("trainer-0", "is not wanted")
     register.dismiss("trainer-0", "nor now")
-    assert register.reason(Member("trainer-0")) == "is not wanted"
+    assert why(register, "trainer-0") == "is not wanted"
     register.place("trainer", ["trainer-0", "trainer-1"])
     assert state(register) == ("placed", 2)
 
