@@ -39,7 +39,7 @@ class WeightMember(Protocol):
 
 class Replaceable(Protocol):
     """A process, or a group of ranks that live and die together: when it is lost another may come in its place, of the next
-    incarnation."""
+    incarnation. Nobody but the register calls these methods."""
 
     name: str
     incarnation: int

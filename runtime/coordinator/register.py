@@ -261,11 +261,9 @@ class Register:
         if known == process:
             return False  # it says so again
         here = known is not None and known.incarnation == unit.incarnation
-        if (here and process.incarnation == unit.incarnation) or not self._tell(process, RankRegistered(process)):
-            if here:
-                raise UserError(f"{process.name}: its incarnation {known.incarnation} has registered already")
-            return False
-        return True
+        if here and (process.incarnation == unit.incarnation or self.is_followed(process)):
+            raise UserError(f"{process.name}: its incarnation {unit.incarnation} has registered already")
+        return self._tell(process, RankRegistered(process))
 
     def connect(self, port: Any) -> bool:
         """`port` (a Replaceable) leads to a unit that has registered; it is lost as soon as `port` is."""
@@ -275,9 +273,11 @@ class Register:
         return True
 
     def join(self, who: Incarnated) -> bool:
+        """A rollout is to be in the next epoch of the sync group."""
         return self._tell(who, Joined())
 
     def serve(self, who: Incarnated) -> bool:
+        """A rollout has the committed version."""
         return self._tell(who, Served())
 
     def lose(self, who: Incarnated, reason: str) -> bool:
