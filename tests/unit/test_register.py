@@ -128,6 +128,8 @@ def test_a_group_is_there_once_all_its_ranks_are_of_one_incarnation() -> None:
     assert register.late == 1
     register.admit(Member("trainer-1", 2))
     assert state(register) == ("started", 2)  # with the other rank of the incarnation before
+    assert not register.admit(Member("trainer-0"))  # nor is one that comes as late as this the user's mistake
+    assert state(register) == ("started", 2)
 
 
 def test_who_may_not_register_is_told() -> None:
@@ -157,6 +159,9 @@ def test_what_broke_is_given_up_once_and_whoever_notices_later_is_late() -> None
     assert (port.given_up, why(register, "reward-0"), register.late) == (["connection lost"], "connection lost", 1)
     register.add("reward", Port("reward-0", 1))
     port.breaks("is told once more")
+    assert state(register, "reward-0") == ("serving", 1)
+    with pytest.raises(UserError, match=r"^reward-0: its incarnation 1 has registered already$"):
+        register.add("reward", port)
     assert state(register, "reward-0") == ("serving", 1)
 
 
