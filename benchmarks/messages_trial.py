@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,7 +23,6 @@ from services.rpc.server import Server
 
 HOST = "127.0.0.1"
 PLAIN = "/plain.Plain/Echo"
-MAILBOX = 4096  # requests
 
 
 class Answering:
@@ -67,13 +67,12 @@ async def _echo(data: bytes, _: Any) -> bytes:
 
 
 async def serve() -> None:
-    actor = Actor("rollout-0", Answering(), capacity=MAILBOX, batch=1024)
+    actor = Actor("rollout-0", Answering(), batch=1024)
     working = asyncio.create_task(actor.run())
 
-    def handler(priority: contract.Priority) -> Any:
-        return lambda request, timeout: actor.send(request, priority=priority, timeout=timeout)
-
-    handlers = {name: handler(contract.METHODS["Rollout", name].priority) for name in ("Generate", "CommitWeights")}
+    handlers = {
+        name: partial(actor.send, priority=contract.METHODS["Rollout", name].priority) for name in ("Generate", "CommitWeights")
+    }
     ours = Server({"Rollout": handlers}, {})
     plain = grpc.aio.server()
     plain.add_generic_rpc_handlers((_Plain(),))

@@ -11,12 +11,11 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.actor import Request
 from runtime.status import Registration
+from runtime.types import ScoreRequest, Scores
 from services import process
 from services.rpc import contract, session
 from services.rpc.server import Server
@@ -33,9 +32,8 @@ class Idle(process.Service):
     def load(self) -> None:
         """There is nothing."""
 
-    async def receive(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            request.reply()
+    async def score(self, request: ScoreRequest) -> Scores:
+        raise AssertionError("nobody asks")
 
 
 async def sluice(count: int) -> None:
@@ -45,7 +43,7 @@ async def sluice(count: int) -> None:
 
     registered: asyncio.Queue[Registration] = asyncio.Queue()
 
-    async def register(registration: Registration, timeout: float | None) -> None:
+    async def register(registration: Registration) -> None:
         registered.put_nowait(registration)
 
     server = Server({"Coordinator": {"Register": register}}, {})

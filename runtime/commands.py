@@ -1,4 +1,4 @@
-"""Commands to a role that are more than one value. The same Structs are the actors' messages and what rank 0 relays."""
+"""Commands to a role. `services.rpc.contract` has a row for each: its deadline, and which ranks of a group get it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,8 @@ import enum
 
 from msgspec import Struct
 
-from runtime.types import LogprobRequest, PolicyVersion, TrainGroup, ValueRequest
+from runtime.types import Command, LogprobRequest, PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
-
-
-class Command(Struct, frozen=True, tag=True):
-    """Base of all: tagged by its name, so that a union of commands decodes without ambiguity."""
-
-
-PartKey = tuple[str, int, int]
-"""Names a part of the data: its kind, step and part. The same for all ranks, each of which has its own share of it."""
-
-
-class Cancel(Command, frozen=True):
-    group_ids: list[int]
 
 
 class Level(enum.IntEnum):
@@ -30,22 +18,31 @@ class Level(enum.IntEnum):
     AWAKE = 2  # and keys and values
 
 
-class Move(Command, frozen=True):
-    """Take memory, or give it back, to come to a `Level`."""
+class Move(Command[None], frozen=True):
+    """Take memory, or give it back, to come to a `Level`; answered when that is done. Nothing may be under way."""
 
     level: int
 
 
-class Onload(Command, frozen=True):
+class Onload(Command[None], frozen=True):
     """Bring back to the device what Offload took off it. Nothing is done where nothing was taken."""
 
 
-class Offload(Command, frozen=True):
+class Offload(Command[None], frozen=True):
     """Give the device up for a while, as far as the configuration says: what is taken off it comes back with Onload."""
 
 
-class HostWeights(Command, frozen=True):
-    """`world_size` counts the trainer as one, the first, however many of its ranks send."""
+# ------------------------------------------------------------------------------------------------------- weight sync
+
+
+class WeightsHosted(Struct, frozen=True):
+    address: GroupAddress
+    manifest: Manifest
+
+
+class HostWeights(Command[WeightsHosted], frozen=True):
+    """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer as one, the first, however many of its
+    ranks send. `transport`: one of `runtime.weights.group.TRANSPORTS`."""
 
     epoch: int
     world_size: int
@@ -53,124 +50,110 @@ class HostWeights(Command, frozen=True):
     names: tuple[str, ...] = ()  # of those that are counted, in their order
 
 
-class WeightsHosted(Command, frozen=True):
+class JoinWeights(Command[None], frozen=True):
+    """Join the group of `address.epoch`; answered when it is connected. Of a trainer's ranks it asks those that send besides
+    rank 0, which know their own `address.rank`."""
+
     address: GroupAddress
     manifest: Manifest
 
 
-class JoinWeights(Command, frozen=True):
-    address: GroupAddress
-    manifest: Manifest
+class ReceiveWeights(Command[None], frozen=True):
+    """Receive `version` beside the weights in use; answered when it is there whole and its checksums hold."""
 
-
-class ReceiveWeights(Command, frozen=True):
     version: PolicyVersion
     epoch: int
 
 
-class CommitWeights(Command, frozen=True):
-    version: PolicyVersion
-    epoch: int
-
-
-class WeightsCommitted(Command, frozen=True):
+class WeightsCommitted(Struct, frozen=True):
     pause_seconds: float
 
 
-class AbortWeights(Command, frozen=True):
-    version: PolicyVersion
-    epoch: int
-
-
-class SendWeights(Command, frozen=True):
-    version: PolicyVersion
-    epoch: int
-
-
-class MeetWeights(Command, frozen=True):
-    """To the ranks that send besides rank 0: join the group that rank 0 hosts."""
-
-    address: GroupAddress
-
-
-class ResendWeights(Command, frozen=True):
-    """To them: send once more what the buckets hold, as rank 0 does."""
+class CommitWeights(Command[WeightsCommitted], frozen=True):
+    """Swap to the received version between two decode steps."""
 
     version: PolicyVersion
     epoch: int
 
 
-class WeightsSent(Command, frozen=True):
+class AbortWeights(Command[None], frozen=True):
+    """Forget what is on its way of `version`, leaving the epoch's group."""
+
+    version: PolicyVersion
+    epoch: int
+
+
+class WeightsSent(Struct, frozen=True):
     bytes: int
     seconds: float
 
 
-class Restore(Command, frozen=True):
+class SendWeights(Command[WeightsSent], frozen=True):
+    """Gather the weights after the commands before, and send them: with `publication.overlap` while later commands run."""
+
+    version: PolicyVersion
+    epoch: int
+
+
+class ResendWeights(Command[WeightsSent], frozen=True):
+    """Send what was gathered of `version` once more, whatever the engine does meanwhile: with `publication.overlap` it is kept
+    until the next version is gathered. ServiceFault, phase "snapshot", when it is not."""
+
+    version: PolicyVersion
+    epoch: int
+
+
+# ----------------------------------------------------------------------------------------------- trainer and critic
+
+
+class Restore(Command[None], frozen=True):
     """Go on from the checkpoint `folder`: the first command to a group that does not begin with the model as it is given."""
 
     folder: str
 
 
-class BeginStep(Command, frozen=True):
+class BeginStep(Command[None], frozen=True):
     step: int
 
 
-class Accumulate(Command, frozen=True):
-    """`part` numbers the calls of a step: every data-parallel leader gets each part, perhaps without groups. `last`: nothing
-    more comes before Apply.
-    """
+class Accumulate(Command[None], frozen=True):
+    """Add the gradient of `groups`, of which each data-parallel leader gets its share. `last`: they complete the batch."""
 
     step: int
-    part: int
     groups: list[TrainGroup]
     last: bool = False
 
-    @property
-    def key(self) -> PartKey:
-        return type(self).__name__, self.step, self.part
 
+class Apply(Command[StepResult], frozen=True):
+    """Normalise over everything accumulated, clip, and step the optimizer: the weights become those of step + 1.
 
-class Apply(Command, frozen=True):
+    `probes`, to the trainer: encoded groups that the rollouts sampled with the weights as they are before the update. The
+    result's `probes` are of these, in their order.
+    """
+
     step: int
+    probes: tuple[bytes, ...] = ()
 
 
-class ApplyProbed(Apply, frozen=True):
-    """To the trainer. `probes`: encoded groups that the rollouts sampled with the weights as they are before the update."""
+class Save(Command[None], frozen=True):
+    """Write the state after the commands before into `folder`, which exists and is empty."""
 
-    probes: list[bytes] = []
+    folder: str
 
 
-class ComputeValues(Command, frozen=True):
-    """`part` numbers these calls: every data-parallel leader of the critic gets each part, perhaps without groups."""
+class Export(Command[None], frozen=True):
+    """Write the policy as a Hugging Face folder."""
 
-    part: int
+    folder: str
+
+
+class ComputeValues(Command[list[bytes]], frozen=True):
+    """What a critic makes of all `ValueRequest`s that are asked together: an answer each, in their order."""
+
     groups: list[ValueRequest]
 
-    @property
-    def key(self) -> PartKey:
-        return type(self).__name__, 0, self.part
 
+class ComputeLogprobs(Command[list[bytes]], frozen=True):
+    """What a reference of several ranks makes of all `LogprobRequest`s that are asked together: an answer each, in order."""
 
-class ComputeLogprobs(Command, frozen=True):
-    """`part` numbers these calls: every data-parallel leader of the reference gets each part, perhaps without groups."""
-
-    part: int
     groups: list[LogprobRequest]
-
-    @property
-    def key(self) -> PartKey:
-        return type(self).__name__, 0, self.part
-
-
-Shared = Accumulate | ComputeValues | ComputeLogprobs
-"""Commands of which every data-parallel leader gets its own share of the groups."""
-
-
-class Save(Command, frozen=True):
-    """Write the state into `folder`, which exists and is empty."""
-
-    folder: str
-
-
-class Export(Command, frozen=True):
-    folder: str

@@ -5,7 +5,6 @@ SluiceError
 │   ├── ConfigError           one line per fault, each with its YAML path
 │   └── StorageFull           no room on the device
 ├── InvalidMessage            a message of an unknown version, a wrong dtype or shape
-├── Overloaded                a full mailbox; `retry_after` says when to come back
 ├── Cancelled                 the caller withdrew the request
 ├── ServiceFault              a service failed; names service, phase and deadline
 │   ├── Unreachable           ... whose connection is lost
@@ -51,14 +50,6 @@ def is_full(error: OSError) -> bool:
 
 class InvalidMessage(SluiceError):
     """A message that does not meet its schema. Nothing was changed by it."""
-
-
-class Overloaded(SluiceError):
-    """A bounded mailbox is full. `retry_after` is in seconds."""
-
-    def __init__(self, message: str, retry_after: float):
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 class Cancelled(SluiceError):

@@ -6,10 +6,20 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from runtime.actor import MailboxStats
 from runtime.types import PolicyVersion
 
 State = Literal["starting", "ready", "asleep", "torn", "draining", "failed"]
+
+
+class CallStats(Struct, kw_only=True):
+    """A process's calls since its start: those that are `open` now, and how the others ended. `seconds`: from a call to its
+    answer, the mean over the recent ones."""
+
+    open: int = 0
+    answered: int = 0
+    failed: int = 0
+    withdrawn: int = 0
+    seconds: float = 0.0
 
 
 class Status(Struct, kw_only=True):
@@ -20,7 +30,7 @@ class Status(Struct, kw_only=True):
     state: str = "starting"
     detail: str = ""
     version: PolicyVersion = PolicyVersion()
-    mailbox: MailboxStats = field(default_factory=MailboxStats)
+    calls: CallStats = field(default_factory=CallStats)
     rates: dict[str, float] = {}
     gauges: dict[str, float] = {}
     pid: int = 0

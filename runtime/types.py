@@ -6,8 +6,11 @@ n the number of samples in a group. The coordinator forwards `GeneratedGroup.pay
 
 from __future__ import annotations
 
+import re
+import sys
+import typing
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +21,7 @@ SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval", "probe"]
+R = TypeVar("R")
 
 _DTYPES = {
     name: np.dtype(kind) for name, kind in (("tokens", "<i4"), ("loss_mask", "|u1"), ("logprobs", "<f4"), ("versions", "<i8"))
@@ -53,7 +57,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class GroupRequest(msgspec.Struct, kw_only=True):
+class Command(msgspec.Struct, Generic[R], frozen=True):
+    """What a role is asked to do, and answers with an R."""
+
+
+def answer_of(command: type[Command[R]]) -> Any:
+    """The R of a command."""
+    (answer,) = typing.get_args(command.__orig_bases__[0])  # type: ignore[attr-defined]
+    if isinstance(answer, typing.ForwardRef):
+        answer = vars(sys.modules[command.__module__])[answer.__forward_arg__]
+    return answer
+
+
+def snake(name: str) -> str:
+    """What a method is called that carries out a command: "begin_step" for BeginStep."""
+    return re.sub("(?!^)([A-Z])", r"_\1", name).lower()
+
+
+class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there. A
     probe goes before all that wait, into a slot that is kept for it."""
 
@@ -203,7 +224,7 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
     payload: bytes
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True):
+class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
     """Score the replies of one group against its label."""
 
     group_id: int
@@ -229,8 +250,9 @@ class Scores(msgspec.Struct, kw_only=True):
     answers: list[str | None] = []  # [n] where they were asked for and the first rule names answers; None: it found none
 
 
-class LogprobRequest(msgspec.Struct, kw_only=True):
-    """Compute the log-probabilities of one group's replies under the service's model at `temperature`."""
+class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
+    """Compute the log-probabilities of one group's replies under the service's model at `temperature`: the encoded `Logprobs`,
+    which travel unread to the trainer."""
 
     group_id: int
     payload: bytes
@@ -244,8 +266,8 @@ class Logprobs(msgspec.Struct, kw_only=True):
     values: np.ndarray  # float32 [sum of R]
 
 
-class ValueRequest(msgspec.Struct, kw_only=True):
-    """Compute the critic's values of one group."""
+class ValueRequest(Command[bytes], frozen=True, kw_only=True):
+    """Compute the critic's values of one group: the encoded `Values`, which travel unread to trainer and critic."""
 
     group_id: int
     tokens: int  # as in TrainGroup

@@ -202,28 +202,28 @@ class CoordinatorProcess:
     # ------------------------------------------------------------------------------------------ what it answers
 
     def _process_handlers(self) -> dict[str, Handler]:
-        async def status(_: None, timeout: float | None) -> Status:
+        async def status(_: None) -> Status:
             return self.status()
 
-        async def stop(_: Stop, timeout: float | None) -> None:
+        async def stop(_: Stop) -> None:
             self._interrupt()
 
         return {"Status": status, "Stop": stop}
 
     def _coordinator_handlers(self) -> dict[str, Handler]:
-        async def register(registration: Registration, timeout: float | None) -> None:
+        async def register(registration: Registration) -> None:
             self._peers.admit(registration)
 
-        async def processes(_: None, timeout: float | None) -> Topology:
+        async def processes(_: None) -> Topology:
             return Topology(processes=self._peers.processes)
 
-        async def paths(found: NodePaths, timeout: float | None) -> None:
+        async def paths(found: NodePaths) -> None:
             self._nodes.report_paths(found)
 
-        async def died(death: Death, timeout: float | None) -> None:
+        async def died(death: Death) -> None:
             self._died(death)
 
-        async def scale(wanted: Scale, timeout: float | None) -> Scaled:
+        async def scale(wanted: Scale) -> Scaled:
             scaled = self._nodes.scale(wanted)
             if self._run is not None:
                 self._run.pool.slots = slots(self._nodes.config)

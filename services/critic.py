@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config import Config
 from services import process
-from services.spmd_service import Follower, Leader, SpmdRole
+from services.spmd_service import SpmdService
 
 if TYPE_CHECKING:
     from runtime.trainer.critic_rank import CriticRank
@@ -18,11 +18,8 @@ def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
     return critic_rank.make(config, rank, world_size)
 
 
-ROLE = SpmdRole("critic", "Critic", make_rank)
-
-
 def make(config: Config, name: str, rank: int) -> process.Service:
-    return Follower(ROLE, config, name, rank) if rank else Leader(ROLE, config, name, rank)
+    return SpmdService("critic", "Critic", make_rank, config, name, rank)
 
 
 if __name__ == "__main__":

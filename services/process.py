@@ -1,4 +1,4 @@
-"""What every service process does around its actor: arguments, signals, serving, registration, an orderly end.
+"""What every service process does around its role: arguments, signals, serving, registration, an orderly end.
 
 Exit codes: 0 stopped as asked, 2 the user can mend it (the last line of the log says what), 1 a fault.
 """
@@ -15,19 +15,20 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 import services
-from runtime.actor import Actor, Request
+from runtime.actor import Priority
 from runtime.config import Config, loading
-from runtime.errors import SluiceError, UserError
+from runtime.errors import ServiceFault, SluiceError, UserError
 from runtime.process import os_process
 from runtime.process.network import transport_variables
-from runtime.status import Registration, State, Status, Stop
+from runtime.status import CallStats, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services.rpc import contract, session
@@ -36,18 +37,21 @@ from services.rpc.server import Handler, Server
 log = logging.getLogger("sluice")
 
 RATE_WINDOW = 0.5  # seconds
+SMOOTHING = 0.1  # weight of the newest call in the moving mean
 
 TORCH = ("torch",)
 TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_utils")
 
 
 class Service(ABC):
-    """A role behind an actor: what the process needs to know of it. `load` may block: it runs in a thread of its own."""
+    """A role: what the process needs to know of it. It has a method for each of its service's in proto/, of the same name in
+    snake case, which takes the command and returns an awaitable of the answer. `load` may block: it has a thread of its own.
+    """
 
     role: str
     service: str  # in proto/
-    capacity = 1024  # requests in the mailbox
-    batch = 1  # data requests handed over at once
+    libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
+    background: asyncio.Future[None] | None = None  # work whose end is the end of the process
 
     def __init__(self, config: Config, name: str, rank: int):
         self.config = config
@@ -58,25 +62,16 @@ class Service(ABC):
     def load(self) -> None:
         """Import what is heavy, and build the engine."""
 
-    libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
-
-    background: asyncio.Future[None] | None = None  # work whose end is the end of the process
-
     async def start(self) -> None:  # noqa: B027 - most roles need nothing on the loop
         """What must happen on the event loop, after `load`."""
 
     async def close(self) -> None:  # noqa: B027
         """Free what `load` and `start` made."""
 
-    @property
-    def busy(self) -> bool:
-        return False
-
-    @abstractmethod
-    async def receive(self, requests: Sequence[Request]) -> None: ...
-
-    async def advance(self, interrupted: Callable[[], bool]) -> None:
-        raise AssertionError("a role with work of its own says how to advance it")
+    def handler(self, method: contract.Method) -> Handler:
+        """What answers the calls of `method`."""
+        handler: Handler = getattr(self, method.handler)
+        return handler
 
     @property
     def version(self) -> PolicyVersion:
@@ -90,6 +85,58 @@ class Service(ABC):
     def gauges(self) -> dict[str, float]:
         """Figures for the status call. Keys ending in `_total` are counters; the status derives their rates."""
         return {}
+
+
+class Calls:
+    """What a process is asked: counted, nothing new once it drains, and withdrawn at its end."""
+
+    def __init__(self, name: str):
+        self.stats = CallStats()
+        self._name = name
+        self._draining = False
+        self._open: set[asyncio.Future[Any]] = set()
+        self._logged: BaseException | None = None  # the newest, which several calls may get
+
+    def counted(self, method: contract.Method, handler: Handler) -> Handler:
+        """`handler`, refusing data with a ServiceFault while the process drains."""
+
+        def begin(command: Any) -> Awaitable[Any]:
+            if self._draining and method.priority is Priority.DATA:
+                raise ServiceFault(self._name, "receive", "is stopping")
+            answer = asyncio.ensure_future(handler(command))
+            self._open.add(answer)
+            self.stats.open = len(self._open)
+            answer.add_done_callback(partial(self._ended, method, time.monotonic()))
+            return answer
+
+        return begin
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new and wait until all that came before is answered, for so long."""
+        self._draining = True
+        if not self._open:
+            return
+        _, late = await asyncio.wait(self._open, timeout=seconds)
+        if late:
+            log.warning("%s: %d calls were dropped at the end", self._name, len(late))
+            for answer in late:
+                answer.cancel()
+            await asyncio.wait(late)
+
+    def _ended(self, method: contract.Method, began: float, answer: asyncio.Future[Any]) -> None:
+        stats = self.stats
+        self._open.discard(answer)
+        stats.open = len(self._open)
+        stats.seconds += SMOOTHING * (time.monotonic() - began - stats.seconds)
+        if answer.cancelled():
+            stats.withdrawn += 1
+        elif (error := answer.exception()) is None:
+            stats.answered += 1
+        else:
+            stats.failed += 1
+            if not isinstance(error, SluiceError) and error is not self._logged:  # who asked hears its last line alone
+                self._logged = error
+                log.error("%s: %s failed", self._name, method.name, exc_info=error)
 
 
 def main(make: Callable[[Config, str, int], Service]) -> None:
@@ -145,12 +192,12 @@ class ServiceProcess:
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
         self._previous: tuple[float, dict[str, float]] = (self._started, {})
+        self._calls = Calls(service.name)
 
     async def run(self) -> None:
         service = self._service
-        self._actor = Actor(service.name, service, capacity=service.capacity, batch=service.batch)
-        server = Server({"Process": self._process_handlers(), service.service: self._role_handlers()}, {})
-        settings = service.config.network
+        settings, handlers = service.config.network, {service.service: self._role_handlers()}
+        server = Server({"Process": self._process_handlers(), **handlers}, {}, service.config.deadlines.silence)
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()
         await server.set_serving(False)
@@ -158,12 +205,11 @@ class ServiceProcess:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         try:
             await self._load()
-            actor = asyncio.create_task(self._actor.run())
             await self._register()
             self._state = "ready"
             await server.set_serving(True)
             log.info("%s serves on %s", service.name, self._address)
-            await self._until_stopped(actor)
+            await self._until_stopped()
         finally:
             self._state = "draining"
             await server.set_serving(False)
@@ -201,38 +247,30 @@ class ServiceProcess:
             method = contract.METHODS["Coordinator", "Register"]
             await session.call(channel, "coordinator", method, registration, self._service.config.deadlines.start)
 
-    async def _until_stopped(self, actor: asyncio.Task[None]) -> None:
+    async def _until_stopped(self) -> None:
         stopped = asyncio.create_task(self._stop.wait())
-        work: set[asyncio.Future[Any]] = {actor}
-        if self._service.background is not None:
-            work.add(self._service.background)
-        await asyncio.wait(work | {stopped}, return_when=asyncio.FIRST_COMPLETED)
+        background = self._service.background
+        work: set[asyncio.Future[Any]] = {stopped} if background is None else {stopped, background}
+        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        for ended in work:
-            if ended.done():
-                ended.result()
+        if background is not None and background.done():
+            background.result()
         self._state = "draining"
-        if not await self._actor.drain(self._drain_seconds):
-            log.warning("%s: %d requests were dropped at the end", self._service.name, self._actor.stats.depth)
-        actor.cancel()
-        await asyncio.gather(actor, return_exceptions=True)
+        await self._calls.drain(self._drain_seconds)
 
     def _process_handlers(self) -> Mapping[str, Handler]:
-        async def status(_: None, timeout: float | None) -> Status:
+        async def status(_: None) -> Status:
             return self.status()
 
-        async def stop(request: Stop, timeout: float | None) -> None:
+        async def stop(request: Stop) -> None:
             self._drain_seconds = request.drain_seconds
             self._stop.set()
 
         return {"Status": status, "Stop": stop}
 
     def _role_handlers(self) -> Mapping[str, Handler]:
-        def handler(priority: contract.Priority) -> Handler:
-            return lambda request, timeout: self._actor.send(request, priority=priority, timeout=timeout)
-
         return {
-            name: handler(method.priority)
+            name: self._calls.counted(method, self._service.handler(method))
             for (owner, name), method in contract.METHODS.items()
             if owner == self._service.service
         }
@@ -253,7 +291,7 @@ class ServiceProcess:
             name=self._service.name,
             state=self._service.state if self._state == "ready" else self._state,
             version=self._service.version if self._loaded else PolicyVersion(),
-            mailbox=self._actor.stats,
+            calls=self._calls.stats,
             rates=rates,
             gauges=gauges,
             pid=os.getpid(),

@@ -5,19 +5,19 @@ On torch each process is a replica of its own; on megatron-core the ranks are on
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime import codec
-from runtime.actor import Request
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import Offload, Onload
 from runtime.config import Config
 from runtime.types import LogprobRequest
 from services import process
 from services.frozen_model import FrozenModelService
-from services.spmd_service import Follower, Leader, SpmdRole
+from services.spmd_service import SpmdService
 
 if TYPE_CHECKING:
     from runtime.scoring.offloadable_scorer import OffloadableScorer
@@ -48,19 +48,27 @@ class ReferenceService(FrozenModelService):
         )
         self._scorer = OffloadableScorer(scorer, away=reference_takes_part(self.config))
 
-    async def receive(self, requests: Sequence[Request]) -> None:
+    def logprobs(self, request: LogprobRequest) -> asyncio.Future[bytes]:
+        return self.ask(request)
+
+    def onload(self, command: Onload) -> asyncio.Future[None]:
+        return self.ask(command)
+
+    def offload(self, command: Offload) -> asyncio.Future[None]:
+        return self.ask(command)
+
+    def answers(self, requests: Sequence[Any]) -> list[bytes | None]:
         """In order: log-probabilities that are asked for one after the other are computed together."""
-        for moves, alike in groupby(requests, lambda request: isinstance(request.message, (Onload, Offload))):
+        out: list[bytes | None] = []
+        for asked, alike in groupby(requests, lambda request: isinstance(request, LogprobRequest)):
             together = list(alike)
-            await (self._move(together) if moves else super().receive(together))
-
-    async def _move(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            await self.in_thread(self._scorer.handle, request.message)
-            request.reply()
-
-    def answers(self, requests: Sequence[LogprobRequest]) -> list[bytes]:
-        return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(requests)]
+            if asked:
+                out += [codec.encode(logprobs) for logprobs in self._scorer.logprobs(together)]
+            else:
+                for command in together:
+                    self._scorer.handle(command)
+                out += [None] * len(together)
+        return out
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:
@@ -69,13 +77,10 @@ def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:
     return reference_rank.make(config, rank, world_size)
 
 
-ROLE = SpmdRole("reference", "ReferenceGroup", make_rank)
-
-
 def make(config: Config, name: str, rank: int) -> process.Service:
     if config.services.reference.engine == "torch":
         return ReferenceService(config, name, rank)
-    return Follower(ROLE, config, name, rank) if rank else Leader(ROLE, config, name, rank)
+    return SpmdService("reference", "ReferenceGroup", make_rank, config, name, rank)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 
-from runtime.actor import Request
 from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.rewards.combination import combine
@@ -22,7 +20,6 @@ class RewardService(process.Service):
 
     role = "reward"
     service = "Reward"
-    batch = 256
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
@@ -30,7 +27,6 @@ class RewardService(process.Service):
         self._rules: RewardScorer | None = None
         self._clients: list[RemoteRewardClient] = []
         self._scorers: list[RewardScorer | RemoteScorer] = []
-        self._tasks: set[asyncio.Task[None]] = set()
         self._groups = 0
         self._busy_seconds = 0.0
 
@@ -52,21 +48,12 @@ class RewardService(process.Service):
             self._rules.start()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._rules is not None:
             await self._rules.close()
         for client in self._clients:
             await client.close()
 
-    async def receive(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            task = asyncio.create_task(request.answer(self._score(request.message)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest) -> Scores:
         before = time.monotonic()
         scores = combine(await asyncio.gather(*(scorer.score(request) for scorer in self._scorers)))
         self._groups += 1

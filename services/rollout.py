@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runtime.actor import Request
+from runtime.actor import Actor, Request
 from runtime.cluster.topology import replicas, takes_turns
-from runtime.commands import Cancel, Level, Move
+from runtime.commands import Level, Move
 from runtime.config import Config
 from runtime.errors import Cancelled, InvalidMessage
 from runtime.process import os_process
 from runtime.status import State
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
-from services.rollout_weights import COMMANDS, Subscription
+from services.rollout_weights import Subscription
+from services.rpc import contract
+from services.rpc.server import Handler
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -55,7 +57,6 @@ class RolloutService(process.Service):
 
     role = "rollout"
     service = "Rollout"
-    batch = 1024
     libraries = process.TORCH
 
     def __init__(self, config: Config, name: str, rank: int):
@@ -63,6 +64,7 @@ class RolloutService(process.Service):
         self._engine: RolloutEngine
         self.weights: Subscription
         self._level = Level.AWAKE
+        self._actor = Actor(name, self, batch=1024)
         self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
 
@@ -78,8 +80,12 @@ class RolloutService(process.Service):
         """Where it takes turns with the trainer, the coordinator says when the devices are its own."""
         if takes_turns(self.config):
             await self._move(Level.ASLEEP)
+        self.background = asyncio.create_task(self._actor.run())
 
     async def close(self) -> None:
+        if self.background is not None:
+            self.background.cancel()
+            await asyncio.gather(self.background, return_exceptions=True)
         if hasattr(self, "_engine"):
             self.weights.leave()
             await self._engine.close()
@@ -112,12 +118,18 @@ class RolloutService(process.Service):
             "torn": float(self._engine.torn),
         }
 
+    def handler(self, method: contract.Method) -> Handler:
+        return partial(self._actor.send, priority=method.priority)
+
     async def receive(self, requests: Sequence[Request]) -> None:
         message = requests[0].message
         if isinstance(message, GroupRequest):
             self._submit(requests)
+        elif isinstance(message, Move):
+            await self._move(Level(message.level))
+            requests[0].reply()
         else:
-            await self._control(requests[0], message)
+            await self.weights.handle(requests[0])
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         self._abort_withdrawn()
@@ -143,20 +155,6 @@ class RolloutService(process.Service):
     def _settled(self, group_id: int, future: asyncio.Future[Any]) -> None:
         if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:
             self._withdrawn.append(group_id)
-
-    async def _control(self, request: Request, message: Any) -> None:
-        if isinstance(message, Cancel):
-            for group_id in message.group_ids:
-                if group_id in self._open:
-                    self._open[group_id].fail(Cancelled(f"group {group_id} was cancelled"))
-            request.reply()
-        elif isinstance(message, Move):
-            await self._move(Level(message.level))
-            request.reply()
-        elif isinstance(message, COMMANDS):
-            await self.weights.handle(request)
-        else:
-            raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
     async def _move(self, level: Level) -> None:
         """Whoever puts it to sleep wants no group any more: those that are under way have been withdrawn, though the word of it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from runtime.actor import Request
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights, WeightsCommitted
 from runtime.config import Publication
-from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault
+from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from runtime.weights.group import WeightGroup
     from runtime.weights.plan import Manifest
     from runtime.weights.receiver import Staged, WeightReceiver
-
-COMMANDS = (JoinWeights, ReceiveWeights, CommitWeights, AbortWeights)
 
 
 class Subscription:
@@ -47,11 +45,12 @@ class Subscription:
             self._receive(request, message)
         elif isinstance(message, CommitWeights):
             await self._commit_weights(request, message)
-        else:
-            assert isinstance(message, AbortWeights)
+        elif isinstance(message, AbortWeights):
             if message.epoch == self.epoch:
                 self.leave()
             request.reply()
+        else:
+            raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
     def leave(self) -> None:
         """Out of the group, and whatever was on its way is forgotten; the weights stay as they are."""

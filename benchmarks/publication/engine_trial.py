@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from benchmarks.publication.trial import PublicationTrial, Sender, run
 from benchmarks.rollout_trial import FLEET, requests
-from runtime.actor import Priority
 from runtime.config import Config
 from runtime.weights.plan import TensorSpec
 from services.rollout import RolloutService
+from services.rpc import contract
 
 
 class PublicationEngineTrial(PublicationTrial):
@@ -44,7 +44,7 @@ class PublicationEngineTrial(PublicationTrial):
 
         async def feed() -> None:
             for request in source:
-                await self._actor.send(request, priority=Priority.DATA)
+                await self._service.handler(contract.METHODS["Rollout", "Generate"])(request)
 
         self._feeding = tuple(asyncio.create_task(feed()) for _ in range(groups))
 

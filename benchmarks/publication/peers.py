@@ -13,17 +13,6 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 
-from runtime.commands import (
-    AbortWeights,
-    CommitWeights,
-    HostWeights,
-    JoinWeights,
-    ReceiveWeights,
-    SendWeights,
-    WeightsCommitted,
-    WeightsHosted,
-    WeightsSent,
-)
 from runtime.config import Publication
 from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.rollout_pool import RolloutPool
@@ -31,8 +20,8 @@ from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ports import TrainerPort
 from runtime.process import os_process
-from runtime.types import PolicyVersion
-from runtime.weights.plan import GroupAddress, Manifest
+from runtime.types import Command, answer_of
+from services.rpc.contract import method_of
 from sluice import start
 
 DEADLINE = 600.0  # seconds for any answer
@@ -45,7 +34,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "delta": {"transport": "collective", "encoding": "delta"},
 }
 
-T = TypeVar("T")
+R = TypeVar("R")
 P = TypeVar("P", bound="BenchPeer")
 
 
@@ -122,43 +111,35 @@ class BenchPeer:
 
 
 class PeerMember(BenchPeer):
-    """Of the publication group."""
+    """Of the weight sync's group: a trainer or a rollout, by its `service`."""
 
-    async def tell(self, command: Any, answer: type[T]) -> T:
-        return msgspec.convert(await self.ask("tell", command=msgspec.to_builtins(command)), answer)
+    service: str
 
-    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.tell(AbortWeights(version, epoch), type(None))
+    async def call(self, command: Command[R]) -> R:
+        method = method_of(self.service, command).name
+        said = await self.ask("call", method=method, command=msgspec.to_builtins(command))
+        answer: R = msgspec.convert(said, answer_of(type(command)))
+        return answer
 
-
-class TrainerPeer(PeerMember):
-    def __init__(self, name: str, process: asyncio.subprocess.Process):
-        super().__init__(name, process)
-        self.machines = {name: self.machine}
-
-    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.tell(HostWeights(epoch, len(names), transport, tuple(names)), WeightsHosted)
-        return hosted.address, hosted.manifest
-
-    async def send_weights(self, version: PolicyVersion, epoch: int) -> WeightsSent:
-        return await self.tell(SendWeights(version, epoch), WeightsSent)
-
-
-class RolloutPeer(PeerMember):
-    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
-        await self.tell(JoinWeights(address, manifest), type(None))
-
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.tell(ReceiveWeights(version, epoch), type(None))
-
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        return (await self.tell(CommitWeights(version, epoch), WeightsCommitted)).pause_seconds
+    post = call
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """A process that ends fails the call that is under way, which ends the bench."""
 
     def give_up(self, reason: str) -> None:
         """Likewise."""
+
+
+class TrainerPeer(PeerMember):
+    service = "Trainer"
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process):
+        super().__init__(name, process)
+        self.machines = {name: self.machine}
+
+
+class RolloutPeer(PeerMember):
+    service = "Rollout"
 
 
 def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> Publisher:

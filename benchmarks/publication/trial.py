@@ -23,8 +23,6 @@ import xxhash
 
 from benchmarks.publication.tensors import uneven
 from benchmarks.publication.ways import Ways
-from runtime import commands
-from runtime.actor import Actor, Priority
 from runtime.config import Config
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
@@ -33,18 +31,10 @@ from runtime.types import PolicyVersion
 from runtime.weights.plan import TensorSpec
 from services import process
 from services.rollout import RolloutService
+from services.rpc import contract
 from services.trainer import TrainerService
 
 LINE = 16 << 20  # bytes: a manifest is one
-
-Asked = (
-    commands.HostWeights
-    | commands.JoinWeights
-    | commands.SendWeights
-    | commands.ReceiveWeights
-    | commands.CommitWeights
-    | commands.AbortWeights
-)
 
 
 class Untrained:
@@ -98,8 +88,8 @@ class Sender(TrainerService):
 
     def views(self) -> list[torch.Tensor]:
         """The tensors in the buckets."""
-        assert self._worker.sender is not None
-        return self._worker.sender._views
+        assert self._worker.member is not None
+        return self._worker.member.sender._views
 
 
 class Receiver(RolloutService):
@@ -113,8 +103,7 @@ class PublicationTrial:
         self._folder, self._rank, self._world_size = folder, rank, world_size
         self._ways: Ways
         self._service: process.Service
-        self._actor: Actor
-        self._serving: asyncio.Task[None] | None = None
+        self._serving = False
 
     # ------------------------------------------------------------------------------------------ the plain ways
 
@@ -142,10 +131,9 @@ class PublicationTrial:
         service = Receiver(settings, f"rollout-{self._rank - 1}", 0) if self._rank else Sender(settings, uneven(megabytes))
         await self._serve(service)
 
-    async def tell(self, command: Any) -> Any:
-        message = msgspec.convert(command, Asked)
-        priority = Priority.DATA if isinstance(message, commands.SendWeights) else Priority.CONTROL
-        return msgspec.to_builtins(await self._actor.send(message, priority=priority))
+    async def call(self, method: str, command: Any) -> Any:
+        row = contract.METHODS[self._service.service, method]
+        return msgspec.to_builtins(await self._service.handler(row)(msgspec.convert(command, row.command)))
 
     async def fill(self) -> None:
         """The sender: other weights than before."""
@@ -186,19 +174,16 @@ class PublicationTrial:
         return seconds[-1]
 
     async def close(self) -> None:
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._serving:
             await self._service.close()
-            self._serving = None
-            del self._service, self._actor
+            self._serving = False
+            del self._service
 
     async def _serve(self, service: process.Service) -> None:
         self._service = service
         await asyncio.to_thread(service.load)
         await service.start()
-        self._actor = Actor(service.name, service, capacity=64)
-        self._serving = asyncio.create_task(self._actor.run())
+        self._serving = True
 
     @property
     def _sender(self) -> Sender:

@@ -64,7 +64,7 @@ async def _tables(address: str) -> Group:
 def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
     """Two tables that fit 80 columns, the coordinator's line first: where the processes are, and what they do."""
     processes = _columns(statuses[0].detail, ("process", "state", "version", "restarts", "pid", "address"))
-    work = _columns("", ("process", "mailbox", "wait", "handled", "rates"))
+    work = _columns("", ("process", "open", "answered", "failed", "rates"))
     silent: list[Text] = []
     for status, restarted in zip(statuses, restarts, strict=True):
         place = str(restarted), str(status.pid), status.address
@@ -72,9 +72,9 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
         if status.state == UNREACHABLE:
             silent.append(literal(f"{status.name}: {status.detail}"))
             continue
-        mailbox = status.mailbox
-        letters = f"{mailbox.depth}/{mailbox.capacity}", f"{mailbox.wait_seconds * 1000:.1f} ms", str(mailbox.handled)
-        work.add_row(status.name, *letters, _rates(status.rates))
+        calls = status.calls
+        counts = str(calls.open), str(calls.answered), str(calls.failed)
+        work.add_row(status.name, *counts, _rates(status.rates))
     return Group(processes, work, *silent)
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from runtime import codec, run_files
 from runtime.cluster.topology import alternates
+from runtime.commands import Export, Restore
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.checkpoints import Checkpoints
 from runtime.coordinator.devices import devices_of
@@ -315,7 +316,7 @@ class Attempt:
         async with self._devices.lease("trainer", last=True):
             await self._checkpoints.save_end(step)
             folder = self._context.folder / run_files.MODEL
-            await self._roles.trainer.export(str(folder.absolute()))
+            await self._roles.trainer.call(Export(str(folder.absolute())))
 
     def _first_position(self) -> Position | None:
         """Where the attempt begins; None for a run without a past."""
@@ -344,7 +345,7 @@ class Attempt:
         )
         self._checkpoints.resume(self._incarnation, position)
         if self._history.folder:
-            await asyncio.gather(*(model.restore(self._history.folder) for model in self._recovery.models))
+            await asyncio.gather(*(model.post(Restore(self._history.folder)) for model in self._recovery.models))
 
     # ------------------------------------------------------------------------------------------ what is said of it
 

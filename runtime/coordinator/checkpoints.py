@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from runtime.cluster.topology import alternates
+from runtime.commands import Offload, Save
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.recovery import RunHistory
 from runtime.coordinator.roles import Roles
@@ -19,7 +21,7 @@ from runtime.errors import ServiceFault
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import CheckpointSaved
-from runtime.ports import Answer, CriticPort, TrainerPort
+from runtime.ports import RolePort, TrainerPort
 from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
 
@@ -90,7 +92,7 @@ class Checkpoints:
         with _faults_told(folder):
             await asyncio.to_thread(checkpoint.reposition, folder, position)
 
-    def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Answer[None]:
+    def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
         It counts only once the metrics of its step are recorded, when `finishing` is done: who goes back to it repeats all
@@ -111,24 +113,24 @@ class Checkpoints:
                 position,
                 self._entered(finishing),
             )
-        saving = [roles.trainer.save(str(partial))]
+        saving = [roles.trainer.post(Save(str(partial)))]
         if roles.critic is not None:
-            saving.append(roles.critic.save(str(partial / checkpoint.CRITIC)))
+            saving.append(roles.critic.post(Save(str(partial / checkpoint.CRITIC))))
         return self._saved_at(step, folder, partial, saving, position, self._entered(finishing))
 
-    async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: CriticPort) -> None:
+    async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: RolePort) -> None:
         """Where both have the same devices."""
-        await trainer.offload()
-        await critic.save(str(partial / checkpoint.CRITIC))
-        await critic.offload()
-        await trainer.save(str(partial))
+        await trainer.call(Offload())
+        await critic.call(Save(str(partial / checkpoint.CRITIC)))
+        await critic.call(Offload())
+        await trainer.call(Save(str(partial)))
 
     async def _saved_at(
         self,
         step: int,
         folder: Path,
         partial: Path,
-        saving: list[Answer[None]],
+        saving: list[Coroutine[Any, Any, None]],
         position: Position,
         entered: asyncio.Future[Totals],
     ) -> None:

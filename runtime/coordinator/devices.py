@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
-from runtime.commands import Level
+from runtime.commands import Level, Move, Offload, Onload
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.device_schedule import (
@@ -50,7 +50,7 @@ from runtime.coordinator.weight_sync import Publisher, Transaction
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark
 from runtime.ledger.states import Phase as GroupPhase
-from runtime.ports import RolloutPort
+from runtime.ports import RolePort
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import PolicyVersion
 
@@ -292,11 +292,11 @@ class ColocatedDevices(Devices):
 
     async def _move(self, member: Member, level: Level) -> None:
         """A rollout that does not come as far is lost, whatever kept it."""
-        rollout: RolloutPort | None = self._register.port(member)
+        rollout: RolePort | None = self._register.port(member)
         if rollout is None:
             return
         try:
-            await rollout.move(level)
+            await rollout.call(Move(level))
         except InvariantViolated:
             raise
         except SluiceError as error:
@@ -308,17 +308,17 @@ class ColocatedDevices(Devices):
     async def _onload(self, who: Offloadable) -> None:
         if who == "reference":
             with self._spans.span("ref_onload"):
-                await self._roles.references.tell(lambda reference: reference.onload())
+                await self._roles.references.tell(Onload())
         elif self._onloads_trainer:
-            await self._roles.trainer.onload()
+            await self._roles.trainer.call(Onload())
         self._handle(Onloaded(who))
 
     async def _offload(self, who: Offloadable) -> None:
         if who == "reference":
             with self._spans.span("ref_offload"):
-                await self._roles.references.tell(lambda reference: reference.offload())
+                await self._roles.references.tell(Offload())
         else:
-            await self._roles.trainer.offload()
+            await self._roles.trainer.call(Offload())
         self._handle(Offloaded(who))
 
 
@@ -331,10 +331,10 @@ def devices_of(
     return Devices(pool, publisher, buffer)
 
 
-async def wake_without_trainer(config: Config, rollout: RolloutPort) -> None:
+async def wake_without_trainer(config: Config, rollout: RolePort) -> None:
     """A rollout on shared devices is asleep when it starts; where no trainer runs, it has them for good."""
     if takes_turns(config):
-        await rollout.move(Level.AWAKE)
+        await rollout.call(Move(Level.AWAKE))
 
 
 def _lacks_reference(group: Group) -> bool:

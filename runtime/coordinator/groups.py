@@ -7,7 +7,9 @@ admission: a group is dispatched only while it may still be trained on in time.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from itertools import count
+from typing import Any
 
 from runtime import codec
 from runtime.coordinator.buffer import Buffer, Group
@@ -20,7 +22,7 @@ from runtime.data.prompts import PromptStream
 from runtime.errors import Unreachable
 from runtime.ledger.records import Note, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.ports import Answer, RolloutPort
+from runtime.ports import RolePort
 from runtime.process.aio import TaskGroup
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
@@ -111,22 +113,22 @@ class GroupStage:
         self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
         return group
 
-    def _max_groups(self, rollout: RolloutPort) -> int:
+    def _max_groups(self, rollout: RolePort) -> int:
         """Groups that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that most groups
         under way are down to a few that still run, and with what its slots take two thirds of the slots would be empty."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
-    def _together(self, rollout: RolloutPort) -> int:
+    def _together(self, rollout: RolePort) -> int:
         """Groups that go to `rollout` before the next is chosen."""
         wanted = min(SAMPLES_PER_DISPATCH, self._pool.slots[rollout.name]) // self._size
         return max(1, min(wanted, self._max_groups(rollout) - self._pool.load(rollout) // self._size))
 
-    def _spawn(self, tasks: TaskGroup, life: Answer[None]) -> None:
+    def _spawn(self, tasks: TaskGroup, life: Coroutine[Any, Any, None]) -> None:
         task = tasks.create_task(life)
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
 
-    async def _live(self, group: Group, rollout: RolloutPort) -> None:
+    async def _live(self, group: Group, rollout: RolePort) -> None:
         ticket = group.ticket
         request = GroupRequest(
             group_id=ticket.group_id,
@@ -189,7 +191,7 @@ class GroupStage:
         request = LogprobRequest(group_id=group.group_id, payload=payload, temperature=self._sampling.temperature)
         with self._spans.span("reference_model"):
             async with self._devices.lease("reference"):
-                logprobs = await self._roles.references.ask(turn, lambda reference: reference.logprobs(request))
+                logprobs = await self._roles.references.ask(turn, request)
         self._buffer.referenced(group.group_id, logprobs)
 
     async def _value(self, group: Group, payload: bytes) -> None:
@@ -197,7 +199,7 @@ class GroupStage:
         request = ValueRequest(group_id=group.group_id, tokens=group.tokens, payload=payload)
         try:
             with self._spans.span("critic_model"):
-                values = await self._roles.critic.values(request)
+                values = await self._roles.critic.call(request)
         except Unreachable:
             return  # the run goes back to its checkpoint, with another critic, which is asked for what is missing
         self._buffer.valued(group.group_id, values)

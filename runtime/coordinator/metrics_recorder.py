@@ -13,7 +13,7 @@ from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import RunContext, accelerators
 from runtime.coordinator.train_loop import TrainedStep
 from runtime.errors import ServiceFault
-from runtime.ports import RolloutPort
+from runtime.ports import RolePort
 from runtime.status import Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals
@@ -29,8 +29,8 @@ class BusyMeter:
     def __init__(self, pool: RolloutPool, silence: float):
         self._pool = pool
         self._silence = silence
-        self._heard: dict[RolloutPort, float] = {}  # when each that lives told something, or was first asked
-        self._busy: dict[RolloutPort, float] = {}
+        self._heard: dict[RolePort, float] = {}  # when each that lives told something, or was first asked
+        self._busy: dict[RolePort, float] = {}
         self._idle = 0.0
         self._worked = self._there = 0.0  # seconds of all rollouts together, since the step before
 
@@ -54,7 +54,7 @@ class BusyMeter:
             then = now
             await asyncio.sleep(POLL)
 
-    async def _ask(self) -> dict[RolloutPort, float]:
+    async def _ask(self) -> dict[RolePort, float]:
         """The busy seconds of each that answers."""
         rollouts, now = self._pool.serving, time.monotonic()
         self._heard = {rollout: self._heard.get(rollout, now) for rollout in rollouts}
@@ -62,7 +62,7 @@ class BusyMeter:
         told = {rollout: self._told(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
         return {rollout: busy for rollout, busy in told.items() if busy is not None}
 
-    def _told(self, rollout: RolloutPort, answer: Status | BaseException) -> float | None:
+    def _told(self, rollout: RolePort, answer: Status | BaseException) -> float | None:
         now = time.monotonic()
         if isinstance(answer, Status):
             self._heard[rollout] = now

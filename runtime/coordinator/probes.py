@@ -18,7 +18,7 @@ from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, SluiceError
-from runtime.ports import RolloutPort
+from runtime.ports import RolePort
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 
@@ -109,7 +109,7 @@ class Probes:
             asked.cancel()
         self._asked = {}
 
-    async def _ask(self, rollout: RolloutPort, version: PolicyVersion) -> bytes | None:
+    async def _ask(self, rollout: RolePort, version: PolicyVersion) -> bytes | None:
         """The encoded group; None when it does not come."""
         request = GroupRequest(
             group_id=FIRST_ID + version.pack(),

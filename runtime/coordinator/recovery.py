@@ -27,7 +27,7 @@ from runtime.coordinator.register import Register, UnitChange
 from runtime.coordinator.roles import UPDATED, Roles, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable
-from runtime.ports import UpdatePort
+from runtime.ports import RolePort
 from runtime.process.aio import first_error
 from runtime.telemetry.summary import Totals
 
@@ -40,7 +40,7 @@ class Recovery:
 
     def __init__(self, context: RunContext, roles: Roles, register: Register, replaceable: bool, history: RunHistory):
         """`replaceable`: others may begin on the devices of these models, as the rollouts go on."""
-        self.models: list[UpdatePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
+        self.models: list[RolePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
         self.begun = history.attempts > 0
         self._register = register
         self._config = context.config
@@ -123,7 +123,7 @@ class Recovery:
         """Whether other models would come in the place of these."""
         return self._replaceable and self.begun and not self._interrupted
 
-    def _lose(self, model: UpdatePort, reason: str) -> None:
+    def _lose(self, model: RolePort, reason: str) -> None:
         self._name, self._reason = model.name, reason
         self._lost.set()
         if self._replaced():

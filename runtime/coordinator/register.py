@@ -266,7 +266,7 @@ class Register:
         return self._tell(process, RankRegistered(process))
 
     def connect(self, port: Any) -> bool:
-        """`port` (a Replaceable) leads to a unit that has registered; it is lost as soon as `port` is."""
+        """`port` (a RolePort) leads to a unit that has registered; it is lost as soon as `port` is."""
         if not self._tell(port, Connected(port)):
             return False
         port.when_lost(partial(self.lose, port))

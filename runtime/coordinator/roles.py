@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.errors import ServiceFault, Unreachable
-from runtime.ports import CriticPort, ReferencePort, Replaceable, RewardPort, TrainerPort
+from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import still_missing
 from runtime.rewards.combination import combine
 from runtime.telemetry.metrics import SpanClock
-from runtime.types import ScoreRequest, Scores
+from runtime.types import Command, ScoreRequest, Scores
 
 UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other process can get, but from a checkpoint
 
-T = TypeVar("T", bound=Replaceable)
 R = TypeVar("R")
 
 
@@ -36,7 +35,7 @@ async def wait_for(register: Register, missing: Callable[[], Sequence[str]], dea
         register.unsubscribe(look)
 
 
-class Replicas(Generic[T]):
+class Replicas:
     """Interchangeable replicas of a role, which take turns. A request whose replica is lost goes to another; when there is
     none, it waits for the process that comes in its place. No request is left out.
     """
@@ -54,27 +53,32 @@ class Replicas(Generic[T]):
     def _serving(self) -> Sequence[Unit]:
         return self._register.units(self._role, UnitState.SERVING)
 
-    async def ask(self, turn: int, question: Callable[[T], Awaitable[R]]) -> R:
-        """The answer of a replica. Raises what it raised, or ServiceFault when there is none for `patience` seconds."""
+    async def ask(self, turn: int, request: Command[R], asked: set[str] | None = None) -> R:
+        """The answer of a replica, whose name is in `asked` until then. Raises what it raised, or ServiceFault when there is
+        none for `patience` seconds."""
+        names: set[str] = set() if asked is None else asked
         while True:
             replica = await self._choose(turn)
+            names.add(replica.name)
             try:
-                return await question(replica)
+                return await replica.call(request)
             except Unreachable as error:
                 self._register.lose(replica, error.reason)
+            finally:
+                names.discard(replica.name)
 
-    async def tell(self, order: Callable[[T], Awaitable[None]]) -> None:
-        """All that serve carry out `order`, but for those that are lost meanwhile."""
+    async def tell(self, command: Command[None]) -> None:
+        """All that serve carry out `command`, but for those that are lost meanwhile."""
 
-        async def told(replica: T) -> None:
+        async def told(replica: RolePort) -> None:
             try:
-                await order(replica)
+                await replica.call(command)
             except Unreachable as error:
                 self._register.lose(replica, error.reason)
 
         await asyncio.gather(*(told(unit.port) for unit in self._serving))
 
-    async def _choose(self, turn: int) -> T:
+    async def _choose(self, turn: int) -> RolePort:
         def missing() -> list[str]:
             return [] if self._serving else [self._role]
 
@@ -82,7 +86,7 @@ class Replicas(Generic[T]):
             if await wait_for(self._register, missing, time.monotonic() + self._patience):
                 why = "; ".join(f"{unit.name}: {unit.reason}" for unit in self._register.units(self._role) if unit.reason)
                 raise ServiceFault(self._role, "run", f"{why}; no other has come", self._patience)
-        replica: T = serving[turn % len(serving)].port
+        replica: RolePort = serving[turn % len(serving)].port
         return replica
 
 
@@ -91,8 +95,8 @@ class EvaluationRoles:
 
     def __init__(self, register: Register, patience: float):
         """`patience`: as of `Replicas`."""
-        self.rewards: Replicas[RewardPort] = Replicas(register, "reward", patience)
-        self.reward_models: Replicas[RewardPort] = Replicas(register, "reward_model", patience)
+        self.rewards: Replicas = Replicas(register, "reward", patience)
+        self.reward_models: Replicas = Replicas(register, "reward_model", patience)
 
 
 class Roles(EvaluationRoles):
@@ -101,12 +105,12 @@ class Roles(EvaluationRoles):
     def __init__(self, register: Register, patience: float):
         """Raises Unreachable when trainer or critic is lost."""
         super().__init__(register, patience)
-        self.references: Replicas[ReferencePort] = Replicas(register, "reference", patience)
+        self.references: Replicas = Replicas(register, "reference", patience)
         trained = [unit for role in UPDATED for unit in register.units(role)]
         if lost := next((unit for unit in trained if unit.port is None), None):
             raise Unreachable(lost.name, "start", lost.reason)
         self.trainer: TrainerPort = trained[0].port
-        self.critic: CriticPort | None = trained[1].port if len(trained) > 1 else None
+        self.critic: RolePort | None = trained[1].port if len(trained) > 1 else None
 
 
 class RewardScoring:
@@ -124,15 +128,6 @@ class RewardScoring:
         answers = (self._ask(phase, replicas, request, turn, names) for phase, replicas in self._replicas.items())
         return combine(await asyncio.gather(*answers))
 
-    async def _ask(
-        self, phase: str, replicas: Replicas[RewardPort], request: ScoreRequest, turn: int, asked: set[str]
-    ) -> Scores:
-        async def question(replica: RewardPort) -> Scores:
-            asked.add(replica.name)
-            try:
-                return await replica.score(request)
-            finally:
-                asked.discard(replica.name)
-
+    async def _ask(self, phase: str, replicas: Replicas, request: ScoreRequest, turn: int, asked: set[str]) -> Scores:
         with self._spans.span(phase) if self._spans else nullcontext():
-            return await replicas.ask(turn, question)
+            return await replicas.ask(turn, request, asked)

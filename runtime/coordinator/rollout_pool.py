@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from runtime.coordinator.membership import Epoch, Membership
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
 from runtime.errors import ServiceFault, Unanswered, Unreachable
-from runtime.ports import RolloutPort
+from runtime.ports import RolePort
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 
 
@@ -58,11 +58,11 @@ class RolloutPool:
         self.commit(epoch, PolicyVersion(), {member.name for member in epoch.members})
 
     @property
-    def serving(self) -> list[RolloutPort]:
+    def serving(self) -> list[RolePort]:
         return [unit.port for unit in self.register.units(ROLLOUT, UnitState.SERVING)]
 
     @property
-    def admitting(self) -> list[RolloutPort]:
+    def admitting(self) -> list[RolePort]:
         """Those that serve, while the pool is open."""
         return [] if self._closed else self.serving
 
@@ -94,22 +94,22 @@ class RolloutPool:
 
     # ------------------------------------------------------------------------------------------ their work
 
-    def least_loaded(self) -> RolloutPort:
+    def least_loaded(self) -> RolePort:
         """Of those that serve, of whom there is at least one."""
         serving = self.membership.serving
-        rollout: RolloutPort = self.register.port(min(serving, key=lambda one: self._load[one] / self.slots[one.name]))
+        rollout: RolePort = self.register.port(min(serving, key=lambda one: self._load[one] / self.slots[one.name]))
         return rollout
 
-    def load(self, rollout: RolloutPort) -> int:
+    def load(self, rollout: RolePort) -> int:
         """Its samples under way."""
         return self._load[member_of(rollout)]
 
-    async def generate(self, rollout: RolloutPort, request: GroupRequest) -> GeneratedGroup:
+    async def generate(self, rollout: RolePort, request: GroupRequest) -> GeneratedGroup:
         """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""
         member = member_of(rollout)
         self._load[member] += request.n
         try:
-            return await rollout.generate(request)
+            return await rollout.call(request)
         except Unanswered as error:
             self.register.lose(member, str(error))
             raise Unreachable(rollout.name, "Generate", error.reason) from error

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.chosen_algorithm import groups_per_update, streams
+from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.checkpoints import Checkpoints
@@ -25,7 +26,7 @@ from runtime.coordinator.weight_sync import Transaction
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.position import Position
 from runtime.ledger.states import Phase
-from runtime.ports import Answer, CriticPort, TrainerPort, UpdatePort
+from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import TaskGroup
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
 from runtime.types import PolicyVersion, StepResult, TrainGroup
@@ -141,7 +142,7 @@ class TrainLoop:
         if self._saving is not None:
             await self._saving
 
-    async def _save(self, saving: Answer[None]) -> None:
+    async def _save(self, saving: Coroutine[Any, Any, None]) -> None:
         with self._spans.span("checkpoint"):
             await saving
 
@@ -223,27 +224,27 @@ class ModelUpdates:
 
     alternating = False
 
-    def __init__(self, trainer: TrainerPort, critic: CriticPort | None, spans: SpanClock):
+    def __init__(self, trainer: TrainerPort, critic: RolePort | None, spans: SpanClock):
         self._trainer = trainer
         self._critics = [] if critic is None else [critic]
         self._spans = spans
 
     def begin(self, tasks: TaskGroup, step: int) -> None:
         for model in (self._trainer, *self._critics):
-            tasks.create_task(model.begin_step(step))
+            tasks.create_task(model.post(BeginStep(step)))
 
     def accumulate(self, tasks: TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         """A part of the step's batch; `last`: it completes it."""
         for model in (self._trainer, *self._critics):
-            tasks.create_task(model.accumulate(step, groups, last))
+            tasks.create_task(model.post(Accumulate(step, groups, last)))
 
     async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         """The trainer's command is on its way when this returns: its result, and the critic's if there is one."""
-        applying = [(self._trainer.apply(step, probes), UPDATE)]
-        applying += [(critic.apply(step), UPDATE_CRITIC) for critic in self._critics]
+        applying = [(self._trainer.post(Apply(step, tuple(probes))), UPDATE)]
+        applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in self._critics]
         return [tasks.create_task(self._applied(answer, phase)) for answer, phase in applying]
 
-    async def _applied(self, apply: Answer[StepResult], phase: str) -> StepResult:
+    async def _applied(self, apply: Coroutine[Any, Any, StepResult], phase: str) -> StepResult:
         result = await apply
         now = time.monotonic()
         self._spans.add(phase, now - result.seconds, now)
@@ -259,7 +260,7 @@ class AlternatingUpdates(ModelUpdates):
 
     alternating = True
 
-    def __init__(self, trainer: TrainerPort, critic: CriticPort, spans: SpanClock):
+    def __init__(self, trainer: TrainerPort, critic: RolePort, spans: SpanClock):
         super().__init__(trainer, critic, spans)
         self._critic = critic
         self._parts: list[tuple[list[TrainGroup], bool]] = []
@@ -271,21 +272,21 @@ class AlternatingUpdates(ModelUpdates):
         self._parts.append((groups, last))
 
     async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
-        await self._trainer.offload()  # behind what was ordered before: its newest version is gathered
-        await self._critic.onload()
+        await self._trainer.call(Offload())  # behind what was ordered before: its newest version is gathered
+        await self._critic.call(Onload())
         self._give(tasks, self._critic, step)
-        critic = tasks.create_task(self._applied(self._critic.apply(step), UPDATE_CRITIC))
+        critic = tasks.create_task(self._applied(self._critic.post(Apply(step)), UPDATE_CRITIC))
         await critic
-        await self._critic.offload()
-        await self._trainer.onload()
+        await self._critic.call(Offload())
+        await self._trainer.call(Onload())
         self._give(tasks, self._trainer, step)
-        return [tasks.create_task(self._applied(self._trainer.apply(step, probes), UPDATE)), critic]
+        return [tasks.create_task(self._applied(self._trainer.post(Apply(step, tuple(probes))), UPDATE)), critic]
 
-    def _give(self, tasks: TaskGroup, model: UpdatePort, step: int) -> None:
+    def _give(self, tasks: TaskGroup, model: RolePort, step: int) -> None:
         """The batch that was kept."""
-        tasks.create_task(model.begin_step(step))
+        tasks.create_task(model.post(BeginStep(step)))
         for groups, last in self._parts:
-            tasks.create_task(model.accumulate(step, groups, last))
+            tasks.create_task(model.post(Accumulate(step, groups, last)))
 
 
 async def joined(trainer: asyncio.Task[StepResult], others: Sequence[asyncio.Task[StepResult]]) -> StepResult:

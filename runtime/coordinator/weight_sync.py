@@ -19,15 +19,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.commands import WeightsSent
+from runtime.commands import (
+    AbortWeights,
+    CommitWeights,
+    ReceiveWeights,
+    ResendWeights,
+    SendWeights,
+    WeightsSent,
+)
 from runtime.config import Publication as Settings
-from runtime.coordinator.membership import Epoch
 from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.sync_group import TRIES, SyncGroup, seen
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
     Aborted,
@@ -45,96 +52,11 @@ from runtime.coordinator.weight_sync_protocol import (
     WeightSync,
 )
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
-from runtime.ports import RolloutPort, TrainerPort, WeightMember
+from runtime.ports import RolePort, TrainerPort
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
-from runtime.weights.plan import resolve_transport
-
-TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
 
 log = logging.getLogger("sluice")
-
-
-class SyncGroup:
-    """The trainer and the rollouts of one epoch, connected for weights. What others read is `epoch`, `members`, `transport`."""
-
-    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
-        self.trainer = trainer
-        self.pool = pool
-        self.settings = settings
-        self.epoch = Epoch(0, ())
-        """The newest that was connected, and below its rollouts by name."""
-        self.members: dict[str, RolloutPort] = {}
-        self.transport = ""
-        """Which one its weights take, or "" """
-
-    async def open(self) -> None:
-        """Connect the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
-
-        Raises ServiceFault when no rollout comes, or the group fails for no rollout's fault `TRIES` times.
-        """
-        fruitless = 0
-        while True:
-            await self.pool.somebody()
-            epoch = self.pool.membership.open()
-            fault = await self._meet(epoch)
-            if fault is None:
-                return
-            log.warning("epoch %d: %s", epoch.number, fault)
-            if set(epoch.members) <= set(self.pool.membership.living):
-                fruitless += 1
-            if fruitless == TRIES:
-                raise fault
-
-    async def _meet(self, epoch: Epoch) -> SluiceError | None:
-        """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
-        asked for."""
-        ports: list[RolloutPort] = [self.pool.register.port(member) for member in epoch.members]
-        machines = {**self.trainer.machines, **{port.name: port.machine for port in ports}}
-        transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
-        names = [self.trainer.name, *(port.name for port in ports)]
-        # The trainer opens the rendezvous and answers at once; it connects beside this, once the rollouts have come.
-        address, manifest = await self.trainer.host_weights(epoch.number, names, transport)
-        joins = [
-            asyncio.ensure_future(port.join_weights(replace(address, rank=rank), manifest))
-            for rank, port in enumerate(ports, start=address.senders)
-        ]
-        try:
-            # All at once, as each blocks until all are there; the first failure ends the wait for the others.
-            await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
-            if not any(join.done() and join.exception() for join in joins):
-                self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
-                log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(self.members), transport)
-                return None
-            self.pool.membership.break_up(epoch.number)
-            failed = next(error for join in joins if join.done() and (error := join.exception()))
-            if not isinstance(failed, SluiceError):
-                raise failed
-            # Who came waits for the one that failed until its own deadline, unless it is told to leave.
-            return await self._leave(epoch, ports, failed)
-        finally:
-            for join in joins:
-                join.add_done_callback(_seen)
-                join.cancel()
-
-    async def _leave(self, epoch: Epoch, ports: Sequence[RolloutPort], failed: SluiceError) -> SluiceError:
-        """All members leave the group. A rollout that does not confirm is lost; one that confirms was only kept waiting.
-
-        Returns the fault to report: that of a lost rollout where there is one, else `failed`.
-        """
-        version = self.pool.membership.committed or PolicyVersion()
-        members: tuple[WeightMember, ...] = (self.trainer, *ports)
-        left = await asyncio.gather(*(one.abort_weights(version, epoch.number) for one in members), return_exceptions=True)
-        for error in left:
-            if isinstance(error, BaseException) and not isinstance(error, SluiceError):
-                raise error
-        if isinstance(left[0], SluiceError):
-            raise left[0]
-        for port, error in zip(ports, left[1:], strict=True):
-            if isinstance(error, Unreachable | Unanswered):
-                self.pool.register.lose(port, str(error))
-                failed = failed if isinstance(failed, Unreachable | Unanswered) else error
-        return failed
 
 
 class Publisher:
@@ -162,12 +84,21 @@ class Publisher:
         self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
+        self.kept: PolicyVersion | None = None
+        """The version that the trainer's ranks have gathered, or will have, to be sent again whatever their engines do."""
         self.abort = ""
         """Why the newest publication that was aborted was, or "" """
 
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
+
+    def sending(self, version: PolicyVersion, epoch: int) -> SendWeights | ResendWeights:
+        """What the trainer is asked: to gather and send a version, or to send once more what it has kept of it."""
+        if self.kept == version:
+            return ResendWeights(version, epoch)
+        self.kept = version if self._settings.overlap else None
+        return SendWeights(version, epoch)
 
     def seconds(self, behind: bool) -> PhaseSeconds:
         """The deadlines of an attempt. `behind`: the weights are gathered behind what the trainer has begun, for which it may
@@ -301,7 +232,7 @@ class Transaction:
 
     def _withdraw(self) -> None:
         for task in self._calls:
-            task.add_done_callback(_seen)
+            task.add_done_callback(seen)
             task.cancel()
         self._calls.clear()
 
@@ -309,9 +240,9 @@ class Transaction:
         """The calls of one attempt, in the newest epoch."""
         self._epoch, self._ports = self._group.epoch, self._group.members
         number, trainer = self._epoch.number, self._group.trainer
-        self._call(trainer.name, self._sent(trainer.send_weights(self._version, number)), lambda _: Sent())
+        self._call(trainer.name, self._sent(trainer.post(self._publisher.sending(self._version, number))), lambda _: Sent())
         for name, rollout in self._ports.items():
-            self._call(name, rollout.receive_weights(self._version, number), Verified)
+            self._call(name, rollout.post(ReceiveWeights(self._version, number)), Verified)
 
     async def _attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
@@ -366,22 +297,22 @@ class Transaction:
             elif isinstance(action, Abort):
                 for name in action.members:
                     member = self._ports.get(name, self._group.trainer)
-                    self._call(name, member.abort_weights(self._version, self._epoch.number), Aborted)
+                    self._call(name, member.post(AbortWeights(self._version, self._epoch.number)), Aborted)
 
     def _call(self, name: str, call: Awaitable[Any], answered: Callable[[str], Event]) -> None:
         self._calls[asyncio.ensure_future(call)] = (name, answered)
 
-    async def _commit(self, rollout: RolloutPort) -> None:
-        self._pause = max(self._pause, await rollout.commit_weights(self._version, self._epoch.number))
+    async def _commit(self, rollout: RolePort) -> None:
+        committed = await rollout.call(CommitWeights(self._version, self._epoch.number))
+        self._pause = max(self._pause, committed.pause_seconds)
 
     async def _sent(self, answer: Awaitable[WeightsSent]) -> None:
-        self._bytes = (await answer).bytes
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    """Take the result of a withdrawn call, which nobody reads, so that asyncio does not report it."""
-    if not task.cancelled():
-        task.exception()
+        try:
+            self._bytes = (await answer).bytes
+        except SluiceError as error:
+            if not (isinstance(error, ServiceFault) and error.phase == "transfer"):
+                self._publisher.kept = None
+            raise
 
 
 def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runtime import codec
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
-from runtime.errors import InvalidMessage
 from runtime.scoring.offloadable_scorer import OffloadableScorer
 from runtime.trainer.backend import use_megatron
 from runtime.trainer.group_rank import GroupRank, join_group, require_memory
@@ -19,20 +18,20 @@ if TYPE_CHECKING:
 
 class ReferenceRank(GroupRank):
     role = "reference"
-    relayed = ComputeLogprobs | Onload | Offload
 
     def __init__(self, scorer: MegatronScorer, config: Config, rank: int, world_size: int):
-        super().__init__(config, rank, world_size, config.deadlines.score)
+        super().__init__(config, rank, world_size)
         self._scorer = OffloadableScorer(scorer, away=reference_takes_part(config))
 
-    def execute(self, command: Any) -> Any:
+    def compute_logprobs(self, command: ComputeLogprobs) -> list[bytes]:
         """The encoded Logprobs of this rank's groups, in their order."""
-        if isinstance(command, (Onload, Offload)):
-            self._scorer.handle(command)
-            return None
-        if not isinstance(command, ComputeLogprobs):
-            raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
         return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
+
+    def onload(self, command: Onload) -> None:
+        self._scorer.handle(command)
+
+    def offload(self, command: Offload) -> None:
+        self._scorer.handle(command)
 
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:

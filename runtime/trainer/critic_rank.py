@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime import codec
 from runtime.cluster.topology import alternates
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
+from runtime.commands import Apply, ComputeValues
 from runtime.config import Config
 from runtime.ledger import checkpoint
 from runtime.trainer.group_rank import join_group, require_memory
@@ -17,7 +17,6 @@ from runtime.trainer.update_rank import UpdateRank
 
 class CriticRank(UpdateRank):
     role = "critic"
-    relayed = Restore | BeginStep | Accumulate | Apply | ComputeValues | Save | Onload | Offload
     last = Apply
     seconds_of = {  # noqa: RUF012
         "onload": "timing/critic_onload",
@@ -32,10 +31,12 @@ class CriticRank(UpdateRank):
         return checkpoint.critic_state(folder)
 
     def execute(self, command: Any) -> Any:
-        """Of ComputeValues, the encoded Values of this rank's groups, in their order."""
-        if isinstance(command, ComputeValues):
-            return [codec.encode(values) for values in self.engine.values(command.groups)]
-        return super().execute(command)
+        """Values need nothing of what is away between steps."""
+        return self.compute_values(command) if isinstance(command, ComputeValues) else super().execute(command)
+
+    def compute_values(self, command: ComputeValues) -> list[bytes]:
+        """The encoded Values of this rank's groups, in their order."""
+        return [codec.encode(values) for values in self.engine.values(command.groups)]
 
 
 def make(config: Config, rank: int, world_size: int) -> CriticRank:

@@ -1,9 +1,8 @@
-"""One rank of a group of processes that share a model: its place in the group, and the relay of its commands."""
+"""One rank of a group of processes that share a model: its place in the group, and its commands."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -11,50 +10,30 @@ import torch
 import torch.distributed as dist
 
 from runtime.config import Config, Spread
-from runtime.errors import InvalidMessage, UserError
+from runtime.errors import UserError
 from runtime.models import limits
 from runtime.models.hf_config import read_raw
 from runtime.process import platform
-from runtime.spmd import Relay
-from runtime.types import PolicyVersion
+from runtime.types import PolicyVersion, snake
 
 
-class GroupRank(ABC):
-    """Every method runs in the engine's thread, in the same order on every rank.
-
-    A subclass names its `role` and the commands that rank 0 relays.
-    """
+class GroupRank:
+    """Every method runs in the engine's thread, in the same order on every rank. A subclass names its `role`, and has a method
+    for each command, of its name in snake case, which takes the command and returns its answer: a future of one that goes on
+    beside the next commands."""
 
     role: ClassVar[str]
-    relayed: ClassVar[Any]  # a union of commands
 
-    def __init__(self, config: Config, rank: int, world_size: int, timeout: float):
-        """`timeout`: seconds within which a rank's share of a command's data has to come."""
+    def __init__(self, config: Config, rank: int, world_size: int):
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self.timeout = timeout
         self.version = PolicyVersion()
         """Of the weights as they are."""
 
-    def connect_relay(self) -> Relay[Any] | None:
-        """The command relay of this group; None when there is but one rank."""
-        if self.world_size == 1:
-            return None
-        store = dist.distributed_c10d._get_default_store()
-        interface = self.config.network.interface
-        return Relay(store, self.rank, self.world_size, self.relayed, name=self.role, interface=interface, on_aside=self.aside)
-
-    def aside(self, command: Any) -> None:
-        """A command that rank 0 has sent past those that wait. Called in the relay's thread, and must not block."""
-        raise InvalidMessage(f"a {self.role} is sent nothing aside")
-
-    def close(self) -> None:  # noqa: B027 - most have nothing of the kind
-        """Leave whatever it is a member of besides this group. In any thread; nothing else is called afterwards."""
-
-    @abstractmethod
     def execute(self, command: Any) -> Any:
-        """Carry out one command; returns its answer. Raises InvalidMessage for what is no command of this role."""
+        """Carry out one command; returns its answer."""
+        return getattr(self, snake(type(command).__name__))(command)
 
 
 def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:

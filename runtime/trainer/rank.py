@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from runtime.cluster.topology import alternates, takes_turns
-from runtime.commands import (
-    AbortWeights,
-    Accumulate,
-    ApplyProbed,
-    BeginStep,
-    Export,
-    MeetWeights,
-    Offload,
-    Onload,
-    ResendWeights,
-    Restore,
-    Save,
-    SendWeights,
-)
+from runtime.commands import Apply, Export, SendWeights
 from runtime.config import Config
+from runtime.errors import ServiceFault
 from runtime.ledger import checkpoint
 from runtime.process import platform
 from runtime.trainer.group_rank import join_group, require_memory
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.trainer.update_rank import UpdateRank
-from runtime.weights.part import SenderPart
-from runtime.weights.plan import Manifest, TensorSpec, roots
-from runtime.weights.sender import WeightSender
-
-_ASIDE = MeetWeights | AbortWeights | ResendWeights  # past those that wait
+from runtime.types import StepResult
+from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
+from runtime.weights.sender import SendResult, WeightSender
+from runtime.weights.sending import SendingMember
 
 
 class TrainRank(UpdateRank):
     role = "trainer"
-    relayed = Restore | BeginStep | Accumulate | ApplyProbed | SendWeights | Save | Export | Onload | Offload | _ASIDE
     last = SendWeights
     seconds_of = {  # noqa: RUF012
         "onload": "timing/resharding_to_train",
@@ -56,14 +42,18 @@ class TrainRank(UpdateRank):
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]
-        self.sender: WeightSender | None = None
-        self._part: SenderPart | None = None
+        self.member: SendingMember | None = None
+        """Of the weight sync's group, where this rank sends."""
         if rank in ranks:
-            number = ranks.index(rank)
-            whole = config.publication.overlap
-            self.sender = WeightSender(self.manifest, number=number, pin=device.type == "cuda", whole=whole)
-            if rank:
-                self._part = SenderPart(self.sender, number, self.senders[number], config.publication.transfer_timeout)
+            settings = config.publication
+            pin, number = device.type == "cuda", ranks.index(rank)
+            sender = WeightSender(self.manifest, number=number, pin=pin, whole=settings.overlap)
+            self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
+
+    def address_of(self, address: GroupAddress) -> GroupAddress:
+        """Its own, in the group that rank 0 hosts."""
+        name = f"{self.role}-{self.rank}"
+        return replace(address, rank=self.senders.index(name)) if name in self.senders else address
 
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:
         """The ranks that send, and the tensors as they are on the wire, with who can send each."""
@@ -78,38 +68,25 @@ class TrainRank(UpdateRank):
         held_by = [tuple(ranks.index(holder) for holder in each) for each in holders]
         return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
 
-    def carry_out(self, command: Any) -> Any:
-        if isinstance(command, ApplyProbed) and command.probes:
-            gaps = self.engine.compare(command.probes)
-            return replace(super().carry_out(command), probes=gaps)
-        if isinstance(command, SendWeights):
-            self.version = command.version
-            self._gather(command)
-            return None
-        if isinstance(command, Export):
-            self._export(command)
-            return None
-        return super().carry_out(command)
+    def apply(self, command: Apply) -> StepResult:
+        gaps = self.engine.compare(command.probes) if command.probes else []
+        return replace(super().apply(command), probes=gaps)
 
-    def aside(self, command: Any) -> None:
-        if self._part is not None:  # rank 0 tells all others
-            self._part.aside(command)
-
-    def close(self) -> None:
-        if self._part is not None:
-            self._part.close()
-
-    def _gather(self, command: SendWeights) -> None:
+    def send_weights(self, command: SendWeights) -> Future[SendResult] | None:
+        """Gather the weights, which takes every rank, and send this one's part as it becomes whole. Raises ServiceFault, phase
+        "snapshot", for a version that the engine is past."""
+        if command.version < self.version:
+            name, phase = f"{self.role}-{self.rank}", "snapshot"
+            raise ServiceFault(name, phase, f"version {command.version} was not kept: {self.version} is there")
+        self.version = command.version
         tensors = self.engine.gather(self._targets)
-        if self._part is not None:
-            self._part.gather(tensors, command.version, command.epoch)
-        elif self.sender is not None:
-            self.sender.fill(tensors)
-        else:
-            for _ in tensors:
-                pass
+        if self.member is not None:
+            return self.member.gather(tensors, command.version, command.epoch)
+        for _ in tensors:
+            pass
+        return None
 
-    def _export(self, command: Export) -> None:
+    def export(self, command: Export) -> None:
         if self.rank:
             self.engine.export(command.folder)
             return

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save
 from runtime.config import Config, Trainer
-from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.errors import DeadlineExceeded
 from runtime.ledger import checkpoint
 from runtime.trainer.group_rank import GroupRank
 from runtime.trainer.step import ModelTrainer
+from runtime.types import StepResult
 from runtime.weights.sender import in_thread
 
 log = logging.getLogger("sluice")
@@ -27,7 +28,7 @@ BETWEEN_STEPS = (Export, Save)
 
 
 class UpdateRank(GroupRank):
-    """A subclass adds the commands that are its own to `carry_out`."""
+    """A subclass adds the commands that are its own."""
 
     last: ClassVar[type]  # of the commands of a step
     seconds_of: ClassVar[dict[str, str]]  # the metrics of what `onload`, `offload` and `save` take of the engine's time
@@ -35,7 +36,7 @@ class UpdateRank(GroupRank):
     def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int, managed_externally: bool):
         """`managed_externally`: its device is another role's as well, and the coordinator says when to take it and when to give
         it up."""
-        super().__init__(config, rank, world_size, config.deadlines.train)
+        super().__init__(config, rank, world_size)
         self.engine = engine
         settings: Trainer = getattr(config.services, self.role)
         self._managed_externally = managed_externally
@@ -51,41 +52,38 @@ class UpdateRank(GroupRank):
         return folder
 
     def execute(self, command: Any) -> Any:
-        """Carry out one command; returns its answer, or the future of one that comes while others are carried out. Raises
-        InvalidMessage for what is no command of this role."""
+        """Carry out one command, with the engine's state where it belongs."""
         with self._ensure_on_device(command):
-            return self.carry_out(command)
+            return super().execute(command)
 
-    def carry_out(self, command: Any) -> Any:
-        """`execute`, with the engine's state where it belongs."""
-        if isinstance(command, Accumulate):
-            self.engine.accumulate(command.groups, command.last)
-        elif isinstance(command, BeginStep):
-            self._begun = True
-            self.engine.begin_step(command.step)
-        elif isinstance(command, Apply):
-            result = self.engine.apply()
-            self._begun = False
-            self.version = replace(self.version, step=command.step + 1)
-            seconds, self._seconds = self._seconds, {}
-            return replace(result, metrics=result.metrics | self.engine.phases | seconds)
-        elif isinstance(command, Save):
-            return self._save(Path(command.folder))
-        elif isinstance(command, Restore):
-            self._restore(Path(command.folder))
-        elif isinstance(command, Offload):
-            self._offload()
-        elif not isinstance(command, Onload):  # for which everything is at hand already
-            raise InvalidMessage(f"a {self.role} takes no {type(command).__name__}")
-        return None
-
-    def _restore(self, folder: Path) -> None:
-        before = time.monotonic()
+    def restore(self, command: Restore) -> None:
+        before, folder = time.monotonic(), Path(command.folder)
         self.version = checkpoint.read_position(folder).version
         self.engine.load(str(self.state(folder)))
         log.info("restored %s in %.1f s", self.state(folder), time.monotonic() - before)
 
-    def _save(self, folder: Path) -> Future[None] | None:
+    def begin_step(self, command: BeginStep) -> None:
+        self._begun = True
+        self.engine.begin_step(command.step)
+
+    def accumulate(self, command: Accumulate) -> None:
+        self.engine.accumulate(command.groups, command.last)
+
+    def apply(self, command: Apply) -> StepResult:
+        result = self.engine.apply()
+        self._begun = False
+        self.version = replace(self.version, step=command.step + 1)
+        seconds, self._seconds = self._seconds, {}
+        return replace(result, metrics=result.metrics | self.engine.phases | seconds)
+
+    def offload(self, command: Offload) -> None:
+        self._offload()
+
+    def onload(self, command: Onload) -> None:
+        """Everything is at hand already."""
+
+    def save(self, command: Save) -> Future[None] | None:
+        folder = Path(command.folder)
         with self._counted("save"), checkpoint.full_disk_told(folder):
             self._require_saved()
             write = self.engine.begin_save(str(folder))
@@ -101,7 +99,7 @@ class UpdateRank(GroupRank):
         return self._saving
 
     def _require_saved(self) -> None:
-        """The checkpoint before is answered for by all ranks: on this one nothing is left to be done, but perhaps to say so."""
+        """All ranks have answered for the checkpoint before: on this one nothing is left to be done, but perhaps to say so."""
         timeout = self.config.deadlines.save
         try:
             if self._saving is not None:

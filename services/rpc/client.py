@@ -1,207 +1,179 @@
-"""The roles as the coordinator sees them: `runtime.ports` over sessions."""
+"""The roles as the coordinator sees them: `runtime.ports` over sessions.
+
+    coordinator ── post(Apply(7)) ──► GroupClient ──┬── session ──► rank 0   its answer is the group's
+                                                    ├── session ──► rank 1
+                                                    └── session ──► rank 2   lost, or silent: then so is the group
+
+Every rank is given every command over its own session, in the order of posting. A command's row in `services.rpc.contract` says
+how long its answer may take, which ranks get it, and how its groups are shared out.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
-from runtime import commands
+from msgspec.structs import replace
+
 from runtime.cluster.topology import data_leaders
-from runtime.config import Config, Deadlines, Publication
-from runtime.trainer.batching import balance_each
-from runtime.types import (
-    GeneratedGroup,
-    GroupRequest,
-    LogprobRequest,
-    PolicyVersion,
-    ScoreRequest,
-    Scores,
-    StepResult,
-    TrainGroup,
-    ValueRequest,
-)
-from runtime.weights.plan import GroupAddress, Manifest
-from services.rpc.group import GroupPeer
-from services.rpc.parts import Parts
-from services.rpc.peer import Peer
+from runtime.config import Config
+from runtime.errors import ServiceFault, Unanswered, Unreachable
+from runtime.status import Status
+from runtime.types import Command
+from services.rpc.contract import METHODS, Method, Ranks, method_of
+from services.rpc.gathering import Gathering
 from services.rpc.session import Session
 
+R = TypeVar("R")
 
-def _longest_publication(deadlines: Deadlines, publication: Publication) -> float:
-    """Seconds, for calls that are posted before the step that makes the weights has ended, and may wait behind another: longer
-    than the phases of a publication, whose deadlines tell who was late."""
-    return 2 * (deadlines.train + publication.transfer_timeout)
-
-
-class WeightPeer(Peer):
-    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.session.call("AbortWeights", commands.AbortWeights(version, epoch), self._publication.abort_timeout)
+GROUPS = ("Trainer", "Critic", "ReferenceGroup")  # services whose ranks are one unit
+DYING = 1.0  # seconds within which the end of a rank is known, after others have failed for it
 
 
-class ReplicaPeer(Peer):
-    """One of several replicas, in whose place another process may come; `incarnation` counts those before it."""
+class RoleClient:
+    """One process of several replicas, in whose place another may come; `incarnation` counts those before it."""
 
-    def __init__(self, session: Session, deadlines: Deadlines, publication: Publication, incarnation: int = 0):
-        super().__init__(session, deadlines, publication)
+    def __init__(self, service: str, session: Session, config: Config, incarnation: int = 0):
+        self.name = session.name
+        self.machine = session.machine
         self.incarnation = incarnation
-        self.when_lost = session.when_broken
-        self.give_up = session.give_up
+        self._service = service
+        self._session = session
+        self._config = config
+
+    def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
+        method = method_of(self._service, command)
+        return self._session.post(method, command, method.seconds(self._config))
+
+    async def call(self, command: Command[R]) -> R:
+        return await self.post(command)
+
+    async def status(self) -> Status:
+        return await self._session.unary("Process", "Status")
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        self._session.when_broken(tell)
+
+    def give_up(self, reason: str) -> None:
+        self._session.give_up(reason)
 
 
-class RolloutClient(ReplicaPeer, WeightPeer):
-    async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        return await self.session.call("Generate", request, self._deadlines.generate)
+class GroupClient(RoleClient):
+    """A group of ranks that live and die together, named after rank 0. It is lost with the first of its ranks: then everything
+    that was asked of any of them, and is asked later, raises Unreachable.
+    """
 
-    async def cancel(self, group_ids: list[int]) -> None:
-        await self.session.call("Cancel", commands.Cancel(group_ids), self._publication.commit_timeout)
-
-    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
-        await self.session.call("JoinWeights", commands.JoinWeights(address, manifest), self._publication.join_timeout)
-
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        timeout = _longest_publication(self._deadlines, self._publication)
-        await self.session.call("ReceiveWeights", commands.ReceiveWeights(version, epoch), timeout)
-
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        command = commands.CommitWeights(version, epoch)
-        committed: commands.WeightsCommitted = await self.session.call(
-            "CommitWeights", command, self._publication.commit_timeout
-        )
-        return committed.pause_seconds
-
-    async def move(self, level: commands.Level) -> None:
-        """As long may it take as to take over a version."""
-        await self.session.call("Move", commands.Move(level), self._publication.commit_timeout)
-
-
-class RewardClient(ReplicaPeer):
-    async def score(self, request: ScoreRequest) -> Scores:
-        return await self.session.call("Score", request, self._deadlines.score)
-
-
-class ReferenceClient(ReplicaPeer):
-    def onload(self) -> Coroutine[Any, Any, None]:
-        return self.session.post("Onload", commands.Onload(), self._deadlines.score)
-
-    def offload(self) -> Coroutine[Any, Any, None]:
-        return self.session.post("Offload", commands.Offload(), self._deadlines.score)
-
-    async def logprobs(self, request: LogprobRequest) -> bytes:
-        return await self.session.call("Logprobs", request, self._deadlines.score)
-
-
-class ReferenceGroupClient(GroupPeer):
-    """A reference that is a group of ranks. Log-probabilities that are asked for together are computed together."""
-
-    @cached_property
-    def _parts(self) -> Parts[LogprobRequest]:
-        return Parts(
-            *(self._sessions, self._leaders, "Logprobs", commands.ComputeLogprobs),
-            lambda request: len(request.payload),  # about its tokens, times a constant
-            self._deadlines.score,
-        )
-
-    def onload(self) -> Coroutine[Any, Any, None]:
-        return self.answered(self.session.post("Onload", commands.Onload(), self._deadlines.score))
-
-    def offload(self) -> Coroutine[Any, Any, None]:
-        return self.answered(self.session.post("Offload", commands.Offload(), self._deadlines.score))
-
-    async def logprobs(self, request: LogprobRequest) -> bytes:
-        return await self.answered(self._parts.ask(request))
-
-
-class UpdateClient(GroupPeer):
-    """A group under training: commands to rank 0, each data-parallel leader's share of the data to the leader itself."""
-
-    _part = 0
-
-    def restore(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self._post("Restore", commands.Restore(folder), self._deadlines.start)
-
-    def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
-        self._part = 0
-        return self._post("BeginStep", commands.BeginStep(step), self._deadlines.train)
-
-    def accumulate(self, step: int, groups: list[TrainGroup], last: bool) -> Coroutine[Any, Any, None]:
-        """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
-        part, self._part = self._part, self._part + 1
-        tokens, mini_batches = [group.tokens for group in groups], [group.mini_batch for group in groups]
-        shares = dict(zip(self._leaders, balance_each(tokens, mini_batches, len(self._leaders)), strict=True))
-        of_rank = [[groups[i] for i in shares.get(rank, [])] for rank in range(len(self._sessions))]
-        shared = _all(
-            session.post("Accumulate", commands.Accumulate(step, part, share, last), self._deadlines.train)
-            for session, share in zip(self._sessions, of_rank, strict=True)
-        )
-        return self.answered(shared)
-
-    def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
-        return self._post("Apply", commands.Apply(step), self._deadlines.train)
-
-    def onload(self) -> Coroutine[Any, Any, None]:
-        return self._post("Onload", commands.Onload(), self._deadlines.train)
-
-    def offload(self) -> Coroutine[Any, Any, None]:
-        return self._post("Offload", commands.Offload(), self._deadlines.train)
-
-    def save(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self._post("Save", commands.Save(folder), self._deadlines.save)
-
-    def _post(self, method: str, command: commands.Command, timeout: float) -> Coroutine[Any, Any, Any]:
-        """To rank 0, now."""
-        return self.answered(self.session.post(method, command, timeout))
-
-
-class TrainerClient(UpdateClient, WeightPeer):
-    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
-        return self._post("Apply", commands.ApplyProbed(step, list(probes)), self._deadlines.train)
+    def __init__(self, service: str, sessions: Sequence[Session], config: Config, leaders: Sequence[int], incarnation: int = 0):
+        """`sessions`: of all ranks, in order. `leaders` are those that are given data; the others get it from them."""
+        super().__init__(service, sessions[0], config, incarnation)
+        self._sessions = sessions
+        self._leaders = leaders
+        self._reason = ""
+        self._gone = asyncio.Event()
+        self._tell: list[Callable[[str], None]] = []
+        for session in sessions:
+            session.when_broken(partial(self._lose, session.name))
 
     @cached_property
     def machines(self) -> Mapping[str, str]:
-        """Of every process that sends, by its name."""
-        senders = self._sessions if self._publication.senders == "all" else self._sessions[:1]
+        """Of every process that may send weights, by its name."""
+        senders = self._sessions if self._config.publication.senders == "all" else self._sessions[:1]
         return {session.name: session.machine for session in senders}
 
-    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
-        command = commands.HostWeights(epoch, len(names), transport, tuple(names))
-        hosting = self.session.call("HostWeights", command, self._publication.join_timeout)
-        hosted: commands.WeightsHosted = await self.answered(hosting, alone=False)
-        return hosted.address, hosted.manifest
+    def post(self, command: Command[R]) -> Coroutine[Any, Any, R]:
+        method = method_of(self._service, command)
+        if method.gathered is type(command):
+            return self._gatherings[method].ask(command)
+        return self._answered(method, self._posted(method, command))
 
-    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, commands.WeightsSent]:
-        timeout = _longest_publication(self._deadlines, self._publication)
-        sending = self.session.post("SendWeights", commands.SendWeights(version, epoch), timeout)
-        return self.answered(sending, alone=False)
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell(why)` once a rank is lost, at once if one is. Not after `give_up`."""
+        if self._reason:
+            tell(self._reason)
+        else:
+            self._tell.append(tell)
 
-    def export(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self._post("Export", commands.Export(folder), self._deadlines.save)
+    def give_up(self, reason: str) -> None:
+        """Ask nothing of any rank any more. Idempotent."""
+        self._tell.clear()
+        self._reason = self._reason or reason
+        for session in self._sessions:
+            session.give_up(self._reason)
+        self._gone.set()
 
-
-class CriticClient(UpdateClient):
-    """Values that are asked for together are computed together."""
+    def lose(self, reason: str) -> None:
+        """It is known to be lost, though its connections may stand. Idempotent."""
+        self._lose(self.name, reason)
 
     @cached_property
-    def _parts(self) -> Parts[ValueRequest]:
-        return Parts(
-            *(self._sessions, self._leaders, "Values", commands.ComputeValues),
-            lambda request: request.tokens,
-            self._deadlines.train,
-        )
+    def _gatherings(self) -> dict[Method, Gathering]:
+        rows = (row for (service, _), row in METHODS.items() if service == self._service and row.gathered)
+        return {row: Gathering(row.command, self.post) for row in rows if row.command}
 
-    async def values(self, request: ValueRequest) -> bytes:
-        return await self.answered(self._parts.ask(request))
+    def _posted(self, method: Method, command: Any) -> Coroutine[Any, Any, Any]:
+        """The command, on its way to the ranks that it is for; what is returned waits for all of them."""
+        seconds = method.seconds(self._config)
+        if method.ranks is not Ranks.SHARES:
+            first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None), Ranks.ALL: (0, None)}[method.ranks]
+            return _first_of([session.post(method, command, seconds) for session in self._sessions[first:last]])
+        assert method.share is not None
+        of_leader = dict(zip(self._leaders, method.share(command, len(self._leaders)), strict=True))
+        shares = [of_leader.get(rank, []) for rank in range(len(self._sessions))]
+        posted = [
+            session.post(method, replace(command, groups=[command.groups[i] for i in share]), seconds)
+            for session, share in zip(self._sessions, shares, strict=True)
+        ]
+        return _in_order(posted, shares)
+
+    async def _answered(self, method: Method, asking: Coroutine[Any, Any, R]) -> R:
+        """The answer. A rank that does not answer in time is the loss of the group: raises Unreachable then. Where only the
+        ranks have a part in it, another fault may be a sign of a rank's end, which is waited for.
+        """
+        try:
+            return await asking
+        except Unreachable as error:
+            raise Unreachable(self.name, error.phase, self._reason or error.reason) from error
+        except ServiceFault as error:
+            if isinstance(error, Unanswered):
+                self._lose(error.service, error.reason)
+            elif not method.deadline.startswith("deadlines.") or not await self._dies():
+                raise
+            raise Unreachable(self.name, error.phase, self._reason) from error
+
+    async def _dies(self) -> bool:
+        """Whether a rank is lost, now or within a moment: the failure of another may be known first."""
+        try:
+            await asyncio.wait_for(self._gone.wait(), DYING)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _lose(self, rank: str, why: str) -> None:
+        if self._reason:
+            return
+        reason = why if rank == self.name else f"{rank}: {why}"
+        told = list(self._tell)
+        self.give_up(reason)
+        for tell in told:
+            tell(reason)
 
 
-def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> Coroutine[Any, Any, None]:
-    """Waits for calls that are on their way already."""
-    posted = list(calls)
+async def _first_of(posted: Sequence[Coroutine[Any, Any, Any]]) -> Any:
+    """The first rank's answer, once all have answered. Raises the first error."""
+    if len(posted) == 1:
+        return await posted[0]
+    return next(iter(await asyncio.gather(*posted)), None)
 
-    async def wait() -> None:
-        await asyncio.gather(*posted)
 
-    return wait()
+async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence[Sequence[int]]) -> Any:
+    """What the ranks answer to their shares of a command's groups, in the order of the groups; None where that is nothing."""
+    replies = await asyncio.gather(*posted)
+    if replies[0] is None:
+        return None
+    answers = {i: one for share, reply in zip(shares, replies, strict=True) for i, one in zip(share, reply, strict=True)}
+    return [answers[index] for index in range(len(answers))]
 
 
 def service_of(role: str, config: Config) -> str:
@@ -211,22 +183,9 @@ def service_of(role: str, config: Config) -> str:
     return "Reward" if role == "reward_model" else role.capitalize()
 
 
-_ALONE: dict[str, type[ReplicaPeer]] = {
-    "rollout": RolloutClient,
-    "reward": RewardClient,
-    "reward_model": RewardClient,
-    "reference": ReferenceClient,
-}
-_GROUPS: dict[str, type[GroupPeer]] = {
-    "trainer": TrainerClient,
-    "critic": CriticClient,
-    "reference": ReferenceGroupClient,
-}
-
-
-def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> ReplicaPeer | GroupPeer:
+def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:
     """What stands for a process of `role`, or for the group whose ranks `sessions` lead to."""
-    settings = config.deadlines, config.publication
-    if role in _ALONE and service_of(role, config) != "ReferenceGroup":
-        return _ALONE[role](sessions[0], *settings, incarnation)
-    return _GROUPS[role](sessions, *settings, data_leaders(getattr(config.services, role)), incarnation)
+    service = service_of(role, config)
+    if service not in GROUPS:
+        return RoleClient(service, sessions[0], config, incarnation)
+    return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)

@@ -1,11 +1,14 @@
 """The one module that knows both protobuf and Sluice's own types.
 
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds
-msgpack (`runtime.codec`). `METHODS` lists every method of every role with both sides' types: client and server share it.
+msgpack (`runtime.codec`). Each method has one row: the Struct that asks for it, which says what it is answered with, the key
+of its deadline, its priority, and which ranks of a group are given it. The messages come from proto/, by the method's name; a
+role's servicer has a method of the same name in snake case.
 """
 
 from __future__ import annotations
 
+import enum
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +16,17 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from runtime import codec, commands, errors, status
 from runtime.actor import Priority
 from runtime.cluster import nodes
+from runtime.config import Config
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
-from runtime.types import SCHEMA_VERSION, GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, Scores, StepResult
+from runtime.trainer.batching import balance, balance_each
+from runtime.types import SCHEMA_VERSION, GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, answer_of, snake
 from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
@@ -29,7 +36,6 @@ from services.rpc.generated import (
     reward_pb2,
     rollout_pb2,
     trainer_pb2,
-    weights_pb2,
 )
 
 PACKAGE = "sluice.v1"
@@ -51,19 +57,61 @@ class MethodSide:
             raise errors.InvalidMessage(f"not a {self.message.DESCRIPTOR.full_name}: {error}") from error
 
 
+class Ranks(enum.Enum):
+    """Which ranks of a group are given a command. All that are answer it, and the first answers for the group."""
+
+    FIRST = "the first"
+    ALL = "all"
+    OTHERS = "all but the first"
+    SHARES = "all, the data-parallel leaders with a share of its groups"
+
+
+Share = Callable[[Any, int], list[list[int]]]
+"""Of a command and the number of leaders: each one's indices into the command's `groups`."""
+
+
 @dataclass(frozen=True)
 class Method:
-    """One method. Control goes before data in the mailbox, and does not wait for company on the stream."""
+    """One method, and what its callers have to know of it.
+
+    `deadline`: the configuration's key of the seconds until its answer; "" where its callers say. `command` is the Struct that
+    asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's field
+    that makes a repeat the same call, which is not done twice: its answer is kept until the caller acknowledges it.
+    """
 
     service: str
     name: str
+    command: type | None
     request: MethodSide
     reply: MethodSide
+    deadline: str = ""
     priority: Priority = Priority.DATA
+    ranks: Ranks = Ranks.FIRST
+    share: Share | None = None
+    gathered: type | None = None
+    key: str = ""
 
     @property
     def path(self) -> str:
         return f"/{PACKAGE}.{self.service}/{self.name}"
+
+    @property
+    def handler(self) -> str:
+        """What a servicer's method is called."""
+        return snake(self.name)
+
+    def key_of(self, command: Any) -> str:
+        """What makes a call of it the same as another, or "" ."""
+        return f"{self.name}/{getattr(command, self.key)}" if self.key else ""
+
+    def seconds(self, config: Config) -> float:
+        """Until its answer. A publication is posted before the step that makes its weights has ended, and may wait behind
+        another: longer than its phases, whose deadlines tell who was late."""
+        if self.deadline == PUBLICATION:
+            return 2 * (config.deadlines.train + config.publication.transfer_timeout)
+        section, key = self.deadline.split(".")
+        seconds: float = getattr(getattr(config, section), key)
+        return seconds
 
 
 def _write(message: Any, value: msgspec.Struct) -> None:
@@ -109,155 +157,138 @@ def _read(item: Any, type_: Any) -> Any:
     return dict(item) if origin is dict else item
 
 
-def _struct(message: Any, type_: Any) -> MethodSide:
-    def pack(value: Any) -> Message:
-        out = message()
-        _write(out, value)
-        return out
+def _side(descriptor: Descriptor, type_: Any) -> MethodSide:
+    """How a value of `type_` is a message: field by field where both have the same fields, else as the one field that the
+    message has, which holds it as it is (bytes, or a list of them), or its msgpack."""
+    message = message_factory.GetMessageClass(descriptor)
+    fields = list(descriptor.fields_by_name)
+    if type_ in (None, type(None)):
+        return MethodSide(message, lambda _: message(), lambda _: None)
+    if set(getattr(type_, "__struct_fields__", (None,))) == set(fields):
 
-    return MethodSide(message, pack, lambda out: _read(out, type_))
+        def pack(value: Any) -> Message:
+            out = message()
+            _write(out, value)
+            return out
 
-
-def _bulk(message: Any, field: str, type_: Any) -> MethodSide:
-    """A message whose one field holds the msgpack of `type_`."""
+        return MethodSide(message, pack, lambda out: _read(out, type_))
+    (field,) = fields
+    if type_ is bytes:
+        return MethodSide(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
+    if type_ == list[bytes]:
+        return MethodSide(message, lambda values: message(**{field: values}), lambda out: list(getattr(out, field)))
     return MethodSide(
         message, lambda value: message(**{field: codec.encode(value)}), lambda out: codec.decode(type_, getattr(out, field))
     )
 
 
-def _raw(message: Any, field: str) -> MethodSide:
-    """A message whose one field is handed on without decoding."""
-    return MethodSide(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
-
-
-def _raw_list(message: Any, field: str) -> MethodSide:
-    """A message whose one field is a list of which each item is handed on without decoding."""
-    return MethodSide(message, lambda values: message(**{field: values}), lambda out: list(getattr(out, field)))
-
-
-_empty = MethodSide(common_pb2.Empty, lambda _: common_pb2.Empty(), lambda _: None)
-_status = _struct(common_pb2.StatusReply, status.Status)
-_onload = _struct(common_pb2.Empty, commands.Onload)
-_offload = _struct(common_pb2.Empty, commands.Offload)
-_join = _struct(weights_pb2.JoinWeightsRequest, commands.JoinWeights)
-
-
-def _weights(type_: Any) -> MethodSide:
-    return _struct(weights_pb2.WeightsRequest, type_)
-
-
-METHODS: dict[tuple[str, str], Method] = {
-    (method.service, method.name): method
-    for method in (
-        Method("Process", "Status", _empty, _status, Priority.CONTROL),
-        Method("Process", "Stop", _struct(common_pb2.StopRequest, status.Stop), _empty, Priority.CONTROL),
-        Method("Coordinator", "Register", _struct(coordinator_pb2.Registration, status.Registration), _empty),
-        Method("Coordinator", "Processes", _empty, _struct(coordinator_pb2.Topology, status.Topology)),
-        Method("Coordinator", "Watch", _empty, _struct(coordinator_pb2.Progress, status.Progress)),
-        Method(
-            "Coordinator",
-            "Join",
-            _struct(coordinator_pb2.NodeRegistration, nodes.NodeRegistration),
-            _struct(coordinator_pb2.Assignment, nodes.Assignment),
-        ),
-        Method("Coordinator", "ReportPaths", _struct(coordinator_pb2.NodePaths, nodes.NodePaths), _empty),
-        Method("Coordinator", "ReportDeath", _struct(coordinator_pb2.Death, nodes.Death), _empty),
-        Method(
-            "Coordinator",
-            "Scale",
-            _struct(coordinator_pb2.ScaleRequest, nodes.Scale),
-            _struct(coordinator_pb2.ScaleReply, nodes.Scaled),
-        ),
-        Method(
-            "Rollout",
-            "Generate",
-            _bulk(rollout_pb2.GenerateRequest, "group", GroupRequest),
-            _bulk(rollout_pb2.GenerateReply, "group", GeneratedGroup),
-        ),
-        Method("Rollout", "Cancel", _struct(rollout_pb2.CancelRequest, commands.Cancel), _empty, Priority.CONTROL),
-        Method("Rollout", "JoinWeights", _join, _empty, Priority.CONTROL),
-        Method("Rollout", "ReceiveWeights", _weights(commands.ReceiveWeights), _empty, Priority.CONTROL),
-        Method(
-            "Rollout",
-            "CommitWeights",
-            _weights(commands.CommitWeights),
-            _struct(weights_pb2.CommitWeightsReply, commands.WeightsCommitted),
-            Priority.CONTROL,
-        ),
-        Method("Rollout", "AbortWeights", _weights(commands.AbortWeights), _empty, Priority.CONTROL),
-        Method("Rollout", "Move", _struct(rollout_pb2.MoveRequest, commands.Move), _empty, Priority.CONTROL),
-        Method(
-            "Reward",
-            "Score",
-            _bulk(reward_pb2.ScoreRequest, "group", ScoreRequest),
-            _bulk(reward_pb2.ScoreReply, "scores", Scores),
-        ),
-        Method(  # served by a process of the user's
-            "RemoteReward",
-            "Score",
-            _struct(remote_reward_pb2.RemoteScoreRequest, RemoteScoreRequest),
-            _struct(remote_reward_pb2.RemoteScoreReply, RemoteScoreReply),
-        ),
-        Method(
-            "Reference",
-            "Logprobs",
-            _bulk(reference_pb2.LogprobRequest, "group", LogprobRequest),
-            _raw(reference_pb2.LogprobReply, "logprobs"),
-        ),
-        Method(
-            "ReferenceGroup",
-            "Logprobs",
-            _struct(reference_pb2.LogprobsPartRequest, commands.ComputeLogprobs),
-            _raw_list(reference_pb2.LogprobsPartReply, "logprobs"),
-        ),
-        Method(
-            "Trainer",
-            "HostWeights",
-            _struct(weights_pb2.HostWeightsRequest, commands.HostWeights),
-            _struct(weights_pb2.HostWeightsReply, commands.WeightsHosted),
-            Priority.CONTROL,
-        ),
-        Method(
-            "Trainer",
-            "SendWeights",
-            _weights(commands.SendWeights),
-            _struct(weights_pb2.SendWeightsReply, commands.WeightsSent),
-        ),
-        Method("Trainer", "AbortWeights", _weights(commands.AbortWeights), _empty, Priority.CONTROL),
-        Method("Trainer", "Restore", _struct(trainer_pb2.RestoreRequest, commands.Restore), _empty),
-        Method("Trainer", "BeginStep", _struct(trainer_pb2.StepRequest, commands.BeginStep), _empty),
-        Method("Trainer", "Accumulate", _struct(trainer_pb2.AccumulateRequest, commands.Accumulate), _empty),
-        Method(
-            "Trainer",
-            "Apply",
-            _struct(trainer_pb2.ApplyRequest, commands.ApplyProbed),
-            _bulk(trainer_pb2.ApplyReply, "result", StepResult),
-        ),
-        Method("Trainer", "Save", _struct(trainer_pb2.SaveRequest, commands.Save), _empty),
-        Method("Trainer", "Export", _struct(trainer_pb2.ExportRequest, commands.Export), _empty),
-        Method("Critic", "Restore", _struct(critic_pb2.CriticRestoreRequest, commands.Restore), _empty),
-        Method("Critic", "BeginStep", _struct(critic_pb2.CriticStepRequest, commands.BeginStep), _empty),
-        Method("Critic", "Accumulate", _struct(critic_pb2.CriticAccumulateRequest, commands.Accumulate), _empty),
-        Method(
-            "Critic",
-            "Apply",
-            _struct(critic_pb2.CriticStepRequest, commands.Apply),
-            _bulk(critic_pb2.CriticApplyReply, "result", StepResult),
-        ),
-        Method("Critic", "Save", _struct(critic_pb2.CriticSaveRequest, commands.Save), _empty),
-        Method(
-            "Critic",
-            "Values",
-            _struct(critic_pb2.ValuesRequest, commands.ComputeValues),
-            _raw_list(critic_pb2.ValuesReply, "values"),
-        ),
-        *(
-            Method(service, name, side, _empty)
-            for service in ("Trainer", "Critic", "Reference", "ReferenceGroup")
-            for name, side in (("Onload", _onload), ("Offload", _offload))
-        ),
+_SERVICES = {
+    service.name: service
+    for module in (
+        *(common_pb2, coordinator_pb2, critic_pb2, reference_pb2, remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
     )
+    for service in module.DESCRIPTOR.services_by_name.values()
 }
+
+
+def _told(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
+    """A method of which the request says nothing of the reply, and whose callers have deadlines of their own."""
+    declared = _SERVICES[service].methods_by_name[name]
+    return Method(service, name, request, _side(declared.input_type, request), _side(declared.output_type, reply), **more)
+
+
+def _command(service: str, command: type, deadline: str, *, name: str = "", **more: Any) -> Method:
+    return _told(service, name or command.__name__, command, answer_of(command), deadline=deadline, **more)
+
+
+def _by_tokens(command: commands.Accumulate, leaders: int) -> list[list[int]]:
+    """The groups of each mini-batch are balanced among themselves: all ranks take part in every update."""
+    tokens, mini_batches = [group.tokens for group in command.groups], [group.mini_batch for group in command.groups]
+    return balance_each(tokens, mini_batches, leaders)
+
+
+def _by_values(command: commands.ComputeValues, leaders: int) -> list[list[int]]:
+    return balance([request.tokens for request in command.groups], leaders)
+
+
+def _by_bytes(command: commands.ComputeLogprobs, leaders: int) -> list[list[int]]:
+    """Its bytes are about its tokens, times a constant."""
+    return balance([len(request.payload) for request in command.groups], leaders)
+
+
+PUBLICATION = "publication"
+_START, _TRAIN, _SCORE, _SAVE = "deadlines.start", "deadlines.train", "deadlines.score", "deadlines.save"
+_JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout", "publication.abort_timeout"
+_CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
+_ALL: dict[str, Any] = {"ranks": Ranks.ALL}
+
+_ROWS = (
+    _told("Process", "Status", None, status.Status, **_CONTROL),
+    _told("Process", "Stop", status.Stop, None, **_CONTROL),
+    _told("Coordinator", "Register", status.Registration, None),
+    _told("Coordinator", "Processes", None, status.Topology),
+    _told("Coordinator", "Watch", None, status.Progress),
+    _told("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
+    _told("Coordinator", "ReportPaths", nodes.NodePaths, None),
+    _told("Coordinator", "ReportDeath", nodes.Death, None),
+    _told("Coordinator", "Scale", nodes.Scale, nodes.Scaled),
+    _told("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply),  # served by a process of the user's
+    _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key="group_id"),
+    _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
+    _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
+    _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
+    _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
+    _command("Rollout", commands.Move, _COMMIT, **_CONTROL),  # it may take as long as to take over a version
+    _command("Reward", ScoreRequest, _SCORE, name="Score", key="group_id"),
+    _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key="group_id"),
+    _command("Reference", commands.Onload, _SCORE),
+    _command("Reference", commands.Offload, _SCORE),
+    _command(
+        *("ReferenceGroup", commands.ComputeLogprobs, _SCORE),
+        name="Logprobs",
+        ranks=Ranks.SHARES,
+        share=_by_bytes,
+        gathered=LogprobRequest,
+    ),
+    _command("ReferenceGroup", commands.Onload, _SCORE, **_ALL),
+    _command("ReferenceGroup", commands.Offload, _SCORE, **_ALL),
+    _command("Trainer", commands.HostWeights, _JOIN, **_CONTROL),
+    _command("Trainer", commands.JoinWeights, PUBLICATION, **_CONTROL, ranks=Ranks.OTHERS),
+    _command("Trainer", commands.SendWeights, PUBLICATION, **_ALL),
+    _command("Trainer", commands.ResendWeights, PUBLICATION, **_CONTROL, **_ALL),
+    _command("Trainer", commands.AbortWeights, _ABORT, **_CONTROL, **_ALL),
+    _command("Trainer", commands.Export, _SAVE, **_ALL),
+    _command(
+        *("Critic", commands.ComputeValues, _TRAIN),
+        name="Values",
+        ranks=Ranks.SHARES,
+        share=_by_values,
+        gathered=ValueRequest,
+    ),
+    *(
+        row
+        for service in ("Trainer", "Critic")
+        for row in (
+            _command(service, commands.Restore, _START, **_ALL),
+            _command(service, commands.BeginStep, _TRAIN, **_ALL),
+            _command(service, commands.Accumulate, _TRAIN, ranks=Ranks.SHARES, share=_by_tokens),
+            _command(service, commands.Apply, _TRAIN, **_ALL, key="step"),
+            _command(service, commands.Save, _SAVE, **_ALL, key="folder"),
+            _command(service, commands.Onload, _TRAIN, **_ALL),
+            _command(service, commands.Offload, _TRAIN, **_ALL),
+        )
+    ),
+)
+METHODS: dict[tuple[str, str], Method] = {(method.service, method.name): method for method in _ROWS}
+_BY_COMMAND = {(method.service, kind): method for method in _ROWS for kind in (method.command, method.gathered) if kind}
+
+
+def method_of(service: str, command: Any) -> Method:
+    """Which one `command` asks for. Raises InvalidMessage for what is no command of that service."""
+    try:
+        return _BY_COMMAND[service, type(command)]
+    except KeyError:
+        raise errors.InvalidMessage(f"{service} takes no {type(command).__name__}") from None
 
 
 # The errors that arrive as they were. Unreachable and Unanswered are not among them: they are what a caller finds out about
@@ -266,7 +297,6 @@ TOLD = (
     errors.UserError,
     errors.ConfigError,
     errors.InvalidMessage,
-    errors.Overloaded,
     errors.Cancelled,
     errors.ServiceFault,
     errors.DeadlineExceeded,
@@ -281,8 +311,6 @@ def error_to_wire(error: BaseException) -> common_pb2.Error:
     if isinstance(error, errors.ServiceFault):
         out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
         out.deadline = error.deadline or 0.0
-    if isinstance(error, errors.Overloaded):
-        out.retry_after = error.retry_after
     return out
 
 
@@ -294,8 +322,6 @@ def text(text: str) -> str:
 def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Exception:
     """The exception that `error_to_wire` saw; `service` and `phase` say where, when the message does not."""
     kind = getattr(errors, error.kind, None)
-    if kind is errors.Overloaded:
-        return errors.Overloaded(error.message, error.retry_after)
     if kind is errors.ConfigError:
         return errors.ConfigError(error.message.splitlines())
     if kind in (errors.InvalidMessage, errors.Cancelled, errors.UserError, errors.InvariantViolated):

@@ -1,13 +1,12 @@
 """The gRPC harness of every process: typed methods, the session stream, health, reflection.
 
-A handler takes the decoded request and the caller's remaining seconds, and returns an awaitable of the reply; all it does
-is to put a request in an actor's mailbox. The same handlers serve unary calls and `Session`.
+A handler takes the decoded request and returns an awaitable of the reply: a future where there is one, since a task would cost
+as much as the rest of a small call. The same handlers serve unary calls and `Session`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
@@ -23,23 +22,22 @@ from runtime.types import SCHEMA_VERSION
 from services.rpc import contract, stream
 from services.rpc.generated import common_pb2
 
-Handler = Callable[[Any, float | None], Awaitable[Any]]
+Handler = Callable[[Any], Awaitable[Any]]
 StreamHandler = Callable[[Any], AsyncGenerator[Any, None]]
 
-REMEMBERED = 256  # calls per service that a repeated id is answered from
 OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
 )
+KEPT = 256 << 20  # bytes of a service's answers that are kept for callers who have not acknowledged them
 PING = 0.3  # of the seconds of silence that a connection is allowed, after which the peer is asked for a sign
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
 _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.InvalidMessage: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.UserError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -56,6 +54,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
         *OPTIONS,
         ("grpc.keepalive_time_ms", ping),
         ("grpc.keepalive_timeout_ms", int(silence * 1000) - ping),
+        ("grpc.http2.ping_timeout_ms", int(silence * 1000) - ping),  # else a minute, also where keepalive says less
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
@@ -130,7 +129,7 @@ def _service_handlers(
 def _unary(method: contract.Method, handler: Handler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            reply = await handler(method.request.parse(data), context.time_remaining())
+            reply = await handler(method.request.parse(data))
             return method.reply.pack(reply).SerializeToString()
         except errors.SluiceError as error:
             await _refuse(error, context)
@@ -165,7 +164,8 @@ class _SessionHandler:
     def __init__(self, service: str, handlers: Mapping[str, Handler]):
         self._service = service
         self._handlers = handlers
-        self._known: OrderedDict[tuple[str, int], asyncio.Future[Any]] = OrderedDict()
+        self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by it
+        self._kept = KeptAnswers(KEPT)
 
     async def serve(self, frames: AsyncIterator[common_pb2.CallFrame], context: grpc.aio.ServicerContext) -> None:
         outbox = stream.Outbox()
@@ -189,63 +189,87 @@ class _SessionHandler:
         try:
             async for frame in frames:
                 contract.check_schema(frame.schema)
+                for key in frame.acknowledged:
+                    self._kept.forget(key)
                 for call in frame.calls:
                     if call.cancel:
                         joiner.forget(call.id)
                         if call.id in answering:
                             answering[call.id].cancel()
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
-                        self._begin(frame.peer, call, body, outbox, answering)
+                        self._begin(call, body, outbox, answering)
         finally:
             outbox.close()
 
     def _begin(
-        self,
-        peer: str,
-        call: common_pb2.Call,
-        body: bytes,
-        outbox: stream.Outbox,
-        answering: dict[int, asyncio.Future[Any]],
+        self, call: common_pb2.Call, body: bytes, outbox: stream.Outbox, answering: dict[int, asyncio.Future[Any]]
     ) -> None:
         """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
+        if (kept := self._kept.get(call.key)) is not None:
+            _put(outbox, call.id, kept, urgent=True)
+            return
         method = contract.METHODS.get((self._service, call.method))
         try:
             if method is None or call.method not in self._handlers:
                 raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
-            answer = self._once((peer, call.id), method, body, call.timeout_ms / 1000 or None)
+            answer = self._running.get(call.key) or asyncio.ensure_future(
+                self._handlers[method.name](method.request.parse(body))
+            )
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
             outbox.put(common_pb2.Reply(id=call.id, error=contract.error_to_wire(error)), urgent=True)
             return
         answering[call.id] = answer
-        answer.add_done_callback(partial(_reply, call.id, method, outbox, answering))
+        if call.key:
+            self._running[call.key] = answer
+        answer.add_done_callback(partial(self._reply, call.id, call.key, method, outbox, answering))
 
-    def _once(self, key: tuple[str, int], method: contract.Method, body: bytes, timeout: float | None) -> asyncio.Future[Any]:
-        """The answer of the handler, or the one that this id was given, if it was seen before."""
-        answer = self._known.get(key)
-        if answer is None:
-            answer = asyncio.ensure_future(self._handlers[method.name](method.request.parse(body), timeout))
-            self._known[key] = answer
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return answer
+    def _reply(
+        self,
+        id_: int,
+        key: str,
+        method: contract.Method,
+        outbox: stream.Outbox,
+        answering: dict[int, asyncio.Future[Any]],
+        answer: asyncio.Future[Any],
+    ) -> None:
+        """Put the answer of a call into the outbox. One that its caller withdrew, now or before, is Cancelled."""
+        answering.pop(id_, None)
+        self._running.pop(key, None)
+        try:
+            body = method.reply.pack(answer.result()).SerializeToString()
+        except asyncio.CancelledError:
+            withdrawn = errors.Cancelled(f"{method.name} was withdrawn")
+            outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(withdrawn)), urgent=True)
+        except Exception as error:  # noqa: BLE001 - the error goes to the caller
+            outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
+        else:
+            if key:
+                self._kept.put(key, body)
+            _put(outbox, id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-def _reply(
-    id_: int,
-    method: contract.Method,
-    outbox: stream.Outbox,
-    answering: dict[int, asyncio.Future[Any]],
-    answer: asyncio.Future[Any],
-) -> None:
-    """Put the answer of a call into the outbox. One that its caller withdrew, now or before, is Cancelled."""
-    answering.pop(id_, None)
-    try:
-        body = method.reply.pack(answer.result()).SerializeToString()
-    except asyncio.CancelledError:
-        withdrawn = errors.Cancelled(f"{method.name} was withdrawn")
-        outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(withdrawn)), urgent=True)
-    except Exception as error:  # noqa: BLE001 - the error goes to the caller
-        outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
-    else:
-        for chunk, more in stream.split(body):
-            outbox.put(common_pb2.Reply(id=id_, body=chunk, more=more), method.priority is contract.Priority.CONTROL)
+def _put(outbox: stream.Outbox, id_: int, body: bytes, urgent: bool) -> None:
+    for chunk, more in stream.split(body):
+        outbox.put(common_pb2.Reply(id=id_, body=chunk, more=more), urgent)
+
+
+class KeptAnswers:
+    """Answers by the keys of their calls, until they are acknowledged. Of more than `most` bytes the oldest are dropped."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._bytes = 0
+        self._answers: dict[str, bytes] = {}  # the oldest first
+
+    def get(self, key: str) -> bytes | None:
+        return self._answers.get(key)
+
+    def put(self, key: str, body: bytes) -> None:
+        self.forget(key)
+        self._answers[key] = body
+        self._bytes += len(body)
+        while self._bytes > self._most:
+            self.forget(next(iter(self._answers)))
+
+    def forget(self, key: str) -> None:
+        self._bytes -= len(self._answers.pop(key, b""))

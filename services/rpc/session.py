@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -84,16 +81,18 @@ class Session:
     When the stream breaks, every call under way and every later one raises ServiceFault. `machine` is where the peer runs.
     """
 
-    def __init__(self, address: str, name: str, service: str, machine: str = ""):
+    def __init__(self, address: str, name: str, service: str, machine: str = "", silence: float = 0.0):
+        """`silence`: as of `server.options`."""
         self.name = name
         self.machine = machine
         self.address = address
         self._service = service
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, silence)
         self._ids = itertools.count(1)
-        self._peer = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._outbox = stream.Outbox()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
+        self._keys: dict[int, str] = {}  # of the calls that the peer has not answered yet, withdrawn ones too
+        self._acknowledged: list[str] = []  # since the last frame
         self._broken = ""  # why, once the stream is broken
         self._tasks: list[asyncio.Task[None]] = []
         self._tell: list[Callable[[str], None]] = []
@@ -130,23 +129,24 @@ class Session:
         self.ends()
         self.lose(reason)
 
-    def post(self, method_name: str, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
+    def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
 
         Awaiting raises what the peer raised, DeadlineExceeded, or ServiceFault when the stream is broken. Cancelling
         withdraws the call.
         """
-        method = contract.METHODS[self._service, method_name]
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
         body = method.request.pack(request).SerializeToString()
         milliseconds = min(max(1, int(timeout * 1000)), LONGEST)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[id_] = method_name, future
+        self._waiting[id_] = method.name, future
         if self._broken:
-            future.set_exception(errors.Unreachable(self.name, method_name, self._broken))
+            future.set_exception(errors.Unreachable(self.name, method.name, self._broken))
         else:
+            if key := method.key_of(request):
+                self._keys[id_] = key
             for chunk, more in stream.split(body):
-                call = common_pb2.Call(id=id_, method=method_name, timeout_ms=milliseconds, body=chunk, more=more)
+                call = common_pb2.Call(id=id_, method=method.name, timeout_ms=milliseconds, body=chunk, more=more, key=key)
                 self._outbox.put(call, urgent)
         return self._answer(id_, method, future, timeout)
 
@@ -170,17 +170,8 @@ class Session:
             future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
 
     async def call(self, method_name: str, request: Any, timeout: float) -> Any:
-        """`post`, and again after the delay that a peer with a full mailbox names, until `timeout` is over."""
-        began = time.monotonic()
-        left = timeout
-        while True:
-            try:
-                return await self.post(method_name, request, left)
-            except errors.Overloaded as error:
-                left = timeout - (time.monotonic() - began) - error.retry_after
-                if left <= 0:
-                    raise
-                await asyncio.sleep(error.retry_after)
+        """`post`, once this is awaited, by the method's name."""
+        return await self.post(contract.METHODS[self._service, method_name], request, timeout)
 
     async def unary(self, service: str, method_name: str, request: Any = None) -> Any:
         """A unary call on the same channel, beside the stream. Raises Unreachable when the session is closed meanwhile."""
@@ -207,7 +198,8 @@ class Session:
     async def _write(self, rpc: Any) -> None:
         try:
             while calls := await self._outbox.frame():
-                await rpc.write(common_pb2.CallFrame(schema=SCHEMA_VERSION, peer=self._peer, calls=calls))
+                acknowledged, self._acknowledged = self._acknowledged, []
+                await rpc.write(common_pb2.CallFrame(schema=SCHEMA_VERSION, calls=calls, acknowledged=acknowledged))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, and says why
 
@@ -231,10 +223,13 @@ class Session:
 
     def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
         body = None if reply.HasField("error") else joiner.add(reply.id, reply.body, reply.more)
+        failed = reply.HasField("error")
+        if (body is not None or failed) and (key := self._keys.pop(reply.id, "")):
+            self._acknowledged.append(key)
         method_name, future = self._waiting.get(reply.id, ("", None))
         if future is None or future.done():
             return
-        if reply.HasField("error"):
+        if failed:
             future.set_exception(contract.error_from_wire(reply.error, self.name, method_name))
         elif body is not None:
             future.set_result(body)

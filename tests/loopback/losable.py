@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from runtime.errors import Unreachable
+from runtime.types import GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, snake
 
 T = TypeVar("T")
+
+
+ASKED = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
+
+
+async def _answered(answer: Awaitable[Any]) -> Any:
+    """The coroutine of any awaitable."""
+    return await answer
 
 
 class Losable:
@@ -38,6 +49,16 @@ class Losable:
         told, self._tell = self._tell, []
         for tell in told:
             tell(reason)
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        """Carried out by the method of its name: a request as it is, another command field by field."""
+        name = ASKED.get(type(command))
+        if name is not None:
+            return _answered(getattr(self, name)(command))
+        return _answered(getattr(self, snake(type(command).__name__))(*msgspec.structs.astuple(command)))
+
+    async def call(self, command: Any) -> Any:
+        return await self.post(command)
 
     async def reached(self, work: Awaitable[T]) -> T:
         """`work`, unless the process is lost first."""

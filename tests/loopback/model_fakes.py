@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from runtime import codec
-from runtime.commands import WeightsSent
+from runtime.commands import WeightsHosted, WeightsSent
 from runtime.ledger import checkpoint
 from runtime.types import GroupPayload, PolicyVersion, StepResult, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest
@@ -67,7 +67,7 @@ class FakeModel(Losable):
         self.batches.setdefault(step, []).extend(groups)
         return self._post("accumulate", step, lambda: self._nothing())
 
-    def apply(self, step: int) -> Coroutine[Any, Any, StepResult]:
+    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
         return self._post("apply", step, lambda: self.applied(step))
 
     def save(self, folder: str) -> Coroutine[Any, Any, None]:
@@ -125,7 +125,7 @@ class FakeTrainer(FakeModel):
         """By step, the step of the weights that each probe was sampled with."""
         self._weights = weights
 
-    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
         await self.reached(self._nothing())
         address = GroupAddress(
             epoch=epoch,
@@ -137,7 +137,7 @@ class FakeTrainer(FakeModel):
             timeout=1.0,
             transport=transport,
         )
-        return address, MANIFEST
+        return WeightsHosted(address, MANIFEST)
 
     def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
         """What a rollout with other weights than those of `step` says is 1 nat off."""
@@ -150,6 +150,9 @@ class FakeTrainer(FakeModel):
 
     def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
         return self._post("send_weights", version.step, lambda: self.send(version))
+
+    def resend_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self.send_weights(version, epoch)
 
     def export(self, folder: str) -> Coroutine[Any, Any, None]:
         return self._post("export", 0, lambda: self._nothing())

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import codec, config, run_files
-from runtime.commands import Level
+from runtime.commands import Level, WeightsCommitted
 from runtime.config import Config
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
@@ -110,19 +110,16 @@ class FakeRollout(FakeReplica):
         payload = b"payload %d" % request.group_id if train else replies(request, oldest, self.version)
         return generated(request, oldest, self.version, payload)
 
-    async def cancel(self, group_ids: list[int]) -> None:
-        self.calls.append(("cancel", group_ids))
-
     async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
         self.calls.append(("receive", version.step))
         await self.reached(self._weights.of(version).wait())
         self.calls.append(("verified", version.step))
 
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         await self.reached(no_wait())
         self.calls.append(("commit", version.step))
         self.version = self.has = version
-        return 0.001
+        return WeightsCommitted(0.001)
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
         await self.reached(no_wait())

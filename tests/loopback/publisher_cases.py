@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import config
+from runtime.commands import WeightsCommitted
 from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
@@ -105,7 +106,7 @@ class Gate(FakeRollout):
             raise
         self.calls.append(("verified", version.step))
 
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         self.asked.set()
         await self.reached(self.may_commit.wait())
         return await super().commit_weights(version, epoch)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,11 +29,16 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(within())
 
 
-def request(payload: bytes = b"") -> LogprobRequest:
-    return LogprobRequest(group_id=1, payload=payload)
+LOGPROBS = contract.METHODS["Reference", "Logprobs"]
+_GROUPS = itertools.count()
 
 
-async def echo(message: LogprobRequest, timeout: float | None) -> bytes:
+def request(payload: bytes = b"", group_id: int | None = None) -> LogprobRequest:
+    """Of another group each time."""
+    return LogprobRequest(group_id=next(_GROUPS) if group_id is None else group_id, payload=payload)
+
+
+async def echo(message: LogprobRequest) -> bytes:
     return message.payload
 
 
@@ -45,7 +51,7 @@ class Peer:
         self.arrived = asyncio.Event()
         self.withdrawn = asyncio.Event()
 
-    async def logprobs(self, message: LogprobRequest, timeout: float | None) -> bytes:
+    async def logprobs(self, message: LogprobRequest) -> bytes:
         self.seen.append(message.payload)
         self.arrived.set()
         try:
@@ -96,8 +102,8 @@ async def raw_stream(address: str) -> AsyncIterator[Any]:
         rpc.cancel()
 
 
-def frame(*calls: common_pb2.Call, peer: str = "raw", schema: int = SCHEMA_VERSION) -> common_pb2.CallFrame:
-    return common_pb2.CallFrame(schema=schema, peer=peer, calls=calls)
+def frame(*calls: common_pb2.Call, acknowledged: Sequence[str] = (), schema: int = SCHEMA_VERSION) -> common_pb2.CallFrame:
+    return common_pb2.CallFrame(schema=schema, calls=calls, acknowledged=acknowledged)
 
 
 def logprobs(id_: int, payload: bytes, **fields: Any) -> common_pb2.Call:

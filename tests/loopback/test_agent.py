@@ -36,7 +36,7 @@ class Coordinator:
         self._server = Server({"Coordinator": {"ReportPaths": self._paths}}, {("Coordinator", "Join"): self._join})
         self.address = self._server.bind("127.0.0.1", port)
 
-    async def _paths(self, found: NodePaths, timeout: float | None) -> None:
+    async def _paths(self, found: NodePaths) -> None:
         self.told.put_nowait(found)
 
     async def _join(self, node: NodeRegistration) -> AsyncGenerator[Assignment, None]:

@@ -1,11 +1,12 @@
-"""Epochs over real gloo: the trainer's and the rollouts' services behind their actors, with engines that only hold tensors."""
+"""Epochs over real gloo: the trainer's and the rollouts' services, with engines that only hold tensors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -13,27 +14,19 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.actor import Actor, Priority
-from runtime.commands import (
-    AbortWeights,
-    Apply,
-    CommitWeights,
-    HostWeights,
-    JoinWeights,
-    ReceiveWeights,
-    SendWeights,
-    WeightsSent,
-)
+from runtime.commands import Apply
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
 from runtime.errors import Unreachable
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
+from runtime.trainer.rank import TrainRank
+from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
-from runtime.weights.plan import GroupAddress, Manifest
-from runtime.weights.sender import WeightSender
+from runtime.weights.plan import TensorSpec
 from services.rollout import RolloutService
+from services.rpc.contract import method_of
 from services.trainer import TrainerService
 from tests.loopback.publisher_cases import come
 from tests.loopback.weight_cases import MANIFEST, expected, same
@@ -74,34 +67,36 @@ class Held:
         """There is nothing to free."""
 
 
-class Worker:
-    """A trainer's engine: the weights of a version are made from its number."""
+class Untrained(ModelTrainer):
+    """A trainer's engine: the weights of a version are made from its number, by `weights`."""
 
-    publication_backend = "gloo"
-    senders = ("trainer-0",)
-    manifest = MANIFEST
-
-    def __init__(self, settings: config.Publication) -> None:
-        self.version = PolicyVersion()
-        self.sender = WeightSender(MANIFEST, whole=settings.overlap)
+    def __init__(self) -> None:
         self.gathered: list[int] = []
-
-    def execute(self, command: Any) -> StepResult | None:
-        if isinstance(command, Apply):
-            self.version = PolicyVersion(0, command.step + 1)
-            return StepResult(metrics={}, seconds=0.0)
-        if isinstance(command, SendWeights):
-            self.version = command.version
-            self.gathered.append(command.version.step)
-            self.sender.fill(self.weights(command.version.step))
-        return None
+        self.version_of: Callable[[], PolicyVersion]
+        self.may_apply = Event()
+        self.may_apply.set()
 
     def weights(self, step: int) -> Iterable[torch.Tensor]:
         return expected(step).values()
 
+    def tensor_specs(self) -> list[TensorSpec]:
+        return list(MANIFEST.tensors)
+
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        step = self.version_of().step
+        self.gathered.append(step)
+        return iter(self.weights(step))
+
+    def begin_step(self, step: int) -> None:
+        """Nothing is computed."""
+
+    def apply(self) -> StepResult:
+        assert self.may_apply.wait(DEADLINE)
+        return StepResult(metrics={}, seconds=0.0)
+
 
 class Port:
-    """A service behind its actor, as the coordinator reaches it. `cut` is the death of a rollout's process."""
+    """A service, as the coordinator reaches it. `cut` is the death of a rollout's process."""
 
     apart = False  # on a machine of its own, so that weights go by the collective
 
@@ -110,7 +105,6 @@ class Port:
         self.name = service.name
         self.machine = self.name if self.apart else os_process.machine()
         self.incarnation = incarnation
-        self.actor = Actor(service.name, service, capacity=9)
         self.silent = False  # under SIGSTOP
         self._gone = asyncio.Event()
         self._tell: Callable[[str], None] = lambda why: None
@@ -127,21 +121,28 @@ class Port:
         self._gone.set()
         self._tell("connection lost")
 
-    async def ask(self, message: Any, priority: Priority = Priority.CONTROL) -> Any:
-        answer = asyncio.Event() if self.silent else self.actor.send(message, priority=priority)
-        waiting = asyncio.ensure_future(answer.wait() if isinstance(answer, asyncio.Event) else answer)
+    def begin(self, command: Any) -> Awaitable[Any]:
+        """What the process does with a command that has come."""
+        return self.service.handler(method_of(self.service.service, command))(command)
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        return self._answer(asyncio.ensure_future(self.begin(command)), type(command).__name__)
+
+    async def call(self, command: Any) -> Any:
+        return await self.post(command)
+
+    async def _answer(self, begun: asyncio.Future[Any], phase: str) -> Any:
         gone = asyncio.ensure_future(self._gone.wait())
         try:
-            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({gone} if self.silent else {begun, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self.silent:
+                await gone
             if gone.done():
-                raise Unreachable(self.name, type(message).__name__, "connection lost")
-            return waiting.result()
+                raise Unreachable(self.name, phase, "connection lost")
+            return begun.result()
         finally:
             gone.cancel()
-            waiting.cancel()
-
-    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.ask(AbortWeights(version, epoch))
+            begun.cancel()
 
 
 class RolloutHere(Port):
@@ -152,29 +153,17 @@ class RolloutHere(Port):
         service.use(self.engine)  # type: ignore[arg-type]
         super().__init__(service, incarnation)
 
-    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
-        await self.ask(JoinWeights(address, manifest))
-
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await self.ask(ReceiveWeights(version, epoch))
-
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        return (await self.ask(CommitWeights(version, epoch))).pause_seconds
-
 
 class TrainerHere(Port):
     def __init__(self, settings: config.Publication) -> None:
-        service = TrainerService(config.Config(run=config.Run(name="test"), publication=settings), "trainer-0", 0)
-        self.worker = service._worker = Worker(settings)  # type: ignore[assignment]
+        publication = replace(settings, bucket_bytes=MANIFEST.bucket_bytes)
+        made = config.Config(run=config.Run(name="test"), publication=publication)
+        service = TrainerService(made, "trainer-0", 0)
+        self.engine = Untrained()
+        self.rank = service._worker = TrainRank(self.engine, made, 0, 1, torch.device("cpu"))
+        self.engine.version_of = lambda: self.rank.version
         super().__init__(service)
         self.machines = {self.name: self.machine}
-
-    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
-        hosted = await self.ask(HostWeights(epoch, len(names), transport, tuple(names)))
-        return hosted.address, hosted.manifest
-
-    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
-        return self.ask(SendWeights(version, epoch), Priority.DATA)
 
 
 class Stage:
@@ -189,11 +178,8 @@ class Stage:
         self.publisher = Publisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
         self.tasks: list[asyncio.Task[None]] = []
 
-    def serve(self, *ports: Port) -> None:
-        self.tasks += [asyncio.create_task(port.actor.run()) for port in ports]
-
-    def comes(self, rollout: RolloutHere) -> None:
-        self.serve(rollout)
+    async def comes(self, rollout: RolloutHere) -> None:
+        await rollout.service.start()
         self.rollouts.append(rollout)
         come(self.pool, rollout)
 
@@ -205,8 +191,8 @@ class Stage:
 async def stage(settings: config.Publication, trainer: TrainerHere | None = None) -> AsyncIterator[Stage]:
     torch.set_num_threads(1)
     here = Stage(settings, trainer)
-    here.serve(here.trainer, *here.rollouts)
-    await here.trainer.service.start()
+    for port in (here.trainer, *here.rollouts):
+        await port.service.start()
     here.tasks.append(asyncio.create_task(here.publisher.run()))
     try:
         yield here
@@ -251,11 +237,11 @@ def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committ
         await until(lambda: not here.pool.membership.stale and here.publisher.group.epoch.number == 2)
         assert (await here.publish(2)).epoch == 2
         late = RolloutHere("rollout-1", settings, incarnation=1)
-        here.comes(late)
+        await here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
         assert late.engine.swapped == [2]
         assert staying.engine.swapped == [1, 2]  # what it has is not swapped in again
-        assert here.trainer.worker.gathered == [1, 2]  # the buckets were sent once more as they were
+        assert here.trainer.engine.gathered == [1, 2]  # the buckets were sent once more as they were
         await here.publish(3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
 
@@ -279,7 +265,7 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         transaction.close()
         assert (figures.aborts, figures.epoch) == (1, 2)
         assert staying.engine.swapped == [1, 2]
-        assert here.trainer.worker.gathered == [1, 2]
+        assert here.trainer.engine.gathered == [1, 2]
         assert [unit.name for unit in here.pool.register.units(ROLLOUT, UnitState.LOST)] == ["rollout-1"]
 
     run(test, PUBLICATION if how == "dies" else IMPATIENT)
@@ -302,19 +288,14 @@ def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> None:
     async def test(here: Stage) -> None:
         await here.publish(1)
         here.rollouts[1].cut()
-        busy = asyncio.Event()
-
-        async def computing(command: Any) -> None:
-            await busy.wait()
-
-        here.trainer.service._execute = computing
-        step = asyncio.ensure_future(here.trainer.ask(Apply(1), Priority.DATA))
+        here.trainer.engine.may_apply.clear()
+        step = asyncio.ensure_future(here.trainer.call(Apply(1)))
         late = RolloutHere("rollout-1", incarnation=1)
-        here.comes(late)
+        await here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
         assert not step.done()
         assert late.engine.swapped == [1]
-        step.cancel()
-        busy.set()
+        here.trainer.engine.may_apply.set()
+        await step
 
     run(test)

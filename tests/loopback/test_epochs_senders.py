@@ -1,27 +1,24 @@
-"""Epochs of two sending ranks: the trainer's services with a real relay, and engines that only hold tensors."""
+"""Epochs of two sending ranks: the trainer's services, and engines that only hold tensors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import ApplyProbed, BeginStep
+from runtime.commands import Apply, BeginStep
 from runtime.errors import ServiceFault
-from runtime.spmd import Relay
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
 from runtime.weights.plan import TensorSpec
-from services.spmd_service import Follower, SpmdRole
+from services.rpc.contract import Ranks, method_of
 from services.trainer import TrainerService
 from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, TrainerHere, stage, until
 from tests.loopback.weight_cases import MANIFEST, expected
@@ -81,39 +78,34 @@ class Stages(ModelTrainer):
         raise AssertionError("nothing is exported")
 
 
-class Rank(TrainRank):
-    """Finds the other through a store of the test's instead of torchrun's."""
-
-    store: Any
-
-    def connect_relay(self) -> Relay[Any]:
-        options = {"name": self.role, "interface": "127.0.0.1", "join_timeout": 10.0, "on_aside": self.aside}
-        return Relay(self.store, self.rank, self.world_size, self.relayed, **options)
-
-
 class TwoSenders(TrainerHere):
-    """Rank 0's service behind its actor; `follower` is the other's."""
+    """Both ranks' services, each of which is given every command, as `services.rpc.client` does it."""
 
     def __init__(self, settings: config.Publication) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
         self.engines = [Stages(rank) for rank in range(RANKS)]
 
-        def make_rank(made: config.Config, rank: int, world_size: int) -> Rank:
-            worker = Rank(self.engines[rank], made, rank, RANKS, torch.device("cpu"))
-            worker.store = store if rank == 0 else store.clone()
-            return worker
+        def make_rank(made: config.Config, rank: int, world_size: int) -> TrainRank:
+            return TrainRank(self.engines[rank], made, rank, RANKS, torch.device("cpu"))
 
         made = config.Config(run=config.Run(name="test", resume=""), publication=settings)
-        role = SpmdRole("trainer", "Trainer", make_rank)
-        self.follower = Follower(role, made, "trainer-0", 1)
-        service = TrainerService(made, "trainer-0", 0)
-        service._make_rank = make_rank
-        super(TrainerHere, self).__init__(service)
-        self.machines = {"trainer-0": self.machine, "trainer-1": self.machine}
+        self.services = [TrainerService(made, "trainer-0", rank) for rank in range(RANKS)]
+        for service in self.services:
+            service._make_rank = make_rank
+        super(TrainerHere, self).__init__(self.services[0])
+        self.machines = {service.name: self.machine for service in self.services}
 
     async def start(self) -> None:
-        await asyncio.gather(*(asyncio.to_thread(service.load) for service in (self.service, self.follower)))
-        await self.follower.start()
+        await asyncio.gather(*(asyncio.to_thread(service.load) for service in self.services))
+
+    def begin(self, command: Any) -> Awaitable[Any]:
+        method = method_of("Trainer", command)
+        first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None), Ranks.ALL: (0, None)}[method.ranks]
+        begun = [asyncio.ensure_future(service.handler(method)(command)) for service in self.services[first:last]]
+
+        async def answer() -> Any:
+            return (await asyncio.gather(*begun))[0]
+
+        return asyncio.ensure_future(answer())
 
 
 def run(test: Callable[[Stage, TwoSenders], Coroutine[Any, Any, None]], settings: config.Publication = ALL) -> None:
@@ -124,17 +116,15 @@ def run(test: Callable[[Stage, TwoSenders], Coroutine[Any, Any, None]], settings
             async with stage(settings, trainer) as here:
                 await asyncio.wait_for(test(here, trainer), DEADLINE)
         finally:
-            await trainer.follower.close()
-            assert trainer.follower.background is not None
-            await asyncio.gather(trainer.follower.background, return_exceptions=True)
+            await trainer.services[1].close()
 
     asyncio.run(within())
 
 
 async def step(here: Stage, trainer: TwoSenders, number: int) -> Any:
     """Train one step, and publish what it made."""
-    await trainer.ask(BeginStep(number - 1))
-    await trainer.ask(ApplyProbed(number - 1))
+    await trainer.call(BeginStep(number - 1))
+    await trainer.call(Apply(number - 1))
     return await here.publish(number)
 
 
@@ -152,7 +142,7 @@ def test_a_newcomer_gets_the_committed_version_of_both(transport: str, overlap: 
         await until(lambda: not here.pool.membership.stale and here.publisher.group.epoch.number == 2)
         assert (await step(here, trainer, 2)).epoch == 2
         late = RolloutHere("rollout-1", settings, incarnation=1)
-        here.comes(late)
+        await here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
         await step(here, trainer, 3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
@@ -162,7 +152,7 @@ def test_a_newcomer_gets_the_committed_version_of_both(transport: str, overlap: 
 
 
 def senders(trainer: TwoSenders) -> list[Any]:
-    return [trainer.service._worker.sender, trainer.follower._worker.sender]  # type: ignore[attr-defined]
+    return [service._worker.member.sender for service in trainer.services]  # type: ignore[union-attr]
 
 
 def test_the_other_sender_joins_while_its_engine_computes_and_is_sent_again_from_its_copy() -> None:
@@ -170,14 +160,15 @@ def test_the_other_sender_joins_while_its_engine_computes_and_is_sent_again_from
         await step(here, trainer, 1)
         trainer.engines[1].may_apply.clear()
         try:
-            await trainer.ask(BeginStep(1))
-            await trainer.ask(ApplyProbed(1))  # rank 1 is not that far
+            await trainer.call(BeginStep(1))
+            applying = asyncio.ensure_future(trainer.call(Apply(1)))  # rank 1 is not that far
             late = RolloutHere("rollout-2", ALL)
-            here.comes(late)
+            await here.comes(late)
             await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
             assert late.engine.swapped == [1]
         finally:
             trainer.engines[1].may_apply.set()
+        await applying
         await here.publish(2)
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2], [1, 2]]
 
@@ -207,9 +198,11 @@ def test_a_part_that_never_comes_ends_the_run_after_some_tries() -> None:
     async def test(here: Stage, trainer: TwoSenders) -> None:
         trainer.engines[1].may_apply.clear()
         try:
+            applying = asyncio.ensure_future(trainer.call(Apply(0)))
             with pytest.raises(ServiceFault, match=r"publish: version 0\.1: transfer: "):
-                await step(here, trainer, 1)
+                await here.publish(1)
         finally:
             trainer.engines[1].may_apply.set()
+        await applying
 
     run(test, replace(ALL, transport="collective", transfer_timeout=0.4))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cluster.topology import data_leaders
-from runtime.commands import Accumulate, Apply, BeginStep, MeetWeights, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, SendWeights
 from runtime.config import Config, Publication, Trainer
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import policy_trainer
@@ -45,31 +45,35 @@ def config_of(folder: Path, engine: str, processes: int, overlap: bool, senders:
 
 def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     """What a receiver has of the weights as they are; every rank makes this call."""
-    command, count = SendWeights(PolicyVersion(0, version), version), len(rank.senders)
+    command, count, member = SendWeights(PolicyVersion(0, version), version), len(rank.senders), rank.member
     if rank.rank:
         if count > 1:
-            rank.aside(MeetWeights(*of_rank_0(None)))
+            assert member is not None
+            address = rank.address_of(*of_rank_0(None))
+            member.open(version).result(DEADLINE)
+            member.connect(version, lambda: join(address))
             dist.barrier()
-        rank.execute(command)
+        sending = rank.execute(command)
+        if sending is not None:
+            sending.result(DEADLINE)
         if count > 1:
-            dist.barrier()  # its part may still be on its way
+            dist.barrier()
         return {}
+    assert member is not None
     pending = host(version, 1 + count, "127.0.0.1", "gloo", DEADLINE, names=rank.senders, senders=count)
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=count)))
     if count > 1:
         of_rank_0(pending.address)
-    groups = pending.connect(), joining.result(DEADLINE)
+    member.open(version).result(DEADLINE)
+    member.connect(version, pending.connect, pending.abort)
     if count > 1:
         dist.barrier()
-    assert rank.sender is not None
-    reception = WeightReceiver(rank.manifest).receive(groups[1], command.version, DEADLINE)
-    rank.sender.begin(DEADLINE)
-    sending = rank.sender.send(groups[0], command.version, DEADLINE)
-    rank.execute(command)
-    sending.result(DEADLINE)
+    receiving = joining.result(DEADLINE)
+    reception = WeightReceiver(rank.manifest).receive(receiving, command.version, DEADLINE)
+    rank.execute(command).result(DEADLINE)
     received = {name: tensor.clone() for name, tensor in reception.result(DEADLINE).tensors().items()}
-    for group in groups:
-        group.abort()
+    receiving.abort()
+    member.open(0).result(DEADLINE)
     if count > 1:
         dist.barrier()
     return received
@@ -94,13 +98,14 @@ def published(
         groups = make_groups(step, (5, 4, 6, 3), step=step)
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         worker.execute(BeginStep(step))
-        worker.execute(Accumulate(step, 0, share[:1], False))
+        worker.execute(Accumulate(step, share[:1], False))
         if step and within:
             found.append(publish(worker, step))
-        worker.execute(Accumulate(step, 1, share[1:], True))
+        worker.execute(Accumulate(step, share[1:], True))
         worker.execute(Apply(step))
         found.append(publish(worker, step + 1))
-    worker.close()
+    if worker.member is not None:
+        worker.member.close().result(DEADLINE)
     return found
 
 

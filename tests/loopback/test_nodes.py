@@ -49,7 +49,7 @@ class Desk:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Desk]:
-        async def paths(found: NodePaths, timeout: float | None) -> None:
+        async def paths(found: NodePaths) -> None:
             self.nodes.report_paths(found)
 
         server = Server({"Coordinator": {"ReportPaths": paths}}, {("Coordinator", "Join"): self.nodes.join})

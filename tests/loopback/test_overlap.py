@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from runtime.actor import Priority
 from runtime.commands import Apply, BeginStep, SendWeights
 from runtime.config import Publication
 from runtime.coordinator.register import ROLLOUT, UnitState
@@ -26,8 +25,8 @@ BOTH = pytest.mark.parametrize("settings", [PUBLICATION, WITHOUT], ids=["copy", 
 
 def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]) -> None:
     """The trainer's engine gives its tensors by way of `weights`."""
-    plain = here.trainer.worker.weights
-    here.trainer.worker.weights = lambda step: weights(plain(step))  # type: ignore[method-assign]
+    plain = here.trainer.engine.weights
+    here.trainer.engine.weights = lambda step: weights(plain(step))  # type: ignore[method-assign]
 
 
 @BOTH
@@ -92,7 +91,7 @@ def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun(settings: Pu
 
     async def test(here: Stage) -> None:
         yields(here, once)
-        execute = here.trainer.worker.execute
+        execute = here.trainer.rank.execute
 
         def slowly(command: object) -> object:
             if isinstance(command, BeginStep):
@@ -100,10 +99,10 @@ def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun(settings: Pu
                 threading.Event().wait(1.5 * limit)  # longer than a transfer may take
             return execute(command)
 
-        here.trainer.worker.execute = slowly  # type: ignore[method-assign]
+        here.trainer.rank.execute = slowly  # type: ignore[method-assign]
         publishing = asyncio.create_task(here.publish(1))
         await until(torn.is_set)
-        step = asyncio.ensure_future(here.trainer.ask(BeginStep(1), Priority.DATA))
+        step = asyncio.ensure_future(here.trainer.call(BeginStep(1)))
         assert (await publishing).aborts == 1
         assert begun.is_set()
         await step
@@ -132,7 +131,7 @@ def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(
         lost.set()
         assert (await publishing).aborts == 1
         assert here.rollouts[0].engine.swapped == [1]
-        assert here.trainer.worker.gathered == ([1] if settings.overlap else [1, 1])
+        assert here.trainer.engine.gathered == ([1] if settings.overlap else [1, 1])
 
     run(test, settings)
 
@@ -144,10 +143,10 @@ def test_without_a_copy_a_newcomer_is_sent_what_is_gathered_anew() -> None:
             rollout.cut()
         await until(lambda: not here.pool.membership.living)
         late = RolloutHere("rollout-0", WITHOUT, incarnation=1)
-        here.comes(late)
+        await here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
         assert late.engine.swapped == [1]
-        assert here.trainer.worker.gathered == [1, 1]
+        assert here.trainer.engine.gathered == [1, 1]
 
     run(test, WITHOUT)
 
@@ -158,7 +157,7 @@ def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() ->
         here.rollouts[1].cut()
         await until(lambda: here.publisher.group.epoch.number == 2 and not here.publisher._lock.locked())
         applying, applied = threading.Event(), threading.Event()
-        execute = here.trainer.worker.execute
+        execute = here.trainer.rank.execute
 
         def slowly(command: object) -> object:
             if isinstance(command, Apply):
@@ -166,11 +165,11 @@ def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() ->
                 assert applied.wait(DEADLINE)
             return execute(command)
 
-        here.trainer.worker.execute = slowly  # type: ignore[method-assign]
+        here.trainer.rank.execute = slowly  # type: ignore[method-assign]
         late = RolloutHere("rollout-1", WITHOUT, incarnation=1)
         async with here.publisher._lock:  # as while the epoch before is being met
-            here.comes(late)
-            step = asyncio.ensure_future(here.trainer.ask(Apply(1), Priority.DATA))
+            await here.comes(late)
+            step = asyncio.ensure_future(here.trainer.call(Apply(1)))
             beginning = asyncio.create_task(here.publisher.begin(PolicyVersion(0, 2)))
             await until(lambda: here.publisher._awaited)
         transaction = await beginning
@@ -180,7 +179,7 @@ def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() ->
         assert (await transaction.finish()).aborts == 0
         transaction.close()
         assert late.engine.swapped == [2]
-        assert here.trainer.worker.gathered == [1, 2]
+        assert here.trainer.engine.gathered == [1, 2]
 
     run(test, WITHOUT)
 
@@ -188,9 +187,9 @@ def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() ->
 def test_a_version_that_the_engine_has_left_behind_is_refused() -> None:
     async def test(here: Stage) -> None:
         await here.publish(1)
-        await here.trainer.ask(Apply(1), Priority.DATA)
+        await here.trainer.call(Apply(1))
         with pytest.raises(ServiceFault, match=r"trainer-0: snapshot: version 0\.1 was not kept: 0\.2 is there"):
-            await here.trainer.ask(SendWeights(PolicyVersion(0, 1), 1), Priority.DATA)
-        assert here.trainer.worker.gathered == [1]
+            await here.trainer.call(SendWeights(PolicyVersion(0, 1), 1))
+        assert here.trainer.engine.gathered == [1]
 
     run(test, WITHOUT)

@@ -11,15 +11,16 @@ import msgspec
 import pytest
 
 from runtime.cluster.topology import group_of, instances
+from runtime.commands import Apply, SendWeights, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.register import Register, Unit, UnitState
-from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable, UserError
+from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.status import Registration
-from runtime.types import PolicyVersion
+from runtime.types import PolicyVersion, StepResult
 from services import peers
 from services.peers import Peers
-from services.rpc import group
-from services.rpc.client import ReferenceGroupClient, TrainerClient
+from services.rpc import client
+from services.rpc.client import GroupClient
 from services.rpc.server import Server
 from tests.loopback.session_peers import PATIENCE, run
 
@@ -36,6 +37,7 @@ class Rank:
 
     def __init__(self, role: str, rank: int, incarnation: int):
         self.fault: Exception | None = None
+        self.seen: list[Any] = []
         self.gate = asyncio.Event()
         self.gate.set()
         service, methods = SERVED[role]
@@ -46,11 +48,12 @@ class Rank:
             role=role, name=name, rank=rank, address=address, pid=1, host="here", incarnation=incarnation
         )
 
-    async def _carry_out(self, message: Any, timeout: float | None) -> Any:
+    async def _carry_out(self, message: Any) -> Any:
+        self.seen.append(message)
         await self.gate.wait()
         if self.fault is not None:
             raise self.fault
-        raise AssertionError("nothing is answered here")
+        return StepResult(metrics={}, seconds=0.0) if isinstance(message, Apply) else WeightsSent(0, 0.0)
 
     async def start(self) -> None:
         await self._server.start()
@@ -95,7 +98,7 @@ class Here:
 
 
 @asynccontextmanager
-async def connected(**sections: Any) -> AsyncIterator[tuple[Here, list[Rank], TrainerClient]]:
+async def connected(**sections: Any) -> AsyncIterator[tuple[Here, list[Rank], GroupClient]]:
     here = Here(**sections)
     ranks = [await here.register("trainer", rank) for rank in range(2)]
     await here.register("rollout", 0)
@@ -104,13 +107,13 @@ async def connected(**sections: Any) -> AsyncIterator[tuple[Here, list[Rank], Tr
     await here.peers.connect(asyncio.get_running_loop().time())
     try:
         trainer = here.unit("trainer-0").port
-        assert isinstance(trainer, TrainerClient)
+        assert isinstance(trainer, GroupClient)
         yield here, ranks, trainer
     finally:
         await here.close()
 
 
-async def told(trainer: TrainerClient) -> str:
+async def told(trainer: GroupClient) -> str:
     """Why it is lost, once it is."""
     reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     trainer.when_lost(lambda why: reason.done() or reason.set_result(why))
@@ -126,13 +129,13 @@ def test_the_loss_of_one_rank_is_that_of_the_group() -> None:
     async def test() -> None:
         async with connected() as (_, ranks, trainer):
             ranks[0].gate.clear()
-            applying = asyncio.ensure_future(trainer.apply(0))
+            applying = asyncio.ensure_future(trainer.call(Apply(0)))
             await ranks[1].dies()
             assert (await told(trainer)).startswith("trainer-1: ")
             with pytest.raises(Unreachable, match=r"trainer-0: Apply: trainer-1: "):
                 await applying
             with pytest.raises(Unreachable):  # although rank 0 lives
-                await trainer.apply(1)
+                await trainer.call(Apply(1))
 
     run(test())
 
@@ -141,7 +144,7 @@ def test_a_fault_that_comes_before_the_loss_that_caused_it_is_that_loss() -> Non
     async def test() -> None:
         async with connected() as (_, ranks, trainer):
             ranks[0].fault = FAULT
-            applying = asyncio.ensure_future(trainer.apply(0))
+            applying = asyncio.ensure_future(trainer.call(Apply(0)))
             await asyncio.sleep(0.05)
             assert not applying.done()
             await ranks[1].dies()
@@ -152,37 +155,42 @@ def test_a_fault_that_comes_before_the_loss_that_caused_it_is_that_loss() -> Non
 
 
 def test_a_fault_of_ranks_that_live_is_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "DYING", 0.05)
+    monkeypatch.setattr(client, "DYING", 0.05)
 
     async def test() -> None:
         async with connected() as (_, ranks, trainer):
             ranks[0].fault = FAULT
             with pytest.raises(ServiceFault, match="a collective failed") as raised:
-                await trainer.apply(0)
+                await trainer.call(Apply(0))
             assert not isinstance(raised.value, Unreachable)
 
     run(test())
 
 
 def test_a_transfer_that_fails_is_told_at_once_as_it_may_be_the_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "DYING", 100 * PATIENCE)
+    monkeypatch.setattr(client, "DYING", 100 * PATIENCE)
 
     async def test() -> None:
         async with connected() as (_, ranks, trainer):
             ranks[0].fault = FAULT
             with pytest.raises(ServiceFault, match="a collective failed"):
-                await asyncio.wait_for(trainer.send_weights(PolicyVersion(), 1), PATIENCE)
+                await asyncio.wait_for(trainer.call(SendWeights(PolicyVersion(), 1)), PATIENCE)
 
     run(test())
 
 
-def test_a_rank_that_the_others_find_silent_is_the_loss_of_the_group() -> None:
+def test_every_rank_is_given_each_command_and_the_first_answers_for_the_group() -> None:
     async def test() -> None:
         async with connected() as (_, ranks, trainer):
-            ranks[0].fault = DeadlineExceeded("trainer rank 1", "relay", "silent", 10.0)
-            with pytest.raises(Unreachable, match="trainer rank 1: silent"):
-                await trainer.apply(0)
-            assert await told(trainer) == "trainer rank 1: silent"
+            ranks[1].gate.clear()
+            applying = asyncio.ensure_future(trainer.call(Apply(3)))
+            await until(lambda: all(rank.seen == [Apply(3)] for rank in ranks))
+            assert not applying.done()
+            ranks[1].gate.set()
+            assert (await applying).seconds == 0.0
+            ranks[1].fault = ServiceFault("trainer-1", "SendWeights", "a collective failed")
+            with pytest.raises(ServiceFault, match="trainer-1: SendWeights: a collective failed"):
+                await trainer.call(SendWeights(PolicyVersion(), 1))
 
     run(test())
 
@@ -192,7 +200,7 @@ def test_a_group_that_does_not_answer_in_time_is_lost() -> None:
         async with connected(deadlines={"train": 0.1}) as (_, ranks, trainer):
             ranks[0].gate.clear()
             with pytest.raises(Unreachable, match="did not answer"):
-                await trainer.apply(0)
+                await trainer.call(Apply(0))
             assert "did not answer" in await told(trainer)
 
     run(test())
@@ -225,7 +233,7 @@ def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_
                 await here.register("trainer", rank, incarnation=1)
             assert await told(trainer) == "incarnation 1 has come in its place"
             with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
-                await trainer.apply(0)
+                await trainer.call(Apply(0))
             await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
             assert here.unit("trainer-0").port.incarnation == 1
 
@@ -256,7 +264,7 @@ def test_a_reference_of_several_ranks_arrives_as_one() -> None:
             await here.register("reference", 0, incarnation=1)
             await until(lambda: here.unit("reference-0").state is UnitState.SERVING)
             arrived = here.unit("reference-0").port
-            assert isinstance(arrived, ReferenceGroupClient)
+            assert isinstance(arrived, GroupClient)
             assert (arrived.name, arrived.incarnation) == ("reference-0", 1)
 
     run(test())

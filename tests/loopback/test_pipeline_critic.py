@@ -11,6 +11,7 @@ import pytest
 
 from runtime import config, run_files
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
+from runtime.commands import WeightsCommitted
 from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault, StorageFull, UserError
 from runtime.ledger import checkpoint
@@ -98,7 +99,7 @@ def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(
     published, gate = asyncio.Event(), asyncio.Event()
 
     class Rollout(FakeRollout):
-        async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+        async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
             if version.step == 2:
                 published.set()
             return await super().commit_weights(version, epoch)

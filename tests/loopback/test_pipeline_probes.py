@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runtime import config
+from runtime.commands import WeightsCommitted
 from runtime.coordinator.run import TrainingRun
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.pipeline_fakes import Cast, FakeRollout, LongTail, RunFolder
@@ -108,7 +109,7 @@ def test_who_is_lost_meanwhile_is_counted_and_who_comes_instead_is_asked(tmp_pat
 class Pretending(FakeRollout):
     """Says that it takes over new weights, and goes on with those that it had."""
 
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         before = self.has
         pause = await super().commit_weights(version, epoch)
         if version.step > 2:

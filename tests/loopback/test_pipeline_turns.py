@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from runtime import config
-from runtime.commands import Level
+from runtime.commands import Level, WeightsCommitted
 from runtime.coordinator.devices import ColocatedDevices
 from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault
@@ -117,7 +117,7 @@ class Sleeper(FakeRollout):
             self.kill()
         return await super().generate(request)
 
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
+    async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         assert self.level >= Level.WEIGHTS
         return await super().commit_weights(version, epoch)
 

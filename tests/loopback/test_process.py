@@ -23,6 +23,7 @@ from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
+from services.rpc import contract
 from services.rpc.server import OPTIONS, Server
 from services.rpc.session import Session, open_channel
 from tests.unit.reward_cases import make_request
@@ -47,7 +48,7 @@ class Coordinator:
         self.address = ""
         self._refusal = refusal
 
-    async def register(self, registration: Registration, timeout: float | None) -> None:
+    async def register(self, registration: Registration) -> None:
         if self._refusal is not None:
             raise self._refusal
         self.registrations.put_nowait(registration)
@@ -154,9 +155,12 @@ def reflected(address: str) -> set[str]:
         return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
 
-def score_request(*texts: str) -> ScoreRequest:
+SCORE = contract.METHODS["Reward", "Score"]
+
+
+def score_request(*texts: str, group_id: int = 5) -> ScoreRequest:
     tokenizer = make_tokenizer()
-    return make_request(5, [0], [tokenizer.encode(text + END_OF_TURN).ids for text in texts], label="7")
+    return make_request(group_id, [0], [tokenizer.encode(text + END_OF_TURN).ids for text in texts], label="7")
 
 
 def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -> None:
@@ -181,7 +185,7 @@ def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -
             status: Status = await session.unary("Process", "Status")
             assert (status.role, status.name, status.state) == ("reward", "reward-0", "ready")
             assert (status.pid, status.address) == (service.process.pid, registration.address)
-            assert (status.mailbox.handled, status.mailbox.depth, status.mailbox.capacity) == (2, 0, 1024)
+            assert (status.calls.answered, status.calls.open) == (2, 0)
             assert status.gauges["groups_total"] == 2
             assert status.rates["groups"] > 0
             assert status.uptime_seconds > 0
@@ -230,7 +234,7 @@ def test_a_users_rules_see_prompt_and_extra_and_the_whole_group(tmp_path: Path) 
             assert scores.rules["sees"].tolist() == [2028.0, 4.0, 2028.0]
             assert scores.rules["distinct"].tolist() == [-1.0, 1.0, -1.0]
             assert (scores.valid.tolist(), scores.errors) == ([1, 1, 1], {})
-            failed: Scores = await session.call("Score", structs.replace(request, label="short"), END)
+            failed: Scores = await session.call("Score", structs.replace(request, group_id=6, label="short"), END)
             assert (failed.valid.tolist(), failed.errors) == ([0, 0, 0], {"exception:ValueError": 3})
 
     run(test())
@@ -267,7 +271,8 @@ def test_a_group_is_answered_when_it_is_scored_whatever_came_with_it(tmp_path: P
     async def test() -> None:
         async with registered(tmp_path, rewards=rewards) as (_, _, session):
             slow, quick = (
-                asyncio.ensure_future(session.call("Score", score_request(text), 60.0)) for text in ("slow", "quick")
+                asyncio.ensure_future(session.call("Score", score_request(text, group_id=number), 60.0))
+                for number, text in enumerate(("slow", "quick"))
             )
             assert (await quick).rewards.tolist() == [1.0]
             assert not slow.done()
@@ -293,7 +298,7 @@ def test_a_process_that_is_killed_fails_the_calls_under_way(tmp_path: Path) -> N
         async with registered(tmp_path) as (service, registration, session):
             await until_serving(registration.address)
             os.kill(service.process.pid, signal.SIGSTOP)  # so that it cannot answer first
-            calls = [session.post("Score", score_request("1"), 60.0) for _ in range(3)]
+            calls = [session.post(SCORE, score_request("1", group_id=number), 60.0) for number in range(3)]
             service.process.kill()
             for outcome in await asyncio.gather(*calls, return_exceptions=True):
                 assert type(outcome) is Unreachable

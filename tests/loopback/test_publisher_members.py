@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from runtime.commands import WeightsHosted
 from runtime.errors import Unanswered, UserError
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
@@ -120,9 +121,9 @@ def test_who_dies_while_the_trainer_opens_the_rendezvous_is_left_out() -> None:
         cast = Cast.prompt()
         host = cast.trainer.host_weights
 
-        async def hosting(epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+        async def hosting(epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
             cast.rollouts[0].die()
-            return await host(epoch, names, transport)
+            return await host(epoch, world_size, transport, names)
 
         cast.trainer.host_weights = hosting  # type: ignore[method-assign]
         assert (await make(cast).publish(FIRST)).epoch == 2

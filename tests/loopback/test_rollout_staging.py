@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.actor import Actor, Priority
+from runtime.actor import Priority
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights
 from runtime.errors import InvalidMessage, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
@@ -77,7 +77,7 @@ class Site:
         self.hurry.set()
         self._step, self._swap = self.engine._step, self.engine.swap
         self.engine._step, self.engine.swap = self._slow_step, self._swap_and_hurry  # type: ignore[method-assign]
-        self.actor = Actor("rollout-0", self.service, capacity=99, batch=99)
+        self.actor = self.service._actor
         self.sender = WeightSender(models.manifest)
         self.group: WeightGroup
         self.epoch = 0

@@ -12,6 +12,7 @@ from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.rpc import stream
 from services.rpc.generated import common_pb2, reference_pb2
 from tests.loopback.session_peers import (
+    LOGPROBS,
     PATIENCE,
     Peer,
     answer,
@@ -32,10 +33,10 @@ def test_many_calls_are_under_way_at_once_and_each_gets_its_own_answer() -> None
     async def test() -> None:
         peer, count = Peer(), 300
 
-        async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+        async def handler(message: LogprobRequest) -> bytes:
             if len(peer.seen) == count - 1:
                 peer.gate.set()  # no call is answered before all have come
-            return await peer.logprobs(message, timeout)
+            return await peer.logprobs(message)
 
         async with serving(handler) as address, connected(address) as session:
             payloads = [b"%d" % number for number in range(count)]
@@ -58,7 +59,7 @@ def test_calls_posted_together_travel_in_few_frames() -> None:
                 )
 
         async with raw_peer(serve) as address, connected(address) as session:
-            calls = [session.post("Logprobs", request(), PATIENCE) for _ in range(100)]
+            calls = [session.post(LOGPROBS, request(), PATIENCE) for _ in range(100)]
             assert await asyncio.gather(*calls) == [b"x"] * 100
         assert frames == [stream.COMPANY] * 3 + [100 - 3 * stream.COMPANY]
 
@@ -117,7 +118,7 @@ def test_calls_reach_the_peer_in_the_order_of_posting() -> None:
         async with serving(peer.logprobs) as address, connected(address) as session:
             posted = []
             for number, payload in enumerate(payloads):
-                posted.append(session.post("Logprobs", request(payload), PATIENCE))
+                posted.append(session.post(LOGPROBS, request(payload), PATIENCE))
                 if number % 50 == 0:
                     await asyncio.sleep(0.003)  # so that there are several frames
             await asyncio.gather(*reversed(posted))

@@ -1,9 +1,8 @@
-"""A session's calls that are not answered in time: deadlines, withdrawal, and a full mailbox."""
+"""A session's calls that are not answered in time: deadlines and withdrawal."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -36,24 +35,7 @@ def test_a_deadline_names_service_and_method_and_withdraws_the_call() -> None:
     run(test())
 
 
-@pytest.mark.parametrize(("timeout", "told"), [(2.5, 2.5), (1e9, 4294967.295)])
-def test_the_handler_is_told_the_callers_deadline(timeout: float, told: float) -> None:
-    async def test() -> None:
-        timeouts: asyncio.Queue[float | None] = asyncio.Queue()
-
-        async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
-            timeouts.put_nowait(timeout)
-            return b""
-
-        async with serving(handler) as address, connected(address) as session:
-            waiting = asyncio.gather(session.post("Logprobs", request(), timeout), return_exceptions=True)
-            assert await timeouts.get() == pytest.approx(told)
-            await waiting
-
-    run(test())
-
-
-def test_a_cancelled_call_is_withdrawn_from_the_actors_mailbox() -> None:
+def test_a_cancelled_call_is_withdrawn_from_an_actors_line() -> None:
     class Busy:
         busy = False
 
@@ -73,12 +55,12 @@ def test_a_cancelled_call_is_withdrawn_from_the_actors_mailbox() -> None:
 
     async def test() -> None:
         behaviour = Busy()
-        actor = Actor("reference-0", behaviour, capacity=8)
+        actor = Actor("reference-0", behaviour)
         serve = asyncio.create_task(actor.run())
         mailed = asyncio.Event()
 
-        def handler(message: LogprobRequest, timeout: float | None) -> Awaitable[Any]:
-            future = actor.send(message, timeout=timeout)
+        def handler(message: LogprobRequest) -> Awaitable[Any]:
+            future = actor.send(message)
             if message.payload == b"second":
                 future.add_done_callback(lambda _: mailed.set())
             return future
@@ -94,7 +76,6 @@ def test_a_cancelled_call_is_withdrawn_from_the_actors_mailbox() -> None:
             assert await session.call("Logprobs", request(b"third"), PATIENCE) == b""
             assert second.cancelled()
         assert behaviour.seen == [b"first", b"third"]
-        assert (actor.stats.cancelled, actor.stats.handled) == (1, 2)
         serve.cancel()
 
     run(test())
@@ -119,7 +100,7 @@ def test_closing_the_session_fails_its_unary_calls_and_not_the_task_that_made_th
     async def test() -> None:
         asked, never = asyncio.Event(), asyncio.Event()
 
-        async def status(_: None, timeout: float | None) -> None:
+        async def status(_: None) -> None:
             asked.set()
             await never.wait()
 
@@ -129,34 +110,5 @@ def test_closing_the_session_fails_its_unary_calls_and_not_the_task_that_made_th
             await session.close()
             with pytest.raises(errors.Unreachable, match="reference-0: Status: was closed"):
                 await asking
-
-    run(test())
-
-
-def test_a_full_mailbox_is_tried_again_after_the_delay_that_it_names() -> None:
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        times: list[float] = []
-        delay = 0.05
-
-        async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
-            times.append(loop.time())
-            if len(times) <= 2:
-                raise errors.Overloaded("reference-0: mailbox is full", delay)
-            return b"at last"
-
-        async with serving(handler) as address, connected(address) as session:
-            assert await session.call("Logprobs", request(), PATIENCE) == b"at last"
-            assert len(times) == 3
-            assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.045
-            times.clear()
-            with pytest.raises(errors.Overloaded) as refused:
-                await session.post("Logprobs", request(), PATIENCE)  # `post` leaves it to the caller
-            assert refused.value.retry_after == 0.05
-            times.clear()
-            delay = 2 * PATIENCE
-            with pytest.raises(errors.Overloaded):  # the delay is longer than what is left
-                await session.call("Logprobs", request(), PATIENCE)
-            assert len(times) == 1
 
     run(test())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from services.rpc.generated import common_pb2
 from services.rpc.server import Server
 from services.rpc.session import Session, call, open_channel, watch
 from tests.loopback.session_peers import (
+    LOGPROBS,
     PATIENCE,
     Peer,
     answer,
@@ -101,8 +104,7 @@ def test_an_unknown_method_and_a_body_that_does_not_decode_are_refused_and_the_s
 
 RAISED: list[tuple[Exception, grpc.StatusCode]] = [
     (errors.InvalidMessage("group 1 has no samples"), grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.Overloaded("mailbox is full", 0.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.DeadlineExceeded("reference-0", "mailbox", "was not reached in time", 2.0), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.DeadlineExceeded("reference-0", "Logprobs", "was not reached in time", 2.0), grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Cancelled("group 1 was cancelled"), grpc.StatusCode.CANCELLED),
     (errors.UserError("model.path: no such folder"), grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ConfigError(["a: is missing", "b: is missing"]), grpc.StatusCode.FAILED_PRECONDITION),
@@ -113,13 +115,13 @@ RAISED: list[tuple[Exception, grpc.StatusCode]] = [
 
 @pytest.mark.parametrize(("error", "code"), RAISED, ids=[type(error).__name__ for error, _ in RAISED])
 def test_what_the_peer_raises_is_raised_here_over_the_stream_and_unary(error: Exception, code: grpc.StatusCode) -> None:
-    async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+    async def handler(message: LogprobRequest) -> bytes:
         raise error
 
     async def test() -> None:
         async with serving(handler) as address, connected(address) as session:
             for waiting in (
-                session.post("Logprobs", request(), PATIENCE),
+                session.post(LOGPROBS, request(), PATIENCE),
                 unary(address, request()),
             ):
                 with pytest.raises(type(error)) as raised:
@@ -137,13 +139,13 @@ def test_what_the_peer_raises_is_raised_here_over_the_stream_and_unary(error: Ex
 
 
 def test_an_error_that_is_not_sluices_own_names_service_and_method() -> None:
-    async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+    async def handler(message: LogprobRequest) -> bytes:
         raise ValueError("bad shape")
 
     async def test() -> None:
         async with serving(handler) as address, connected(address) as session:
             with pytest.raises(errors.ServiceFault, match=r"^reference-0: Logprobs: ValueError: bad shape$"):
-                await session.post("Logprobs", request(), PATIENCE)
+                await session.post(LOGPROBS, request(), PATIENCE)
             with pytest.raises(errors.ServiceFault, match=r"^reference-0: Logprobs: .*bad shape"):
                 await unary(address, request())
 
@@ -151,7 +153,7 @@ def test_an_error_that_is_not_sluices_own_names_service_and_method() -> None:
 
 
 def test_a_long_error_arrives_over_a_unary_call_too() -> None:
-    async def handler(message: LogprobRequest, timeout: float | None) -> bytes:
+    async def handler(message: LogprobRequest) -> bytes:
         raise errors.InvalidMessage("too long: " + "é" * 50_000)
 
     async def test() -> None:
@@ -172,7 +174,7 @@ def test_a_dead_peer_fails_the_calls_under_way_and_every_later_one() -> None:
         address = server.bind("127.0.0.1", 0)
         await server.start()
         async with connected(address) as session:
-            waiting = [asyncio.ensure_future(session.post("Logprobs", request(), 60.0)) for _ in range(3)]
+            waiting = [asyncio.ensure_future(session.post(LOGPROBS, request(), 60.0)) for _ in range(3)]
             await peer.arrived.wait()
             await server.stop(0)
             for outcome in await asyncio.gather(*waiting, return_exceptions=True):
@@ -201,5 +203,44 @@ def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
         with pytest.raises(errors.ServiceFault, match="coordinator: Watch: UNAVAILABLE"):
             async for _ in watch(address):
                 pass
+
+    run(test())
+
+
+SERVED = """
+import asyncio
+from services.rpc.server import Server
+from tests.loopback.session_peers import Peer
+
+async def serve():
+    server = Server({"Reference": {"Logprobs": Peer().logprobs}}, {}, silence=1.0)
+    print(server.bind("127.0.0.1", 0), flush=True)
+    await server.start()
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def test_a_peer_that_is_stopped_is_silent_and_one_that_only_computes_is_not() -> None:
+    """The first call is never answered, while its process answers pings; stopped, it answers none."""
+
+    async def test() -> None:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVED, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            address = (await asyncio.wait_for(process.stdout.readline(), PATIENCE)).decode().strip()
+            session = Session(address, "reference-0", "Reference", silence=1.0)
+            await session.open(PATIENCE)
+            asking = asyncio.ensure_future(session.post(LOGPROBS, request(), PATIENCE))
+            await asyncio.wait({asking}, timeout=2.5)  # longer than the silence that is allowed
+            assert not asking.done()
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(errors.Unreachable, match="reference-0: Logprobs: connection lost"):
+                await asking
+            await session.close()
+        finally:
+            process.kill()
+            await process.wait()
 
     run(test())

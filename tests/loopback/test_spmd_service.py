@@ -1,4 +1,4 @@
-"""Two ranks of the critic over real sessions and a real relay, with an engine that only notes what it is given."""
+"""Two ranks of the critic over real sessions, with an engine that only notes what it is given."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
-import torch.distributed as dist
 
 from runtime import codec
-from runtime.actor import Actor
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues
-from runtime.config import Config, Deadlines, Publication, Run
+from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, Restore, Save
+from runtime.config import Config, Deadlines, Run
 from runtime.data.prompts import StreamState
-from runtime.errors import DeadlineExceeded, InvalidMessage
+from runtime.errors import InvalidMessage
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
-from runtime.spmd import Relay
 from runtime.trainer.critic_rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 from services.rpc import contract
-from services.rpc.client import CriticClient
+from services.rpc.client import GroupClient
 from services.rpc.server import Server
 from services.rpc.session import Session
-from services.spmd_service import Follower, Leader, SpmdRole, SpmdService
+from services.spmd_service import SpmdService
 from tests.loopback.session_peers import PATIENCE, run
 
 RANKS = 2
@@ -75,16 +70,6 @@ class NotingEngine(ModelTrainer):
         self.seen.append(("load", folder))
 
 
-class Rank(CriticRank):
-    """Finds the others through a store of the test's instead of torchrun's."""
-
-    store: Any
-
-    def connect_relay(self) -> Relay[Any]:
-        options = {"name": self.role, "interface": "127.0.0.1", "join_timeout": PATIENCE}
-        return Relay(self.store, self.rank, self.world_size, self.relayed, **options)
-
-
 class Group:
     """The group of ranks, and a client of all of them."""
 
@@ -92,26 +77,23 @@ class Group:
         self.engines = [NotingEngine() for _ in range(RANKS)]
         self.services: list[SpmdService] = []
         self.sessions: list[Session] = []
-        self.client: CriticClient
+        self.client: GroupClient
         self._config = Config(run=Run(name="test", resume=""), deadlines=deadlines)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
 
-    def make_rank(self, config: Config, rank: int, world_size: int) -> Rank:
-        made = Rank(self.engines[rank], config, rank, RANKS)
-        made.store = self._store if rank == 0 else self._store.clone()
-        return made
+    def make_rank(self, config: Config, rank: int, world_size: int) -> CriticRank:
+        return CriticRank(self.engines[rank], config, rank, RANKS)
 
     @asynccontextmanager
     async def up(self) -> AsyncIterator[Group]:
-        role = SpmdRole("critic", "Critic", self.make_rank)
-        self.services = [(Follower if rank else Leader)(role, self._config, "critic-0", rank) for rank in range(RANKS)]
+        self.services = [
+            SpmdService("critic", "Critic", self.make_rank, self._config, "critic-0", rank) for rank in range(RANKS)
+        ]
         await asyncio.gather(*(asyncio.to_thread(service.load) for service in self.services))
-        actors, servers = [], []
+        servers = []
         for service in self.services:
             await service.start()
-            actor = Actor(service.name, service, capacity=64)
-            actors.append(asyncio.create_task(actor.run()))
-            server = Server({"Critic": {name: _handler(actor) for owner, name in contract.METHODS if owner == "Critic"}}, {})
+            rows = [row for row in contract.METHODS.values() if row.service == "Critic"]
+            server = Server({"Critic": {row.name: service.handler(row) for row in rows}}, {})
             address = server.bind("127.0.0.1", 0)
             await server.start()
             servers.append(server)
@@ -119,27 +101,19 @@ class Group:
         try:
             for session in self.sessions:
                 await session.open(PATIENCE)
-            self.client = CriticClient(self.sessions, self._config.deadlines, Publication(), range(len(self.sessions)))
+            self.client = GroupClient("Critic", self.sessions, self._config, range(len(self.sessions)))
             yield self
         finally:
             for session in self.sessions:
                 await session.close()
-            for actor in actors:
-                actor.cancel()
             for service in self.services:
                 await service.close()
-            following = [service.background for service in self.services if service.background is not None]
-            await asyncio.gather(*following, return_exceptions=True)
             for server in servers:
                 await server.stop(0)
 
     def seen(self, kind: str) -> list[list[tuple[Any, ...]]]:
         """By rank: what the commands of this kind brought."""
         return [[what[1:] for what in engine.seen if what[0] == kind] for engine in self.engines]
-
-
-def _handler(actor: Actor) -> Any:
-    return lambda request, timeout: actor.send(request, timeout=timeout)
 
 
 def group_of(deadlines: Deadlines | None = None) -> Any:
@@ -174,8 +148,8 @@ def test_every_rank_goes_on_from_the_checkpoint_that_the_first_command_names(tmp
 
     async def test() -> None:
         async with group_of() as group:
-            await group.client.restore(str(tmp_path))
-            await asyncio.gather(*(group.client.values(request) for request in asked(1, 2)))  # behind it, on all ranks
+            await group.client.call(Restore(str(tmp_path)))
+            await asyncio.gather(*(group.client.call(request) for request in asked(1, 2)))  # behind it, on all ranks
             assert group.seen("load") == [[(str(tmp_path / checkpoint.CRITIC),)]] * RANKS
             assert [service.version for service in group.services] == [PolicyVersion(2, 9)] * RANKS
 
@@ -186,11 +160,11 @@ def test_what_is_asked_in_one_turn_is_one_part_shared_out_by_tokens() -> None:
     async def test() -> None:
         async with group_of() as group:
             requests = [*asked(1, tokens=30), *asked(2, 3, 4, tokens=10)]
-            answers = await asyncio.gather(*(group.client.values(request) for request in requests))
+            answers = await asyncio.gather(*(group.client.call(request) for request in requests))
             assert list(map(answer, answers)) == [(number, [float(number)]) for number in (1, 2, 3, 4)]
             assert sorted(group.seen("values")) == [[(1,)], [(2, 3, 4)]]
             # A turn later it is another part, of which each rank has a share, be it nothing.
-            assert answer(await group.client.values(asked(5)[0])) == (5, [5.0])
+            assert answer(await group.client.call(asked(5)[0])) == (5, [5.0])
             assert sorted(shares[1] for shares in group.seen("values")) == [(), (5,)]
 
     run(test())
@@ -203,7 +177,7 @@ def test_what_is_asked_while_two_parts_are_on_their_way_is_the_next() -> None:
             for engine in group.engines:
                 engine.may.clear()
             for request in asked(1, 2, 3, 4, 5):
-                calls.append(asyncio.ensure_future(group.client.values(request)))
+                calls.append(asyncio.ensure_future(group.client.call(request)))
                 for _ in range(3):
                     await asyncio.sleep(0)  # until it is asked, or waits
             for engine in group.engines:
@@ -223,13 +197,13 @@ def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() 
             tokens = {0: [5, 4, 9], 1: [8, 6, 5, 3]}  # balanced over all, neither would be balanced in itself
             groups = [train_group(10 * batch + i, n, batch) for batch, row in tokens.items() for i, n in enumerate(row)]
             posted = [
-                client.begin_step(0),
-                client.accumulate(0, groups[::-1], False),
-                client.accumulate(0, [], True),
-                client.apply(0),
+                client.post(BeginStep(0)),
+                client.post(Accumulate(0, groups[::-1], False)),
+                client.post(Accumulate(0, [], True)),
+                client.post(Apply(0)),
             ]
-            value = asyncio.ensure_future(client.values(asked(1)[0]))
-            await asyncio.gather(*posted, value, client.save("/nowhere"))
+            value = asyncio.ensure_future(client.call(asked(1)[0]))
+            await asyncio.gather(*posted, value, client.post(Save("/nowhere")))
             cost = {group.group_id: group.tokens for group in groups}
             first = [shares[0] for shares in group.seen("accumulate")]
             for batch, row in tokens.items():
@@ -245,10 +219,9 @@ def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() 
 def test_all_ranks_leave_the_devices_and_come_back() -> None:
     async def test() -> None:
         async with group_of() as group:
-            await group.client.offload()
-            await group.client.offload()
-            await group.client.onload()
-            await group.client.values(asked(1)[0])  # of which each rank has a share: so all are as far
+            await group.client.call(Offload())
+            await group.client.call(Offload())
+            await group.client.call(Onload())
             assert (group.seen("offload"), group.seen("onload")) == ([[()]] * RANKS, [[()]] * RANKS)
 
     run(test())
@@ -257,11 +230,11 @@ def test_all_ranks_leave_the_devices_and_come_back() -> None:
 def test_a_request_that_is_withdrawn_takes_no_other_with_it() -> None:
     async def test() -> None:
         async with group_of() as group:
-            calls = [asyncio.ensure_future(group.client.values(request)) for request in asked(1, 2, 3)]
+            calls = [asyncio.ensure_future(group.client.call(request)) for request in asked(1, 2, 3)]
             await asyncio.sleep(0)
             calls[1].cancel()
             assert [answer(encoded)[0] for encoded in await asyncio.gather(calls[0], calls[2])] == [1, 3]
-            assert answer(await group.client.values(asked(4)[0])) == (4, [4.0])
+            assert answer(await group.client.call(asked(4)[0])) == (4, [4.0])
 
     run(test())
 
@@ -270,7 +243,7 @@ def test_a_part_that_cannot_be_computed_fails_for_everyone_who_still_asks() -> N
     async def test() -> None:
         async with group_of() as group:
             torn = [msgspec.structs.replace(request, payload=b"torn") for request in asked(1, 2, 3)]
-            calls = [asyncio.ensure_future(group.client.values(request)) for request in torn]
+            calls = [asyncio.ensure_future(group.client.call(request)) for request in torn]
             await asyncio.sleep(0)
             calls[0].cancel()
             answers = await asyncio.gather(*calls[1:], return_exceptions=True)
@@ -279,30 +252,22 @@ def test_a_part_that_cannot_be_computed_fails_for_everyone_who_still_asks() -> N
     run(test())
 
 
-@pytest.mark.parametrize(
-    ("method", "command", "said"),
-    [
-        ("Values", ComputeValues(4, []), "critic-1: ComputeValues: part 4 of step 0 did not come"),
-        ("Accumulate", Accumulate(3, 2, []), "critic-1: Accumulate: part 2 of step 3 did not come"),
-    ],
-)
-def test_a_rank_that_is_not_given_its_share_says_which(method: str, command: Any, said: str) -> None:
-    async def test() -> None:
-        async with group_of(Deadlines(train=0.3)) as group:
-            await group.sessions[0].call(method, command, PATIENCE)
-            follower = group.services[1].background
-            assert follower is not None
-            with pytest.raises(DeadlineExceeded, match=said):
-                await asyncio.wait_for(follower, PATIENCE)
-
-    run(test())
-
-
-def test_only_rank_0_takes_orders() -> None:
+def test_a_command_that_is_withdrawn_is_carried_out_by_every_rank() -> None:
     async def test() -> None:
         async with group_of() as group:
-            for method, command in (("BeginStep", BeginStep(0)), ("Apply", Apply(0))):
-                with pytest.raises(InvalidMessage, match="rank 1 takes data only"):
-                    await group.sessions[1].call(method, command, PATIENCE)
+            for engine in group.engines:
+                engine.may.clear()
+            value = asyncio.ensure_future(group.client.call(asked(1)[0]))
+            while not all(group.seen("values")):  # noqa: ASYNC110 - the test's own deadline ends it
+                await asyncio.sleep(0.001)
+            beginning = asyncio.ensure_future(group.client.call(BeginStep(0)))  # waits behind it on both
+            while not all(service._thread._work_queue.qsize() for service in group.services):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            beginning.cancel()
+            for engine in group.engines:
+                engine.may.set()
+            await group.client.call(Apply(0))
+            assert group.seen("begin") == [[(0,)]] * RANKS
+            await value
 
     run(test())

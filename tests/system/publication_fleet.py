@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,15 +17,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from runtime import config as settings
-from runtime.commands import WeightsSent
+from runtime.commands import AbortWeights, CommitWeights, HostWeights, JoinWeights, ResendWeights, SendWeights
 from runtime.coordinator.register import Register, Unit, UnitChange
 from runtime.coordinator.rollout_pool import RolloutPool
 from runtime.coordinator.weight_sync import Publisher
-from runtime.ports import Answer
 from runtime.status import Registration
-from runtime.types import PolicyVersion
-from runtime.weights.plan import GroupAddress, Manifest
-from services.rpc.client import RolloutClient, TrainerClient
+from services.rpc.client import GroupClient, RoleClient
 from services.rpc.server import Server
 from services.rpc.session import Session
 from tests.loopback.publisher_cases import come
@@ -77,35 +74,36 @@ class Moments:
         self.calls[phase] += 1
 
 
-class Trainer(TrainerClient):
+class Trainer(GroupClient):
     fleet: Fleet
 
-    async def host_weights(self, epoch: int, names: Sequence[str], transport: str) -> tuple[GroupAddress, Manifest]:
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        answer = super().post(command)
+        if isinstance(command, SendWeights | ResendWeights):
+            self.fleet.moments.reach("transfer")
+        return self._hosted(command, answer) if isinstance(command, HostWeights) else answer
+
+    async def _hosted(self, command: HostWeights, answer: Coroutine[Any, Any, Any]) -> Any:
         self.fleet.opening = time.monotonic()
-        hosted = await super().host_weights(epoch, names, transport)
+        hosted = await answer
         self.fleet.moments.reach("rendezvous")
-        self.fleet.joining = len(names) - 1
+        self.fleet.joining = len(command.names) - 1
         return hosted
 
-    def send_weights(self, version: PolicyVersion, epoch: int) -> Answer[WeightsSent]:
-        self.fleet.moments.reach("transfer")
-        return super().send_weights(version, epoch)
 
-
-class Rollout(RolloutClient):
+class Rollout(RoleClient):
     fleet: Fleet
 
-    async def join_weights(self, address: GroupAddress, manifest: Manifest) -> None:
-        await super().join_weights(address, manifest)
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        for kind, phase in ((CommitWeights, "commit"), (AbortWeights, "abort")):
+            if isinstance(command, kind):
+                self.fleet.moments.reach(phase)
+        answer = super().post(command)
+        return self._joined(answer) if isinstance(command, JoinWeights) else answer
+
+    async def _joined(self, answer: Coroutine[Any, Any, Any]) -> None:
+        await answer
         self.fleet.joined()
-
-    async def commit_weights(self, version: PolicyVersion, epoch: int) -> float:
-        self.fleet.moments.reach("commit")
-        return await super().commit_weights(version, epoch)
-
-    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
-        self.fleet.moments.reach("abort")
-        await super().abort_weights(version, epoch)
 
 
 class Process:
@@ -215,11 +213,10 @@ class Fleet:
         trains = name == TRAINER
         process.session = Session(registration.address, name, "Trainer" if trains else "Rollout", registration.machine)
         await process.session.open(START)
-        deadlines, publication = self.config.deadlines, self.config.publication
         if trains:
-            process.port = Trainer([process.session], deadlines, publication, [0])
+            process.port = Trainer("Trainer", [process.session], self.config, [0])
         else:
-            process.port = Rollout(process.session, deadlines, publication, incarnation)
+            process.port = Rollout("Rollout", process.session, self.config, incarnation)
         process.port.fleet = self
         self.processes[name] = process
         return process
@@ -268,7 +265,7 @@ class Fleet:
         if not task.cancelled() and (error := task.exception()):
             self.failures.append(error)
 
-    async def _register(self, registration: Registration, timeout: float | None) -> None:
+    async def _register(self, registration: Registration) -> None:
         self._expected[registration.name, registration.incarnation][0].set_result(registration)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

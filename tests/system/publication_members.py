@@ -37,6 +37,7 @@ from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender
+from runtime.weights.sending import SendingMember
 from runtime.weights.sockets import _sockets as open_sockets
 from services.process import Service, ServiceProcess
 from services.rollout import RolloutService
@@ -88,18 +89,16 @@ class Versions:
     def __init__(self, config: Config, rank: int, world_size: int):
         specs = (TensorSpec(name, "float32", shape) for name, shape in WeightFiles(config.model.path).shapes.items())
         self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes)
-        self.sender = WeightSender(self.manifest)
+        settings, sender = config.publication, WeightSender(self.manifest)
+        self.member = SendingMember(sender, TRAINER, settings.join_timeout, settings.transfer_timeout)
         self.version = PolicyVersion()
         self.digest = ""
 
-    def connect_relay(self) -> None:
-        """There is one rank."""
-
-    def execute(self, command: Any) -> None:
+    def execute(self, command: Any) -> Any:
         assert isinstance(command, SendWeights)
         tensors = weights_of(command.version, {spec.name: spec.shape for spec in self.manifest.tensors})
         self.version, self.digest = command.version, digest(tensors)
-        self.sender.fill(tensors.values())
+        return self.member.gather(tensors.values(), command.version, command.epoch)
 
 
 class Faulty:

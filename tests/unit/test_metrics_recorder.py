@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from runtime.actor import MailboxStats
 from runtime.coordinator import metrics_recorder
 from runtime.coordinator.metrics_recorder import BusyMeter
 from runtime.status import Status
@@ -30,7 +29,6 @@ class Working:
             role="rollout",
             name="rollout-0",
             state="ready",
-            mailbox=MailboxStats(),
             gauges={"busy_seconds_total": busy},
             pid=1,
             address="",

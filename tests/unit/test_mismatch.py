@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from runtime import codec
 from runtime.config import Mismatch
@@ -48,9 +49,7 @@ def rollout(policy: str) -> Iterator[Make]:
 
 
 def probe_request(group_id: int = -1, limit: int = 8) -> GroupRequest:
-    asked = request(group_id, n=1, prompt=(5, 9, 2, 41, 7), limit=limit)
-    asked.purpose = "probe"
-    return asked
+    return replace(request(group_id, n=1, prompt=(5, 9, 2, 41, 7), limit=limit), purpose="probe")
 
 
 def probe(engine: TorchRolloutEngine, group_id: int = -1) -> bytes:

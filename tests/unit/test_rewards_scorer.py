@@ -78,7 +78,7 @@ def test_answers_are_named_where_they_are_asked_for() -> None:
     asked = request(
         1, "1000", "#### 1,000", "\\boxed{1000.0}", "so it is", "#### 2/4", "the answer is  a  b", "#### " + "x" * 2000
     )
-    asked.answers = True
+    asked = replace(asked, answers=True)
     assert score(config.Rewards(rules=rules), asked).answers == ["1000", "1000", None, "1/2", "ab", None]
     assert score(config.Rewards(rules=rules), request(2, "5", "#### 5")).answers == []
     assert score(config.Rewards(rules=list(reversed(rules))), asked).answers == []
@@ -146,7 +146,7 @@ def test_an_answer_that_raises_is_counted_and_the_score_stays(tmp_path: Path) ->
         "def named(text, label, context): return True\n"
     )
     asked = request(1, "5", "a", "b", "c")
-    asked.answers = True
+    asked = replace(asked, answers=True)
     scores = score(config.Rewards(rules=[config.Rule(name=f"{tmp_path}/named.py:test_named")]), asked)
     assert (scores.answers, scores.errors) == (["A", None, None], {"answer:TypeError": 1, "answer:KeyError": 1})
     assert scores.valid.tolist() == [1, 1, 1]

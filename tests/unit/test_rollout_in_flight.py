@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from runtime import codec, config
-from runtime.actor import Actor, Priority
-from runtime.commands import AbortWeights, Cancel, CommitWeights, WeightsCommitted
+from runtime.actor import Priority
+from runtime.commands import AbortWeights, CommitWeights, WeightsCommitted
 from runtime.errors import ServiceFault
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch import slots as rollout_slots
@@ -193,7 +193,7 @@ class Desk:
         self._tensors = models.tensors
         self.service.weights.epoch, self.service.weights._received = 1, NEW
         self.service.weights.staging._staged = self.stage  # type: ignore[attr-defined]
-        self.actor = Actor("rollout-0", self.service, capacity=9, batch=9)
+        self.actor = self.service._actor
 
     def generate(self, *requests: GroupRequest) -> list[asyncio.Future[GeneratedGroup]]:
         return [self.actor.send(each) for each in requests]
@@ -288,7 +288,7 @@ def test_a_draining_commit_that_nobody_waits_for_any_more_is_given_up(models: Mo
         desk = Desk(models, "drain")
         async with desk.busy() as groups:
             committing = desk.commit()
-            await desk.actor.send(Cancel([]), priority=Priority.CONTROL)  # behind it: the commit was taken in
+            await desk.actor.send(AbortWeights(NEW, 9), priority=Priority.CONTROL)  # behind it: the commit was taken in
             committing.cancel()
             assert [versions(await group) for group in groups] == [[[0]], [[0], [0]], [[0]]]
             assert desk.service.version == OLD

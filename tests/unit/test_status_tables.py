@@ -7,8 +7,7 @@ import io
 from rich.console import Console
 
 from launcher.commands.status import UNREACHABLE, render
-from runtime.actor import MailboxStats
-from runtime.status import Status
+from runtime.status import CallStats, Status
 from runtime.types import PolicyVersion
 
 COORDINATOR = Status(role="coordinator", name="coordinator", state="ready", detail="training: step 12 of 200", pid=4000)
@@ -17,7 +16,7 @@ ROLLOUT = Status(
     name="rollout-0",
     state="generating",
     version=PolicyVersion(2, 1234),
-    mailbox=MailboxStats(capacity=1024, depth=17, handled=123456, wait_seconds=0.25),
+    calls=CallStats(open=17, answered=123456, failed=2, seconds=0.25),
     rates={"tokens": 123456.0, "samples": 312.0, "busy_seconds": 0.633, "idle_seconds": 0.1},
     pid=1234567,
     address="10.20.30.41:40001",
@@ -34,7 +33,7 @@ def printed(*statuses: Status) -> list[str]:
 def test_nothing_is_cut_off_at_80_columns() -> None:
     lines = printed(COORDINATOR, ROLLOUT, LOST)
     cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.split("│")]
-    for text in ("rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17/1024", "250.0 ms", "123456"):
+    for text in ("rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2"):
         assert text in cells
     assert "busy 63%, tokens 123,456/s," in " ".join(cells)
     assert "312/s" in " ".join(cells)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from runtime import codec
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
 from runtime.config import Checkpoint, Config, Critic, Run, Services, Trainer
 from runtime.data.prompts import StreamState
-from runtime.errors import InvalidMessage, StorageFull, UserError
+from runtime.errors import StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.trainer.critic_rank import CriticRank
@@ -71,7 +71,7 @@ def make(**settings: Any) -> tuple[CriticRank, Engine]:
 def test_a_step_makes_the_next_version() -> None:
     rank, engine = make()
     assert rank.execute(BeginStep(4)) is None
-    assert rank.execute(Accumulate(4, 0, [], True)) is None
+    assert rank.execute(Accumulate(4, [], True)) is None
     assert rank.version == PolicyVersion(0, 0)
     engine.phases = {"timing/adv": 0.25}
     assert rank.execute(Apply(4)).metrics == {"critic/loss": 1.0, "timing/adv": 0.25}
@@ -82,14 +82,8 @@ def test_a_step_makes_the_next_version() -> None:
 def test_values_are_encoded_one_by_one() -> None:
     rank, _ = make()
     asked = [ValueRequest(group_id=group_id, tokens=1, payload=b"") for group_id in (7, 3)]
-    answer = rank.execute(ComputeValues(0, asked))
+    answer = rank.execute(ComputeValues(asked))
     assert [codec.decode(Values, encoded).group_id for encoded in answer] == [7, 3]
-
-
-def test_what_is_another_roles_is_refused() -> None:
-    rank, _ = make()
-    with pytest.raises(InvalidMessage, match="a critic takes no SendWeights"):
-        rank.execute(SendWeights(PolicyVersion(), 1))
 
 
 def test_a_full_disk_is_told_whatever_library_met_it(tmp_path: Path) -> None:
@@ -122,8 +116,8 @@ def test_a_checkpoint_is_written_beside_the_next_commands(tmp_path: Path) -> Non
 
 def test_the_state_is_away_between_steps(tmp_path: Path) -> None:
     rank, engine = make(engine="megatron", offload_train_optimizer=True)
-    step = [BeginStep(0), Accumulate(0, 0, [], True), Apply(0)]
-    for command in (*step, ComputeValues(0, []), Save(str(tmp_path)), BeginStep(1)):
+    step = [BeginStep(0), Accumulate(0, [], True), Apply(0)]
+    for command in (*step, ComputeValues([]), Save(str(tmp_path)), BeginStep(1)):
         answer = rank.execute(command)
         if command == step[-1]:
             assert "timing/critic_onload" not in answer.metrics
@@ -140,7 +134,7 @@ def test_where_the_device_is_anothers_as_well_the_coordinator_says_when(tmp_path
         rank.execute(command)
     assert engine.seen == [("offload",), ("onload",), ("begin", 0)]
     rank.execute(Offload())
-    rank.execute(ComputeValues(0, []))
+    rank.execute(ComputeValues([]))
     assert engine.seen[3:] == [("offload",)]
     rank.execute(Save(str(tmp_path)))  # which needs it, and leaves it for the next order
     assert engine.seen[4:] == [("onload",), ("save", str(tmp_path))]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
@@ -41,8 +42,7 @@ def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(tmp_path: 
     asyncio.run(engine._feed())
     assert core.asked == [1, 1]
     probes = [request(group_id, n=1, prompt=(9 + group_id,)) for group_id in (-1, -2)]
-    for probe in probes:
-        probe.purpose = "probe"
+    probes = [replace(probe, purpose="probe") for probe in probes]
     engine.submit(probes[:1])
     asyncio.run(engine._feed())
     engine.submit(probes[1:])  # there is one such sequence

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import codec, commands, errors, status
-from runtime.actor import MailboxStats, Priority
+from runtime.actor import Priority
 from runtime.cluster import nodes
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
@@ -96,18 +96,7 @@ STATUS = status.Status(
     state="ready",
     detail="füllt",
     version=VERSION,
-    mailbox=MailboxStats(
-        depth=1,
-        capacity=2,
-        handled=3,
-        failed=4,
-        refused=5,
-        expired=6,
-        cancelled=7,
-        late=8,
-        wait_seconds=0.25,
-        service_seconds=0.5,
-    ),
+    calls=status.CallStats(open=1, answered=3, failed=4, withdrawn=7, seconds=0.25),
     rates={"tokens": 1e4, "empty": 0.0},
     gauges={"running": -3.0},
     pid=4_000_000,
@@ -176,7 +165,6 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
             payload=b"\x00\x01",
         ),
     ),
-    ("Rollout", "Cancel"): (commands.Cancel([1, -1, 1 << 50]), None),
     ("Rollout", "JoinWeights"): (commands.JoinWeights(ADDRESS, MANIFEST), None),
     ("Rollout", "ReceiveWeights"): (commands.ReceiveWeights(VERSION, 6), None),
     ("Rollout", "CommitWeights"): (commands.CommitWeights(VERSION, 6), commands.WeightsCommitted(0.0125)),
@@ -200,7 +188,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ),
     ("Reference", "Logprobs"): (LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75), b"\x00\xffraw"),
     ("ReferenceGroup", "Logprobs"): (
-        commands.ComputeLogprobs(3, [LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75)]),
+        commands.ComputeLogprobs([LogprobRequest(group_id=5, payload=b"\xff\x00", temperature=0.75)]),
         [b"\x00\xffraw", b""],
     ),
     ("Trainer", "HostWeights"): (
@@ -208,6 +196,8 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         commands.WeightsHosted(ADDRESS, MANIFEST),
     ),
     ("Trainer", "SendWeights"): (commands.SendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
+    ("Trainer", "JoinWeights"): (commands.JoinWeights(ADDRESS, MANIFEST), None),
+    ("Trainer", "ResendWeights"): (commands.ResendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Trainer", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),
     ("RemoteReward", "Score"): (
         RemoteScoreRequest(
@@ -226,9 +216,9 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         RemoteScoreReply([RemoteResult(value=0.0), RemoteResult(value=-1.5), RemoteResult(error="no idea"), RemoteResult()]),
     ),
     ("Trainer", "BeginStep"): (commands.BeginStep(7), None),
-    ("Trainer", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
+    ("Trainer", "Accumulate"): (commands.Accumulate(7, GROUPS), None),
     ("Trainer", "Apply"): (
-        commands.ApplyProbed(7, [b"one", b"two"]),
+        commands.Apply(7, (b"one", b"two")),
         StepResult(metrics={"grad_norm": 0.5}, seconds=1.25, probes=[0.1, 0.2]),
     ),
     ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
@@ -241,12 +231,12 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         for name, command in (("Onload", commands.Onload()), ("Offload", commands.Offload()))
     },
     ("Critic", "BeginStep"): (commands.BeginStep(7), None),
-    ("Critic", "Accumulate"): (commands.Accumulate(7, 2, GROUPS), None),
+    ("Critic", "Accumulate"): (commands.Accumulate(7, GROUPS), None),
     ("Critic", "Apply"): (commands.Apply(7), StepResult(metrics={"critic/value_loss": 0.5}, seconds=1.25)),
     ("Critic", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
     ("Critic", "Save"): (commands.Save("runs/a/checkpoint/critic"), None),
     ("Critic", "Values"): (
-        commands.ComputeValues(1 << 20, [ValueRequest(group_id=1 << 40, tokens=9, payload=b"\x00\xff")]),
+        commands.ComputeValues([ValueRequest(group_id=1 << 40, tokens=9, payload=b"\x00\xff")]),
         [b"\x00\xffraw", b""],
     ),
 }
@@ -284,10 +274,9 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
 @pytest.mark.parametrize(
     ("key", "request_", "reply"),
     [
-        (("Trainer", "Accumulate"), commands.Accumulate(0, 0, []), None),
+        (("Trainer", "Accumulate"), commands.Accumulate(0, []), None),
         (("Trainer", "HostWeights"), commands.HostWeights(0, 0, ""), commands.WeightsHosted(ADDRESS, Manifest((), 0))),
-        (("Critic", "Values"), commands.ComputeValues(0, []), []),
-        (("Rollout", "Cancel"), commands.Cancel([]), None),
+        (("Critic", "Values"), commands.ComputeValues([]), []),
         (("Coordinator", "Processes"), None, status.Topology()),
         (("Coordinator", "Watch"), None, status.Progress()),
         (("Process", "Status"), None, status.Status(role="", name="")),
@@ -367,8 +356,8 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in contract.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "Cancel", "HostWeights", "Move"),
-        *("JoinWeights", "ReceiveWeights", "CommitWeights", "AbortWeights"),
+        *("Status", "Stop", "HostWeights", "Move"),
+        *("JoinWeights", "ReceiveWeights", "ResendWeights", "CommitWeights", "AbortWeights"),
     }
 
 

@@ -25,7 +25,7 @@ def over_the_wire(error: BaseException) -> Exception:
         errors.InvariantViolated("trained twice"),
         errors.ServiceFault("reward-1", "score", "a worker died"),
         errors.ServiceFault("reward-1", "score", "a worker died", 2.5),
-        errors.DeadlineExceeded("trainer-0", "mailbox", "was not reached in time", 30.0),
+        errors.DeadlineExceeded("trainer-0", "Apply", "was not reached in time", 30.0),
     ],
 )
 def test_sluices_own_errors_arrive_as_they_were(error: errors.SluiceError) -> None:
@@ -45,12 +45,6 @@ def test_what_a_caller_finds_out_about_its_peer_is_not_taken_for_its_own_fault(
     arrived = over_the_wire(error)
     assert type(arrived) is told
     assert vars(arrived) == vars(error)
-
-
-def test_an_overload_keeps_its_delay() -> None:
-    arrived = over_the_wire(errors.Overloaded("reward-0: mailbox is full", 0.375))
-    assert isinstance(arrived, errors.Overloaded)
-    assert (str(arrived), arrived.retry_after) == ("reward-0: mailbox is full", 0.375)
 
 
 def test_faults_of_a_configuration_arrive_one_by_one() -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#services/rpc/generated/common.proto\x12\tsluice.v1\"2\n\rPolicyVersion\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\"m\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x10\n\x08\x64\x65\x61\x64line\x18\x05 \x01(\x01\x12\x13\n\x0bretry_after\x18\x06 \x01(\x01\"b\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x0c\n\x04more\x18\x05 \x01(\x08\x12\x0e\n\x06\x63\x61ncel\x18\x06 \x01(\x08\"I\n\tCallFrame\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x1e\n\x05\x63\x61lls\x18\x03 \x03(\x0b\x32\x0f.sluice.v1.Call\"P\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.sluice.v1.Error\"?\n\nReplyFrame\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12!\n\x07replies\x18\x02 \x03(\x0b\x32\x10.sluice.v1.Reply\"\x07\n\x05\x45mpty\"\xbd\x01\n\x07Mailbox\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\r\x12\x0f\n\x07handled\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x0f\n\x07refused\x18\x05 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x04\x12\x11\n\tcancelled\x18\x07 \x01(\x04\x12\x0c\n\x04late\x18\x08 \x01(\x04\x12\x14\n\x0cwait_seconds\x18\t \x01(\x01\x12\x17\n\x0fservice_seconds\x18\n \x01(\x01\"\x91\x03\n\x0bStatusReply\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12)\n\x07version\x18\x05 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12#\n\x07mailbox\x18\x06 \x01(\x0b\x32\x12.sluice.v1.Mailbox\x12\x30\n\x05rates\x18\x07 \x03(\x0b\x32!.sluice.v1.StatusReply.RatesEntry\x12\x32\n\x06gauges\x18\x08 \x03(\x0b\x32\".sluice.v1.StatusReply.GaugesEntry\x12\x0b\n\x03pid\x18\t \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x16\n\x0euptime_seconds\x18\x0b \x01(\x01\x1a,\n\nRatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"$\n\x0bStopRequest\x12\x15\n\rdrain_seconds\x18\x01 \x01(\x01\x32o\n\x07Process\x12\x32\n\x06Status\x12\x10.sluice.v1.Empty\x1a\x16.sluice.v1.StatusReply\x12\x30\n\x04Stop\x12\x16.sluice.v1.StopRequest\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#services/rpc/generated/common.proto\x12\tsluice.v1\"2\n\rPolicyVersion\x12\x13\n\x0bincarnation\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\"^\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07service\x18\x03 \x01(\t\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x10\n\x08\x64\x65\x61\x64line\x18\x05 \x01(\x01J\x04\x08\x06\x10\x07\"o\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x12\n\ntimeout_ms\x18\x03 \x01(\r\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x0c\n\x04more\x18\x05 \x01(\x08\x12\x0e\n\x06\x63\x61ncel\x18\x06 \x01(\x08\x12\x0b\n\x03key\x18\x07 \x01(\t\"W\n\tCallFrame\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12\x1e\n\x05\x63\x61lls\x18\x03 \x03(\x0b\x32\x0f.sluice.v1.Call\x12\x14\n\x0c\x61\x63knowledged\x18\x04 \x03(\tJ\x04\x08\x02\x10\x03\"P\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0c\n\x04more\x18\x03 \x01(\x08\x12\x1f\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x10.sluice.v1.Error\"?\n\nReplyFrame\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12!\n\x07replies\x18\x02 \x03(\x0b\x32\x10.sluice.v1.Reply\"\x07\n\x05\x45mpty\"[\n\x05\x43\x61lls\x12\x0c\n\x04open\x18\x01 \x01(\r\x12\x10\n\x08\x61nswered\x18\x02 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x04\x12\x11\n\twithdrawn\x18\x04 \x01(\x04\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\"\x8d\x03\n\x0bStatusReply\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12)\n\x07version\x18\x05 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x1f\n\x05\x63\x61lls\x18\x06 \x01(\x0b\x32\x10.sluice.v1.Calls\x12\x30\n\x05rates\x18\x07 \x03(\x0b\x32!.sluice.v1.StatusReply.RatesEntry\x12\x32\n\x06gauges\x18\x08 \x03(\x0b\x32\".sluice.v1.StatusReply.GaugesEntry\x12\x0b\n\x03pid\x18\t \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x16\n\x0euptime_seconds\x18\x0b \x01(\x01\x1a,\n\nRatesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"$\n\x0bStopRequest\x12\x15\n\rdrain_seconds\x18\x01 \x01(\x01\x32o\n\x07Process\x12\x32\n\x06Status\x12\x10.sluice.v1.Empty\x1a\x16.sluice.v1.StatusReply\x12\x30\n\x04Stop\x12\x16.sluice.v1.StopRequest\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,27 +38,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POLICYVERSION']._serialized_start=50
   _globals['_POLICYVERSION']._serialized_end=100
   _globals['_ERROR']._serialized_start=102
-  _globals['_ERROR']._serialized_end=211
-  _globals['_CALL']._serialized_start=213
-  _globals['_CALL']._serialized_end=311
-  _globals['_CALLFRAME']._serialized_start=313
-  _globals['_CALLFRAME']._serialized_end=386
-  _globals['_REPLY']._serialized_start=388
-  _globals['_REPLY']._serialized_end=468
-  _globals['_REPLYFRAME']._serialized_start=470
-  _globals['_REPLYFRAME']._serialized_end=533
-  _globals['_EMPTY']._serialized_start=535
-  _globals['_EMPTY']._serialized_end=542
-  _globals['_MAILBOX']._serialized_start=545
-  _globals['_MAILBOX']._serialized_end=734
-  _globals['_STATUSREPLY']._serialized_start=737
-  _globals['_STATUSREPLY']._serialized_end=1138
-  _globals['_STATUSREPLY_RATESENTRY']._serialized_start=1047
-  _globals['_STATUSREPLY_RATESENTRY']._serialized_end=1091
-  _globals['_STATUSREPLY_GAUGESENTRY']._serialized_start=1093
-  _globals['_STATUSREPLY_GAUGESENTRY']._serialized_end=1138
-  _globals['_STOPREQUEST']._serialized_start=1140
-  _globals['_STOPREQUEST']._serialized_end=1176
-  _globals['_PROCESS']._serialized_start=1178
-  _globals['_PROCESS']._serialized_end=1289
+  _globals['_ERROR']._serialized_end=196
+  _globals['_CALL']._serialized_start=198
+  _globals['_CALL']._serialized_end=309
+  _globals['_CALLFRAME']._serialized_start=311
+  _globals['_CALLFRAME']._serialized_end=398
+  _globals['_REPLY']._serialized_start=400
+  _globals['_REPLY']._serialized_end=480
+  _globals['_REPLYFRAME']._serialized_start=482
+  _globals['_REPLYFRAME']._serialized_end=545
+  _globals['_EMPTY']._serialized_start=547
+  _globals['_EMPTY']._serialized_end=554
+  _globals['_CALLS']._serialized_start=556
+  _globals['_CALLS']._serialized_end=647
+  _globals['_STATUSREPLY']._serialized_start=650
+  _globals['_STATUSREPLY']._serialized_end=1047
+  _globals['_STATUSREPLY_RATESENTRY']._serialized_start=956
+  _globals['_STATUSREPLY_RATESENTRY']._serialized_end=1000
+  _globals['_STATUSREPLY_GAUGESENTRY']._serialized_start=1002
+  _globals['_STATUSREPLY_GAUGESENTRY']._serialized_end=1047
+  _globals['_STOPREQUEST']._serialized_start=1049
+  _globals['_STOPREQUEST']._serialized_end=1085
+  _globals['_PROCESS']._serialized_start=1087
+  _globals['_PROCESS']._serialized_end=1198
 # @@protoc_insertion_point(module_scope)

@@ -15,46 +15,46 @@ class PolicyVersion(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("kind", "message", "service", "phase", "deadline", "retry_after")
+    __slots__ = ("kind", "message", "service", "phase", "deadline")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_FIELD_NUMBER: _ClassVar[int]
     kind: str
     message: str
     service: str
     phase: str
     deadline: float
-    retry_after: float
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., service: _Optional[str] = ..., phase: _Optional[str] = ..., deadline: _Optional[float] = ..., retry_after: _Optional[float] = ...) -> None: ...
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., service: _Optional[str] = ..., phase: _Optional[str] = ..., deadline: _Optional[float] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "method", "timeout_ms", "body", "more", "cancel")
+    __slots__ = ("id", "method", "timeout_ms", "body", "more", "cancel", "key")
     ID_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     id: int
     method: str
     timeout_ms: int
     body: bytes
     more: bool
     cancel: bool
-    def __init__(self, id: _Optional[int] = ..., method: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., more: bool = ..., cancel: bool = ...) -> None: ...
+    key: str
+    def __init__(self, id: _Optional[int] = ..., method: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., more: bool = ..., cancel: bool = ..., key: _Optional[str] = ...) -> None: ...
 
 class CallFrame(_message.Message):
-    __slots__ = ("schema", "peer", "calls")
+    __slots__ = ("schema", "calls", "acknowledged")
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
-    PEER_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     schema: int
-    peer: str
     calls: _containers.RepeatedCompositeFieldContainer[Call]
-    def __init__(self, schema: _Optional[int] = ..., peer: _Optional[str] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ...) -> None: ...
+    acknowledged: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, schema: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., acknowledged: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "body", "more", "error")
@@ -80,32 +80,22 @@ class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Mailbox(_message.Message):
-    __slots__ = ("depth", "capacity", "handled", "failed", "refused", "expired", "cancelled", "late", "wait_seconds", "service_seconds")
-    DEPTH_FIELD_NUMBER: _ClassVar[int]
-    CAPACITY_FIELD_NUMBER: _ClassVar[int]
-    HANDLED_FIELD_NUMBER: _ClassVar[int]
+class Calls(_message.Message):
+    __slots__ = ("open", "answered", "failed", "withdrawn", "seconds")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_FIELD_NUMBER: _ClassVar[int]
-    EXPIRED_FIELD_NUMBER: _ClassVar[int]
-    CANCELLED_FIELD_NUMBER: _ClassVar[int]
-    LATE_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    SERVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    depth: int
-    capacity: int
-    handled: int
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    open: int
+    answered: int
     failed: int
-    refused: int
-    expired: int
-    cancelled: int
-    late: int
-    wait_seconds: float
-    service_seconds: float
-    def __init__(self, depth: _Optional[int] = ..., capacity: _Optional[int] = ..., handled: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., expired: _Optional[int] = ..., cancelled: _Optional[int] = ..., late: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., service_seconds: _Optional[float] = ...) -> None: ...
+    withdrawn: int
+    seconds: float
+    def __init__(self, open: _Optional[int] = ..., answered: _Optional[int] = ..., failed: _Optional[int] = ..., withdrawn: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("role", "name", "state", "detail", "version", "mailbox", "rates", "gauges", "pid", "address", "uptime_seconds")
+    __slots__ = ("role", "name", "state", "detail", "version", "calls", "rates", "gauges", "pid", "address", "uptime_seconds")
     class RatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -125,7 +115,7 @@ class StatusReply(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    MAILBOX_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -136,13 +126,13 @@ class StatusReply(_message.Message):
     state: str
     detail: str
     version: PolicyVersion
-    mailbox: Mailbox
+    calls: Calls
     rates: _containers.ScalarMap[str, float]
     gauges: _containers.ScalarMap[str, float]
     pid: int
     address: str
     uptime_seconds: float
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., version: _Optional[_Union[PolicyVersion, _Mapping]] = ..., mailbox: _Optional[_Union[Mailbox, _Mapping]] = ..., rates: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., version: _Optional[_Union[PolicyVersion, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ..., rates: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("drain_seconds",)

@@ -23,29 +23,20 @@ _sym_db = _symbol_database.Default()
 
 
 from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_dot_common__pb2
+from services.rpc.generated import trainer_pb2 as services_dot_rpc_dot_generated_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#services/rpc/generated/critic.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"!\n\x11\x43riticStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\"S\n\x17\x43riticAccumulateRequest\x12\x0c\n\x04step\x18\x01 \x01(\r\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\x0e\n\x06groups\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\"\n\x10\x43riticApplyReply\x12\x0e\n\x06result\x18\x01 \x01(\x0c\"&\n\x14\x43riticRestoreRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"#\n\x11\x43riticSaveRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"-\n\rValuesRequest\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0e\n\x06groups\x18\x02 \x01(\x0c\"\x1d\n\x0bValuesReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x32\x98\x04\n\x06\x43ritic\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12<\n\x07Restore\x12\x1f.sluice.v1.CriticRestoreRequest\x1a\x10.sluice.v1.Empty\x12;\n\tBeginStep\x12\x1c.sluice.v1.CriticStepRequest\x1a\x10.sluice.v1.Empty\x12\x42\n\nAccumulate\x12\".sluice.v1.CriticAccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x42\n\x05\x41pply\x12\x1c.sluice.v1.CriticStepRequest\x1a\x1b.sluice.v1.CriticApplyReply\x12\x36\n\x04Save\x12\x1c.sluice.v1.CriticSaveRequest\x1a\x10.sluice.v1.Empty\x12:\n\x06Values\x12\x18.sluice.v1.ValuesRequest\x1a\x16.sluice.v1.ValuesReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#services/rpc/generated/critic.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\x1a$services/rpc/generated/trainer.proto\"%\n\rValuesRequest\x12\x0e\n\x06groups\x18\x02 \x01(\x0cJ\x04\x08\x01\x10\x02\"\x1d\n\x0bValuesReply\x12\x0e\n\x06values\x18\x01 \x03(\x0c\x32\xf5\x03\n\x06\x43ritic\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12\x36\n\x07Restore\x12\x19.sluice.v1.RestoreRequest\x1a\x10.sluice.v1.Empty\x12\x35\n\tBeginStep\x12\x16.sluice.v1.StepRequest\x1a\x10.sluice.v1.Empty\x12<\n\nAccumulate\x12\x1c.sluice.v1.AccumulateRequest\x1a\x10.sluice.v1.Empty\x12\x37\n\x05\x41pply\x12\x17.sluice.v1.ApplyRequest\x1a\x15.sluice.v1.ApplyReply\x12\x30\n\x04Save\x12\x16.sluice.v1.SaveRequest\x1a\x10.sluice.v1.Empty\x12:\n\x06Values\x12\x18.sluice.v1.ValuesRequest\x1a\x16.sluice.v1.ValuesReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.generated.critic_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CRITICSTEPREQUEST']._serialized_start=87
-  _globals['_CRITICSTEPREQUEST']._serialized_end=120
-  _globals['_CRITICACCUMULATEREQUEST']._serialized_start=122
-  _globals['_CRITICACCUMULATEREQUEST']._serialized_end=205
-  _globals['_CRITICAPPLYREPLY']._serialized_start=207
-  _globals['_CRITICAPPLYREPLY']._serialized_end=241
-  _globals['_CRITICRESTOREREQUEST']._serialized_start=243
-  _globals['_CRITICRESTOREREQUEST']._serialized_end=281
-  _globals['_CRITICSAVEREQUEST']._serialized_start=283
-  _globals['_CRITICSAVEREQUEST']._serialized_end=318
-  _globals['_VALUESREQUEST']._serialized_start=320
-  _globals['_VALUESREQUEST']._serialized_end=365
-  _globals['_VALUESREPLY']._serialized_start=367
-  _globals['_VALUESREPLY']._serialized_end=396
-  _globals['_CRITIC']._serialized_start=399
-  _globals['_CRITIC']._serialized_end=935
+  _globals['_VALUESREQUEST']._serialized_start=125
+  _globals['_VALUESREQUEST']._serialized_end=162
+  _globals['_VALUESREPLY']._serialized_start=164
+  _globals['_VALUESREPLY']._serialized_end=193
+  _globals['_CRITIC']._serialized_start=196
+  _globals['_CRITIC']._serialized_end=697
 # @@protoc_insertion_point(module_scope)

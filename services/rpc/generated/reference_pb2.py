@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&services/rpc/generated/reference.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\x1f\n\x0eLogprobRequest\x12\r\n\x05group\x18\x01 \x01(\x0c\" \n\x0cLogprobReply\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\"3\n\x13LogprobsPartRequest\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0e\n\x06groups\x18\x02 \x01(\x0c\"%\n\x11LogprobsPartReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x32\xe4\x01\n\tReference\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12>\n\x08Logprobs\x12\x19.sluice.v1.LogprobRequest\x1a\x17.sluice.v1.LogprobReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty2\xf3\x01\n\x0eReferenceGroup\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12H\n\x08Logprobs\x12\x1e.sluice.v1.LogprobsPartRequest\x1a\x1c.sluice.v1.LogprobsPartReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&services/rpc/generated/reference.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\x1f\n\x0eLogprobRequest\x12\r\n\x05group\x18\x01 \x01(\x0c\" \n\x0cLogprobReply\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\"+\n\x13LogprobsPartRequest\x12\x0e\n\x06groups\x18\x02 \x01(\x0cJ\x04\x08\x01\x10\x02\"%\n\x11LogprobsPartReply\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x32\xe4\x01\n\tReference\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12>\n\x08Logprobs\x12\x19.sluice.v1.LogprobRequest\x1a\x17.sluice.v1.LogprobReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty2\xf3\x01\n\x0eReferenceGroup\x12:\n\x07Session\x12\x14.sluice.v1.CallFrame\x1a\x15.sluice.v1.ReplyFrame(\x01\x30\x01\x12H\n\x08Logprobs\x12\x1e.sluice.v1.LogprobsPartRequest\x1a\x1c.sluice.v1.LogprobsPartReply\x12,\n\x06Onload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Empty\x12-\n\x07Offload\x12\x10.sluice.v1.Empty\x1a\x10.sluice.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGPROBREPLY']._serialized_start=123
   _globals['_LOGPROBREPLY']._serialized_end=155
   _globals['_LOGPROBSPARTREQUEST']._serialized_start=157
-  _globals['_LOGPROBSPARTREQUEST']._serialized_end=208
-  _globals['_LOGPROBSPARTREPLY']._serialized_start=210
-  _globals['_LOGPROBSPARTREPLY']._serialized_end=247
-  _globals['_REFERENCE']._serialized_start=250
-  _globals['_REFERENCE']._serialized_end=478
-  _globals['_REFERENCEGROUP']._serialized_start=481
-  _globals['_REFERENCEGROUP']._serialized_end=724
+  _globals['_LOGPROBSPARTREQUEST']._serialized_end=200
+  _globals['_LOGPROBSPARTREPLY']._serialized_start=202
+  _globals['_LOGPROBSPARTREPLY']._serialized_end=239
+  _globals['_REFERENCE']._serialized_start=242
+  _globals['_REFERENCE']._serialized_end=470
+  _globals['_REFERENCEGROUP']._serialized_start=473
+  _globals['_REFERENCEGROUP']._serialized_end=716
 # @@protoc_insertion_point(module_scope)

@@ -20,12 +20,10 @@ class LogprobReply(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ...) -> None: ...
 
 class LogprobsPartRequest(_message.Message):
-    __slots__ = ("part", "groups")
-    PART_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("groups",)
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    part: int
     groups: bytes
-    def __init__(self, part: _Optional[int] = ..., groups: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, groups: _Optional[bytes] = ...) -> None: ...
 
 class LogprobsPartReply(_message.Message):
     __slots__ = ("logprobs",)

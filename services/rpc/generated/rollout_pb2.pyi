@@ -1,9 +1,7 @@
 from services.rpc.generated import common_pb2 as _common_pb2
 from services.rpc.generated import weights_pb2 as _weights_pb2
-from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -19,12 +17,6 @@ class GenerateReply(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     group: bytes
     def __init__(self, group: _Optional[bytes] = ...) -> None: ...
-
-class CancelRequest(_message.Message):
-    __slots__ = ("group_ids",)
-    GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
-    group_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
     __slots__ = ("level",)

@@ -23,16 +23,14 @@ class ApplyRequest(_message.Message):
     def __init__(self, step: _Optional[int] = ..., probes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AccumulateRequest(_message.Message):
-    __slots__ = ("step", "part", "groups", "last")
+    __slots__ = ("step", "groups", "last")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     step: int
-    part: int
     groups: bytes
     last: bool
-    def __init__(self, step: _Optional[int] = ..., part: _Optional[int] = ..., groups: _Optional[bytes] = ..., last: bool = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., groups: _Optional[bytes] = ..., last: bool = ...) -> None: ...
 
 class ApplyReply(_message.Message):
     __slots__ = ("result",)

@@ -1,0 +1,113 @@
+"""The weight sync's group: the trainer and the rollouts of one epoch, who meet for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from runtime.commands import AbortWeights, HostWeights, JoinWeights
+from runtime.config import Publication as Settings
+from runtime.coordinator.membership import Epoch
+from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.errors import SluiceError, Unanswered, Unreachable
+from runtime.ports import RolePort, TrainerPort
+from runtime.types import PolicyVersion
+from runtime.weights.plan import resolve_transport
+
+TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
+
+log = logging.getLogger("sluice")
+
+
+class SyncGroup:
+    """The trainer and the rollouts of one epoch, connected for weights. What others read is `epoch`, `members`, `transport`."""
+
+    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
+        self.trainer = trainer
+        self.pool = pool
+        self.settings = settings
+        self.epoch = Epoch(0, ())
+        """The newest that was connected, and below its rollouts by name."""
+        self.members: dict[str, RolePort] = {}
+        self.transport = ""
+        """Which one its weights take, or "" """
+
+    async def open(self) -> None:
+        """Connect the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
+
+        Raises ServiceFault when no rollout comes, or the group fails for no rollout's fault `TRIES` times.
+        """
+        fruitless = 0
+        while True:
+            await self.pool.somebody()
+            epoch = self.pool.membership.open()
+            fault = await self._meet(epoch)
+            if fault is None:
+                return
+            log.warning("epoch %d: %s", epoch.number, fault)
+            if set(epoch.members) <= set(self.pool.membership.living):
+                fruitless += 1
+            if fruitless == TRIES:
+                raise fault
+
+    async def _meet(self, epoch: Epoch) -> SluiceError | None:
+        """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
+        asked for."""
+        ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
+        machines = {**self.trainer.machines, **{port.name: port.machine for port in ports}}
+        transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
+        names = [self.trainer.name, *(port.name for port in ports)]
+        # The trainer opens the rendezvous and answers at once; it connects beside this, once the rollouts have come.
+        hosted = await self.trainer.call(HostWeights(epoch.number, len(names), transport, tuple(names)))
+        address, manifest = hosted.address, hosted.manifest
+        joins = [asyncio.ensure_future(self.trainer.post(JoinWeights(address, manifest)))] if address.senders > 1 else []
+        joins += [
+            asyncio.ensure_future(port.post(JoinWeights(replace(address, rank=rank), manifest)))
+            for rank, port in enumerate(ports, start=address.senders)
+        ]
+        try:
+            # All at once, as each blocks until all are there; the first failure ends the wait for the others.
+            await asyncio.wait(joins, return_when=asyncio.FIRST_EXCEPTION)
+            if not any(join.done() and join.exception() for join in joins):
+                self.epoch, self.members, self.transport = epoch, {port.name: port for port in ports}, transport
+                log.info("epoch %d: %s to %s by %s", epoch.number, self.trainer.name, ", ".join(self.members), transport)
+                return None
+            self.pool.membership.break_up(epoch.number)
+            failed = next(error for join in joins if join.done() and (error := join.exception()))
+            if not isinstance(failed, SluiceError):
+                raise failed
+            # Who came waits for the one that failed until its own deadline, unless it is told to leave.
+            return await self._leave(epoch, ports, failed)
+        finally:
+            for join in joins:
+                join.add_done_callback(seen)
+                join.cancel()
+
+    async def _leave(self, epoch: Epoch, ports: Sequence[RolePort], failed: SluiceError) -> SluiceError:
+        """All members leave the group. A rollout that does not confirm is lost; one that confirms was only kept waiting.
+
+        Returns the fault to report: that of a lost rollout where there is one, else `failed`.
+        """
+        version = self.pool.membership.committed or PolicyVersion()
+        members: tuple[RolePort, ...] = (self.trainer, *ports)
+        left = await asyncio.gather(*(one.call(AbortWeights(version, epoch.number)) for one in members), return_exceptions=True)
+        for error in left:
+            if isinstance(error, BaseException) and not isinstance(error, SluiceError):
+                raise error
+        if isinstance(left[0], SluiceError):
+            raise left[0]
+        for port, error in zip(ports, left[1:], strict=True):
+            if isinstance(error, Unreachable | Unanswered):
+                self.pool.register.lose(port, str(error))
+                failed = failed if isinstance(failed, Unreachable | Unanswered) else error
+        return failed
+
+
+def seen(task: asyncio.Task[Any]) -> None:
+    """Take the result of a withdrawn call, which nobody reads, so that asyncio does not report it."""
+    if not task.cancelled():
+        task.exception()
