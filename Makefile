@@ -60,7 +60,11 @@ proto: install-dev
 reference: install
 	$(BIN)/python -m launcher.config_reference docs/configuration-reference.md
 
-.PHONY: diagram docs-zh-stamp
+# docs/timeouts.md, from the contract, the configuration reference and runtime/timeouts.py.
+timeouts: install-dev
+	$(BIN)/python -m tests.unit.timeouts_page
+
+.PHONY: diagram docs-zh-stamp timeouts
 # The import diagram of docs/architecture.md, from the code.
 diagram: install-dev
 	$(BIN)/python -m tests.unit.import_diagram

@@ -22,7 +22,7 @@ from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.view import View
 from launcher.warm_up import warm_up
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -34,9 +34,6 @@ from services.rpc import session
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-
-INTERRUPTED_GRACE = 9.0  # seconds a run has to drain and save after Ctrl-C, or deadlines.stop where that is more
-FAILED_GRACE = 3.0  # seconds the others have after a process died
 
 
 class Interrupted(Exception):
@@ -97,7 +94,7 @@ class Job(ABC, Generic[Result]):
     async def _end(self) -> None:
         """Whatever happened: no process stays."""
         if hasattr(self, "supervisor"):
-            await self.supervisor.end_all(0.0 if self._signals > 1 else FAILED_GRACE)
+            await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
             (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
 
     def check(self, config: Config) -> None:
@@ -183,7 +180,7 @@ class Job(ABC, Generic[Result]):
                 raise Interrupted(self.stopped_late, 130) if self._began else Interrupted(self.stopped_early, 0)
             if death.done() and not task.done():  # the coordinator notices, stops the others and says why
                 death.result()  # raises what kept another from being started in a dead one's place
-                await asyncio.wait({task, twice}, timeout=FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, twice}, timeout=timeouts.FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
             if (culprit := self.supervisor.culprit()) is not None:
                 raise culprit.fault()
             return await task
@@ -204,7 +201,7 @@ class Job(ABC, Generic[Result]):
         self.view.phase("stopping (again to stop now)")
         if self._began and self._coordinator is not None and self._coordinator.running:
             self._coordinator.signal_group(signal.SIGTERM)
-            grace = max(INTERRUPTED_GRACE, self.config.deadlines.stop)
+            grace = max(timeouts.INTERRUPTED_GRACE, self.config.deadlines.stop)
             asyncio.get_running_loop().call_later(grace, self._twice.set)
         else:
             self._twice.set()

@@ -11,12 +11,11 @@ from msgspec.structs import replace
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
+from runtime import timeouts
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.models.warmup import cache_folder
 from sluice import start
-
-STARTUP = 60.0  # seconds that a job may need beside its own work
 
 
 async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
@@ -33,7 +32,7 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
         view.phase("warm-up", detail="a tiny model, by supervised training")
         command = start.command("runtime.models.warmup", msgspec.json.encode(settings).decode())
         child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
-        await _wait(child, _follow(child, view), settings.max_seconds + STARTUP)
+        await _wait(child, _follow(child, view), settings.max_seconds + timeouts.WARM_UP_START)
     data = config.data
     if not data.train:
         data = replace(data, train=str(folder / "train.jsonl"), eval=data.eval or str(folder / "eval.jsonl"))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
 from runtime.config import Config
@@ -102,7 +102,7 @@ class CoordinatorProcess:
             await self._peers.stop_all()
             self.report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
-            await server.stop(grace=0.2)
+            await server.stop(timeouts.SERVER_GRACE)
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`. Raises what a node tells of a process without which the run cannot go on, once everything is closed."""

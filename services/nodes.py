@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from runtime import timeouts
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
@@ -18,8 +19,6 @@ from runtime.coordinator.register import Register
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.process import os_process
 from runtime.process.aio import still_missing
-
-POLL = 0.1  # seconds between two looks whether a node's former stream has ended
 
 log = logging.getLogger("sluice")
 
@@ -230,7 +229,7 @@ class Nodes:
             elif time.monotonic() > give_up:
                 return  # it is refused
             else:
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(timeouts.AGENT_STREAM_POLL)
 
     def _refuse(self, why: str) -> None:
         self._refused = why

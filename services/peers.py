@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+from runtime import timeouts
 from runtime.config import Config
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.roles import wait_for
@@ -62,7 +63,7 @@ class Peers:
         connected = [unit for unit in self._register.units() if unit.state.connected]
         sessions = [session for unit in connected for session in self._sessions[unit.name]]
         order = Stop(drain_seconds=0.0)
-        stops = (asyncio.wait_for(session.unary("Process", "Stop", order), 1.0) for session in sessions)
+        stops = (asyncio.wait_for(session.unary("Process", "Stop", order), timeouts.STOP_CALL) for session in sessions)
         for session in sessions:
             session.ends()
         for session, outcome in zip(sessions, await asyncio.gather(*stops, return_exceptions=True), strict=True):

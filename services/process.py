@@ -23,6 +23,7 @@ from typing import Any
 import uvloop
 
 import services
+from runtime import timeouts
 from runtime.actor import Priority
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, SluiceError, UserError
@@ -215,7 +216,7 @@ class ServiceProcess:
             await server.set_serving(False)
             if self._loaded:
                 await service.close()
-            await server.stop(grace=0.5)
+            await server.stop(timeouts.SERVER_GRACE)
 
     async def _load(self) -> None:
         with uncollected():

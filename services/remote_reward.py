@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from runtime import config
+from runtime import config, timeouts
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.remote import RemoteFailure
 from runtime.rewards.remote_messages import RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
@@ -17,7 +17,6 @@ from services.rpc.server import OPTIONS
 
 SCORE = contract.METHODS["RemoteReward", "Score"]
 FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0  # seconds between two attempts to reach a server that is not there
-LEAST = 0.2  # seconds that an attempt is given: one that has less would tell of the deadline, and not of the server
 RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
 
 
@@ -53,7 +52,7 @@ class RemoteRewardClient:
                 raise RemoteFailure("not a reply", str(error)) from None
             except grpc.aio.AioRpcError as error:
                 left = deadline - time.monotonic()
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or left <= delay + LEAST:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or left <= delay + timeouts.REMOTE_REWARD_LEAST:
                     raise RemoteFailure(error.code().name, error.details() or "") from None
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY)

@@ -10,10 +10,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from launcher.job import FAILED_GRACE, INTERRUPTED_GRACE
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.telemetry.summary import Summary
@@ -22,7 +21,7 @@ from sluice import start
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 LOSSES = {"naive": "ppo", "decoupled": "decoupled"}
-END_GRACE = INTERRUPTED_GRACE + 2 * FAILED_GRACE  # seconds in which a run that is told to stop has stopped in order
+END_GRACE = timeouts.INTERRUPTED_GRACE + 2 * timeouts.FAILED_GRACE  # seconds until a run that is told to stop has done so
 
 
 class StalenessSettings(Struct, frozen=True):

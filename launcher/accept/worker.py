@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from runtime import timeouts
 from runtime.errors import DeadlineExceeded, UserError
 from sluice import start
 
@@ -32,7 +33,6 @@ Figures = dict[str, Any]
 
 TENSORS, ELEMENTS, BUCKET = 16, 1 << 20, 16 << 20  # what the publication sends: 64 MiB of float32 in buckets of 16 MiB
 VERSIONS = 3
-DEADLINE = 60.0  # of a transfer
 STALLED = 3.0  # of the one that is to fail
 TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices may multiply in fewer bits
 
@@ -90,7 +90,7 @@ def publication(device: str, folder: Path) -> Figures:
 
     where = own.device(device)
     backend = own.collective_backend("auto", where)
-    pending = rendezvous.host(1, 2, "127.0.0.1", backend, DEADLINE)
+    pending = rendezvous.host(1, 2, "127.0.0.1", backend, timeouts.ACCEPT_TRANSFER)
     manifest = _manifest()
     sender = WeightSender(manifest, pin=where.type == "cuda")
     with _receiver(device, folder, pending.address) as receiver:
@@ -100,9 +100,9 @@ def publication(device: str, folder: Path) -> Figures:
         rates = []
         for version in range(VERSIONS):
             _heard(receiver, "posted")
-            sender.begin(DEADLINE)
+            sender.begin(timeouts.ACCEPT_TRANSFER)
             sender.fill(torch.full((ELEMENTS,), float(version + index)) for index in range(TENSORS))
-            sent = sender.send(group, PolicyVersion(0, version), DEADLINE).result(DEADLINE)
+            sent = sender.send(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER).result(timeouts.ACCEPT_TRANSFER)
             _heard(receiver, "whole")
             rates.append(sent.nbytes / sent.seconds / 1e6)
         _heard(receiver, "posted")
@@ -114,7 +114,7 @@ def publication(device: str, folder: Path) -> Figures:
 def _stalled(sending: Any) -> float:
     began = time.monotonic()
     try:
-        sending.result(DEADLINE)
+        sending.result(timeouts.ACCEPT_TRANSFER)
     except DeadlineExceeded:
         return time.monotonic() - began
     raise AssertionError("a transfer to a process that is stopped did not fail")
@@ -158,7 +158,7 @@ def receiver(device: str, folder: Path, address: str) -> None:
     group = rendezvous.join(msgspec.json.decode(address, type=GroupAddress))
     receiving = WeightReceiver(_manifest())
     for version in range(VERSIONS + 1):
-        coming = receiving.receive(group, PolicyVersion(0, version), DEADLINE)
+        coming = receiving.receive(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
         print("posted", flush=True)
         staged = coming.result()
         whole = all(

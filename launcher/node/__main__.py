@@ -21,21 +21,18 @@ from rich.console import Console
 
 from launcher.cli import run_and_report, run_training
 from launcher.node import environment
-from launcher.node.agent import RETRY_SECONDS, Agent
+from launcher.node.agent import Agent
 from launcher.node.local_node import LocalNode
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.view import View
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.cluster.nodes import name_fault
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, ServiceFault, UserError
 from runtime.process import network
 from runtime.process.command_line import CommandParser
 from services.rpc import session
-
-ECHO = 0.5  # seconds: who signals every process of a machine reaches torchrun too, which sends it on
-FAILED_GRACE = 3.0  # seconds that processes have to end in when the run failed, or this node leaves it
 
 # What torchrun gives its worker, which this node's own groups must not take for theirs.
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -71,7 +68,7 @@ class FollowerNode:
             for work in works:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
-            await self._supervisor.end_all(FAILED_GRACE)
+            await self._supervisor.end_all(timeouts.FAILED_GRACE)
 
     async def _deaths(self) -> None:
         """Whoever dies and is not replaced is the coordinator's to judge."""
@@ -95,7 +92,7 @@ class FollowerNode:
                     if progress.phase in ("finished", "failed"):
                         return progress.phase
                     self._agent.apply_progress(progress)
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(timeouts.AGENT_RETRY)
 
 
 def _parser() -> CommandParser:
@@ -124,7 +121,7 @@ def run_node(options: argparse.Namespace) -> int:
         raise UserError(fault)
     coordinator = config.services.coordinator
     if not coordinator.host or network.is_own(coordinator.host):
-        here = replace(here, echo=ECHO)
+        here = replace(here, echo=timeouts.SIGNAL_ECHO)
         return run_training(config, here, options.verbose)
     if not coordinator.port:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")

@@ -15,7 +15,7 @@ from launcher.node import topology
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.run_folder import LOCK
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
 from runtime.cluster.topology import named_paths
 from runtime.config import Config, loading
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 JOIN = contract.METHODS["Coordinator", "Join"]
-RETRY_SECONDS = 0.5  # seconds between two attempts to reach a coordinator
-END_GRACE = 3.0  # seconds that a process has which is not wanted any more
 
 
 class Agent:
@@ -73,7 +71,7 @@ class Agent:
                 if loop.time() >= reached + timeout:
                     message = f"not to be reached at {self._coordinator} from node {self._node.name}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(timeouts.AGENT_RETRY)
 
     def apply_progress(self, progress: Progress) -> None:
         """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
@@ -130,7 +128,9 @@ class Agent:
     async def _forget(self, assignment: Assignment) -> None:
         """Another coordinator's process: what ran for the one before has registered there alone."""
         self._supervisor.replace_nobody()
-        await asyncio.gather(*(self._supervisor.end(launch.name, END_GRACE) for launch in self._assignment.launches))
+        await asyncio.gather(
+            *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
+        )
         self._assignment, self._began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:
@@ -163,7 +163,7 @@ class Agent:
         running = self._supervisor.incarnations
         former = [launch.name for launch in self._assignment.launches]
         ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
-        await asyncio.gather(*(self._supervisor.end(name, END_GRACE) for name in ends))
+        await asyncio.gather(*(self._supervisor.end(name, timeouts.AGENT_END_GRACE) for name in ends))
         self._assignment = assignment
         for name, launch in wanted.items():
             if name not in running:

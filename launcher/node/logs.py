@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from runtime import timeouts
 from runtime.config import Logs
 
 CHUNK = 1 << 16
 PIPE_BYTES = 1 << 20  # as much as Linux lets every user have: what a process can write before it waits for the thread
 TAIL_BYTES = 1 << 20  # of a log, its newest part: there stands why the process ended
-CLOSING = 2.0  # seconds that the rest may take once the process is gone: what has left its group may go on writing
 
 
 class Log:
@@ -78,7 +78,7 @@ class Log:
     def close(self) -> None:
         """Once the process is gone: what it wrote last is in the file."""
         if self._thread is not None:
-            self._thread.join(CLOSING)
+            self._thread.join(timeouts.LOG_CLOSE)
 
     def _follow(self) -> None:
         """Until nobody has the other end of the pipe any more."""

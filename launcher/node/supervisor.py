@@ -21,13 +21,13 @@ from typing import Any
 from launcher.node import cpus
 from launcher.node.logs import Log
 from launcher.node.topology import ProcessSpec
+from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.process import os_process
 from runtime.rollout.vllm import leftovers
 
-DYING = 0.5  # seconds that a process whose connection is lost may need until its end is known
 FAULT = "error: "  # how a process begins the line that says why it ends
 MISTAKE = 2  # exit code of what the user can mend
 _RANK_ENDED = re.compile(
@@ -142,7 +142,7 @@ class Supervisor:
         for child in self.children:
             if (child.spec.name, child.incarnation) == (name, incarnation) and child not in self._given_up:
                 self._given_up.append(child)
-                asyncio.get_running_loop().call_later(DYING, child.give_up, reason)
+                asyncio.get_running_loop().call_later(timeouts.PROCESS_END, child.give_up, reason)
 
     async def start(
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.render.plan import AGENT, CONFIG_PATH, GRACE, RETURNS, Plan, check_names, shared_folder, to_yaml
+from launcher.render.plan import AGENT, CONFIG_PATH, RETURNS, Plan, check_names, shared_folder, to_yaml
+from runtime import timeouts
 from runtime.config import loading
 
 _DRIVER = (  # what containers are given of an Ascend machine's driver, as vllm-ascend's installation page has it
@@ -69,7 +70,7 @@ def _service(plan: Plan, name: str, coordinator: str, devices: range) -> dict[st
             "retries": 3,
             "start_period": f"{round(plan.start_seconds)}s",
         },
-        "stop_grace_period": f"{GRACE}s",
+        "stop_grace_period": f"{timeouts.CONTAINER_GRACE}s",
         "restart": f"on-failure:{RETURNS}" if plan.restartable or not leads else "no",
     }
     if devices and plan.device == "cuda":

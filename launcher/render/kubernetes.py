@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from launcher.render.plan import (
     AGENT,
     CONFIG_PATH,
-    GRACE,
     HOME,
     LONGEST_LABEL,
     RETURNS,
@@ -29,13 +28,13 @@ from launcher.render.plan import (
     shared_folder,
     to_yaml,
 )
+from runtime import timeouts
 from runtime.config import loading
 from runtime.errors import ConfigError
 
 RESOURCES: dict[Device, str] = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 STORAGE = "100Gi"
 
-_NAME_SECONDS = 120  # until a new pod's name is known
 _UNPRIVILEGED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -161,7 +160,7 @@ def _pod(plan: Plan, group: _JobNodes, coordinator: str, claim: str) -> dict[str
     return {
         "subdomain": plan.name,
         "restartPolicy": "Never",  # a pod that ended is replaced by another, which is counted
-        "terminationGracePeriodSeconds": GRACE,
+        "terminationGracePeriodSeconds": timeouts.CONTAINER_GRACE,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
@@ -196,7 +195,7 @@ def _name_is_known(plan: Plan, host: str) -> dict[str, Any]:
     return {
         "name": "name-is-known",
         "image": plan.image,
-        "command": ["timeout", str(_NAME_SECONDS), "sh", "-c", wait, host],
+        "command": ["timeout", str(timeouts.POD_NAME), "sh", "-c", wait, host],
         "securityContext": _UNPRIVILEGED,
     }
 

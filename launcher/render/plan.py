@@ -18,8 +18,6 @@ from runtime.errors import ConfigError
 Device = Literal["cpu", "cuda", "npu"]
 
 PORT = 29400  # the coordinator's, where the configuration leaves it open
-# torchrun kills an agent 30 s after it passed a SIGTERM on: what waits for an agent's end has to wait longer.
-GRACE = 45  # seconds
 RETURNS = 3  # times that a node may come back by itself
 HOME = PurePosixPath("/home/sluice")  # the images' working folder
 CONFIG_PATH = "/etc/sluice/config.yaml"

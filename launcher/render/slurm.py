@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 
-from launcher.render.plan import AGENT, GRACE, Plan
+from launcher.render.plan import AGENT, Plan
+from runtime import timeouts
 from runtime.config import loading
 from runtime.errors import ConfigError
-
-NOTICE = 120  # seconds before a job's time limit at which it begins to drain; Slurm may be a minute late
 
 _CANN = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/nnal/atb/set_env.sh")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -49,7 +48,7 @@ while kill -0 "$FIRST" 2> /dev/null; do
 done
 
 # The other agents end with the coordinator. Slurm ends what is left when this script does.
-for ((waited = 0; waited < GRACE; waited++)); do
+for ((waited = 0; waited < timeouts.CONTAINER_GRACE; waited++)); do
     kill -0 "${OTHERS:-$FIRST}" 2> /dev/null || break
     sleep 1
 done
@@ -94,7 +93,7 @@ def _head(plan: Plan) -> str:
         "#SBATCH --exclusive",
         *([f"#SBATCH --gres={resource}"] if resource and devices else []),
         "#SBATCH --no-kill",
-        f"#SBATCH --signal=B:TERM@{NOTICE}",
+        f"#SBATCH --signal=B:TERM@{timeouts.SLURM_NOTICE}",
         "#SBATCH --output=%x-%j.log",
         "#SBATCH --open-mode=append",
     ]
@@ -120,7 +119,7 @@ def _settings(plan: Plan) -> str:
         # Jobs that share a machine, or follow each other on it, get different ports.
         f"MASTER_PORT={fixed or f'$(({plan.port} + SLURM_JOB_ID % 1000))'}",
         f"OPTIONS=({f'--devices {devices}' if devices else ''})",
-        f"GRACE={GRACE} # seconds that the other agents have to end after the first",
+        f"GRACE={timeouts.CONTAINER_GRACE} # seconds that the other agents have to end after the first",
         "# Each node's own shell puts in the node's name, hence the single quotes.",
         "# shellcheck disable=SC2016",
         f"""AGENT='exec torchrun {" ".join(AGENT)} --name "$SLURMD_NODENAME" "$@"'""",

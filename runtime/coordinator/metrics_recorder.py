@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from runtime import timeouts
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.dynamic_sampling import DynamicSampling
@@ -18,8 +19,6 @@ from runtime.status import Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
-
-POLL = 0.5  # seconds between two looks at the rollouts
 
 
 class BusyMeter:
@@ -52,7 +51,7 @@ class BusyMeter:
                 self._worked += sum(self._busy[rollout] - before[rollout] for rollout in both)
                 self._there += (now - then) * len(both)
             then = now
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
     async def _ask(self) -> dict[RolePort, float]:
         """The busy seconds of each that answers."""

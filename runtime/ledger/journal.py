@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from runtime import timeouts
 from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError, is_full
 from runtime.ledger import states
 from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
@@ -44,8 +45,6 @@ T = TypeVar("T")
 
 Ranges = list[tuple[int, int]]
 """Group ids, as disjoint ranges in order, both ends included."""
-
-BUSY_TIMEOUT = 5.0  # seconds that a write waits for another process's lock
 
 
 class Restored(Struct, kw_only=True):
@@ -198,7 +197,9 @@ class _Writer:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"run.dir: {folder} is in use by another coordinator") from None
-            self._database = undo.enter_context(closing(sqlite3.connect(folder / DATABASE, BUSY_TIMEOUT, isolation_level=None)))
+            self._database = undo.enter_context(
+                closing(sqlite3.connect(folder / DATABASE, timeouts.LEDGER_LOCK, isolation_level=None))
+            )
             self._database.row_factory = sqlite3.Row
             check_format(self._database, folder)
             self._database.execute("PRAGMA journal_mode = WAL")

@@ -13,16 +13,11 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from runtime import timeouts
 from runtime.errors import ServiceFault
 from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import LENGTH, Task, Verdict, frame
 from sluice import start
-
-START_TIMEOUT = 60.0  # from the start of a worker until its rules are imported
-REAP_TIMEOUT = 10.0  # from SIGKILL until the process is gone
-PATIENCE = 0.25  # for one task, until those behind it in its batch may go elsewhere
-SECOND_LOOK = 0.05  # a late verdict may already lie in the pipe when the loop was held up
-LAST_WORDS = 0.5  # for what a process that ended has left in the pipe, should somebody else hold it open
 
 _decode = msgspec.msgpack.Decoder(Verdict).decode
 
@@ -135,11 +130,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         return worker
 
     async def ready(self) -> None:
-        """Wait until the rules are imported. Raises ServiceFault when they are not within START_TIMEOUT."""
+        """Wait until the rules are imported. Raises ServiceFault when they are not within timeouts.REWARD_WORKER_START."""
         try:
-            await asyncio.wait_for(self._imported, START_TIMEOUT)
+            await asyncio.wait_for(self._imported, timeouts.REWARD_WORKER_START)
         except asyncio.TimeoutError as error:
-            raise ServiceFault("reward", "start a worker", "its rules are still not imported", START_TIMEOUT) from error
+            raise ServiceFault(
+                "reward", "start a worker", "its rules are still not imported", timeouts.REWARD_WORKER_START
+            ) from error
 
     async def work(self, jobs: Sequence[WorkerTask]) -> bool:
         """Hand over `jobs`, and wait until each has its verdict.
@@ -170,7 +167,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         """End the process and what it started; returns when it is reaped. Raises asyncio.TimeoutError when it is not."""
         if not self._ended.done():
             self._kill_group()
-        await asyncio.wait_for(asyncio.shield(self._ended), REAP_TIMEOUT)
+        await asyncio.wait_for(asyncio.shield(self._ended), timeouts.REWARD_WORKER_REAP)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.SubprocessTransport", transport)  # uvloop's is no subclass of it
@@ -189,7 +186,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self._kill_group()  # what it has started goes with it, and with that the last hold on the pipe
-        self._loop.call_later(LAST_WORDS, self._end)
+        self._loop.call_later(timeouts.REWARD_LAST_OUTPUT, self._end)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end()
@@ -224,7 +221,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         """Of a task that takes long: let others have its batch, and, at the second look beyond the limit, kill the worker."""
         taken = self._loop.time() - self._begun
         left = self._limits.seconds - taken
-        patient = taken < PATIENCE
+        patient = taken < timeouts.REWARD_TASK_PATIENCE
         if not patient and not self._offered:
             self._offered = True
             self._shared = self._employer.take_back(list(self.jobs)[1:])
@@ -233,7 +230,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._kill_group()
             return
         self._suspect = left <= 0
-        wait = SECOND_LOOK if self._suspect else min(left, PATIENCE - taken) if patient else left
+        wait = (
+            timeouts.REWARD_SECOND_LOOK
+            if self._suspect
+            else min(left, timeouts.REWARD_TASK_PATIENCE - taken)
+            if patient
+            else left
+        )
         self._watch = self._loop.call_later(wait, self._look)
 
     def _rest(self) -> None:

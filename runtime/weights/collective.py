@@ -15,21 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime import timeouts
 from runtime.errors import ServiceFault
 from runtime.process import platform
-from runtime.weights.gloo_mesh import BACKSTOP, GlooMesh, meet, reason
+from runtime.weights.gloo_mesh import GlooMesh, meet, reason
 from runtime.weights.group import Link, Transfer
 from runtime.weights.plan import GroupAddress
-
-SLICE = 0.05  # seconds within which a wait sees that its group was left
 
 # Between each two members. One connection of gloo leaves both of its ends waiting for each other part of the time; a second one
 # fills that, so that checksums cost no throughput. A third gained nothing.
 CONNECTIONS = 2
 
 KINDS = {"nccl": "cuda", "hccl": "npu"}
-POLL = 0.0005  # seconds between two looks at the device
-ABORT = 5.0  # seconds that the end of a communicator is waited for
 
 
 class _HostTransfer:
@@ -42,7 +39,7 @@ class _HostTransfer:
         give_up = time.monotonic() + timeout
         while True:
             aborted, left = self._mesh.pg is None, give_up - time.monotonic()
-            if self._ends(0.0 if aborted else min(left, SLICE)):
+            if self._ends(0.0 if aborted else min(left, timeouts.COLLECTIVE_SLICE)):
                 return
             if aborted or left <= 0:
                 raise RuntimeError("the group was aborted" if aborted else "timed out")
@@ -106,7 +103,7 @@ class DeviceTransfer:
                 raise RuntimeError("the group was aborted")
             if time.monotonic() > give_up:
                 raise RuntimeError(f"the device did not end the broadcast within {timeout:.1f} s")
-            time.sleep(POLL)
+            time.sleep(timeouts.COLLECTIVE_POLL)
         if self._link.aborted:
             raise RuntimeError("the group was aborted")  # which also ends what the stream waited for
 
@@ -165,7 +162,7 @@ class DeviceLink(Link):
         ending = threading.Thread(target=_abort, args=(pg,), name="abort-weights", daemon=True)
         ending.start()
         del pg
-        ending.join(ABORT)
+        ending.join(timeouts.COLLECTIVE_ABORT)
 
 
 def _abort(pg: Any) -> None:
@@ -184,7 +181,7 @@ def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str,
     meet(store, address.rank, "", labels, name, address.timeout)
     left = max(give_up - time.monotonic(), 0.1)
     try:
-        return DeviceLink(store, address.rank, address.world_size, address.backend, left, BACKSTOP)
+        return DeviceLink(store, address.rank, address.world_size, address.backend, left, timeouts.GLOO_BACKSTOP)
     except RuntimeError as error:
         message = f"{address.backend} could not connect the members: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error

@@ -25,22 +25,19 @@ from pathlib import Path
 
 import torch
 
+from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder
-from runtime.weights.gloo_mesh import BACKSTOP
 from runtime.weights.group import PendingGroup, Transfer, WeightGroup
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import clear, in_thread, tensors_in
 from runtime.weights.tensor_files import TensorReader, TensorWriter
 
-POLL = 0.05  # seconds between two looks for a member or a version
-SHARD_POLL = 0.01  # ... for the next file of a version that is being written
 KEPT = 2  # versions: the newest, and the one before, which may still be read
 _DELTA = "delta"  # the tensor of a file whose bucket is one
 INDEX = "model.safetensors.index.json"
-LAST_REMOVAL = 5.0  # seconds that leaving waits for the removal of the epoch's files
 _TRAILER = re.compile(rf"[0-9a-f]{{{2 * TRAILER.size}}}")
 
 # What the user can mend; any other failure is the machine's.
@@ -53,7 +50,7 @@ class _Writing:
 
     def wait(self, timeout: float) -> None:
         give_up = time.monotonic() + timeout
-        while not futures.wait([self._written], min(POLL, timeout)).done:
+        while not futures.wait([self._written], min(timeouts.FOLDER_POLL, timeout)).done:
             self._group.check()
             if time.monotonic() > give_up:
                 raise RuntimeError(f"it was not written within {timeout:.1f} s")
@@ -117,8 +114,10 @@ class FilesGroup(WeightGroup):
     def await_announcement(self, version: PolicyVersion) -> None:
         self._transfers += 1
         prefix = f"{self._transfers:06d}-"
-        give_up = time.monotonic() + BACKSTOP
-        name = self._await(self._epoch_folder, lambda name: name.startswith(prefix), give_up, POLL, f"version {version}")
+        give_up = time.monotonic() + timeouts.GLOO_BACKSTOP
+        name = self._await(
+            self._epoch_folder, lambda name: name.startswith(prefix), give_up, timeouts.FOLDER_POLL, f"version {version}"
+        )
         self._versions = [self._epoch_folder / name]
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
@@ -146,7 +145,7 @@ class FilesGroup(WeightGroup):
     def read(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
         """Fill `buffer` with bucket `index` as soon as its file is there. Raises RuntimeError, also at `give_up`."""
         path = self._versions[-1] / self._shard(index)
-        self._await(path.parent, lambda name: name == path.name, give_up, SHARD_POLL, str(path))
+        self._await(path.parent, lambda name: name == path.name, give_up, timeouts.SHARD_POLL, str(path))
         try:
             self._fill(TensorReader(path), index, buffer)
         except (OSError, UserError) as error:
@@ -338,7 +337,7 @@ class PendingFilesGroup(PendingGroup):
             raise UserError(f"publication.folder: {self._folder} cannot be read by {self._name}: {error.strerror}") from error
 
     def _pause(self) -> None:
-        if self._left.wait(POLL):
+        if self._left.wait(timeouts.FOLDER_POLL):
             self._fail("the rendezvous was given up")
 
     def _fail(self, message: str) -> None:
@@ -360,7 +359,7 @@ def leave(folder: Path, rank: int) -> None:
 
     # A file server that does not answer must not hold whoever leaves. Rank 0 may have removed the folder, or nobody reach it.
     with suppress(futures.TimeoutError, OSError):
-        in_thread("remove-weights", remove).result(LAST_REMOVAL)
+        in_thread("remove-weights", remove).result(timeouts.FOLDER_REMOVAL)
 
 
 def host(

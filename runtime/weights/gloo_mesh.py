@@ -13,16 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from runtime import timeouts
 from runtime.errors import ServiceFault
 from runtime.weights.sockets import SocketAddress, listeners, shut_down
 
-# Upper bound of a wait that nobody aborts, when coordinator and sender are both lost without closing a socket.
-BACKSTOP = 4 * 3600.0
 # gloo waits so many times its timeout for the first word of a peer, also of one that has died since the rendezvous.
 PATIENCE = 5
-LEAST = 1.0  # second of that, as a machine may be busy
 
-LAST_LEAVE = 5.0  # seconds that the interpreter's end waits for a group's
 
 _device_lock = threading.Lock()
 _leaving: set[threading.Thread] = set()  # those that let go of a group
@@ -60,7 +57,7 @@ def _let_go(ending: list[Any]) -> None:
 def _await_leaving() -> None:
     """A thread that the interpreter's end overtakes within torch takes the process down with it."""
     for thread in tuple(_leaving):
-        thread.join(LAST_LEAVE)
+        thread.join(timeouts.GLOO_LEAVE)
 
 
 def _gloo_device(host: str) -> tuple[Any, SocketAddress]:
@@ -140,12 +137,12 @@ class GlooMesh:
         options = gloo._Options()
         options._devices = list(devices)
         options._threads = 2 * connections
-        options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / PATIENCE, LEAST))
+        options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / PATIENCE, timeouts.GLOO_LEAST))
         try:
             self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
         except RuntimeError as error:
             raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
-        self.pg._set_default_timeout(timedelta(seconds=BACKSTOP))
+        self.pg._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))
 
     def abort(self) -> None:
         """Close every connection and free the threads. Idempotent; any thread may call it, and none waits in it.

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
+from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, files, shared_memory
 from runtime.weights.delta import DeltaLink
-from runtime.weights.gloo_mesh import BACKSTOP, drop_frames, meet, reason
+from runtime.weights.gloo_mesh import drop_frames, meet, reason
 from runtime.weights.group import Link, PendingGroup, Transfer, WeightGroup
 from runtime.weights.plan import GroupAddress
 from runtime.weights.sockets import SocketAddress, shut_down
@@ -59,7 +60,7 @@ class StoreGroup(WeightGroup):
 
     def await_announcement(self, version: PolicyVersion) -> None:
         self._transfers += 1
-        self._running_store().wait([f"transfer/{self._transfers}"], timedelta(seconds=BACKSTOP))
+        self._running_store().wait([f"transfer/{self._transfers}"], timedelta(seconds=timeouts.GLOO_BACKSTOP))
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         return self._links[0].send(index, buffer)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from runtime import timeouts
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config
 from runtime.errors import ServiceFault, Unanswered, Unreachable
@@ -29,7 +30,6 @@ from services.rpc.session import Session
 R = TypeVar("R")
 
 GROUPS = ("Trainer", "Critic", "ReferenceGroup")  # services whose ranks are one unit
-DYING = 1.0  # seconds within which the end of a rank is known, after others have failed for it
 
 
 class RoleClient:
@@ -145,7 +145,7 @@ class GroupClient(RoleClient):
     async def _dies(self) -> bool:
         """Whether a rank is lost, now or within a moment: the failure of another may be known first."""
         try:
-            await asyncio.wait_for(self._gone.wait(), DYING)
+            await asyncio.wait_for(self._gone.wait(), timeouts.RANK_LOSS)
         except asyncio.TimeoutError:
             return False
         return True

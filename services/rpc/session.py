@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from runtime import errors
+from runtime import errors, timeouts
 from runtime.status import Progress
 from runtime.types import SCHEMA_VERSION
 from services.rpc import contract, stream
@@ -18,7 +18,6 @@ from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
 WATCH = contract.METHODS["Coordinator", "Watch"]
-CONTROL_TIMEOUT = 5.0  # seconds, of Status and the like
 LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
 
 
@@ -28,7 +27,7 @@ def open_channel(address: str, silence: float = 0.0) -> grpc.aio.Channel:
 
 
 async def call(
-    channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None, timeout: float = CONTROL_TIMEOUT
+    channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
     """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded, or ServiceFault."""
     stub = channel.unary_unary(method.path, lambda message: message.SerializeToString(), method.reply.parse)

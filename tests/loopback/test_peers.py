@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime import timeouts
 from runtime.cluster.topology import group_of, instances
 from runtime.commands import Apply, SendWeights, WeightsSent
 from runtime.config import Config
@@ -19,7 +20,6 @@ from runtime.status import Registration
 from runtime.types import PolicyVersion, StepResult
 from services import peers
 from services.peers import Peers
-from services.rpc import client
 from services.rpc.client import GroupClient
 from services.rpc.server import Server
 from tests.loopback.session_peers import PATIENCE, run
@@ -155,7 +155,7 @@ def test_a_fault_that_comes_before_the_loss_that_caused_it_is_that_loss() -> Non
 
 
 def test_a_fault_of_ranks_that_live_is_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "DYING", 0.05)
+    monkeypatch.setattr(timeouts, "RANK_LOSS", 0.05)
 
     async def test() -> None:
         async with connected() as (_, ranks, trainer):
@@ -168,7 +168,7 @@ def test_a_fault_of_ranks_that_live_is_their_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_transfer_that_fails_is_told_at_once_as_it_may_be_the_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "DYING", 100 * PATIENCE)
+    monkeypatch.setattr(timeouts, "RANK_LOSS", 100 * PATIENCE)
 
     async def test() -> None:
         async with connected() as (_, ranks, trainer):

@@ -143,7 +143,7 @@ class Stopped(Mortal):
 
 
 def test_a_rollout_that_tells_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.coordinator.metrics_recorder.POLL", 0.02)
+    monkeypatch.setattr("runtime.timeouts.STATUS_INTERVAL", 0.02)
     cast, _ = cast_of("rollout-0")
     stopped = Stopped("rollout-1", cast.weights)
     stopped.last = 2

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from launcher.node.supervisor import DYING, Child, Supervisor
+from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
+from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Restarts
 from runtime.errors import UserError
@@ -251,7 +252,7 @@ def test_one_that_is_given_up_is_ended_and_replaced_even_when_it_is_stopped(tmp_
         supervisor.give_up("rollout-0", 0, "verify: no answer within 3 s")
         second = await started_again(supervisor, "rollout-0", 1)
         supervisor.give_up("rollout-0", 0, "told once more")
-        await asyncio.sleep(2 * DYING)
+        await asyncio.sleep(2 * timeouts.PROCESS_END)
         assert second.running
         failing.cancel()
 

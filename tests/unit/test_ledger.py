@@ -204,7 +204,7 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
 
 
 def test_a_locked_database_is_a_fault_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.ledger.journal.BUSY_TIMEOUT", 0.01)
+    monkeypatch.setattr("runtime.timeouts.LEDGER_LOCK", 0.01)
 
     async def run(ledger: LedgerWriter) -> None:
         other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runtime import timeouts
 from runtime.coordinator import metrics_recorder
 from runtime.coordinator.metrics_recorder import BusyMeter
 from runtime.status import Status
@@ -45,7 +46,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
     """Busy at first, and idle when the step ends: the time before counts too."""
     clock: Any = iter(range(1_000))
     monkeypatch.setattr(metrics_recorder, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    monkeypatch.setattr(metrics_recorder, "POLL", 0.0)
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
 
     async def measured() -> tuple[float, float]:
         rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
+from runtime import timeouts
 from runtime.commands import Level
 from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
 from runtime.models.hf_weights import WeightFiles
@@ -37,7 +38,6 @@ from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVers
 from runtime.weights import shared
 
 _INITIAL = PolicyVersion()
-_POLL_SECONDS = 0.01  # how often a wait for outputs looks whether it is interrupted
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -147,7 +147,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def _outputs(self) -> list[Output]:
         try:
-            return await self._core.outputs(_POLL_SECONDS)
+            return await self._core.outputs(timeouts.VLLM_POLL)
         except Exception as error:
             raise self._death() from error
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-PRINTED_WITHIN = 5.0  # seconds from a process's failure
+from runtime import timeouts
 
 _KEPT_BYTES = 256 << 10
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)?")
@@ -71,13 +71,13 @@ class OutputRelay:
         """What `last_error` finds in what was printed of late, or comes within `patience` seconds."""
         give_up = time.monotonic() + patience
         while not (found := last_error(bytes(self._tail).decode(errors="replace"))) and time.monotonic() < give_up:
-            time.sleep(0.02)
+            time.sleep(timeouts.VLLM_OUTPUT_POLL)
         return found
 
     def reason(self, error: Exception) -> str:
         """The gist of `error`, or, where it only points to what a process prints, of that, which may come after it."""
         line = _one_line(error)
-        return self.error(PRINTED_WITHIN if any(phrase in line for phrase in _SECOND_HAND) else 0.0) or line
+        return self.error(timeouts.VLLM_LAST_OUTPUT if any(phrase in line for phrase in _SECOND_HAND) else 0.0) or line
 
 
 def _one_line(error: Exception) -> str:

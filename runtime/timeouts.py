@@ -1,0 +1,56 @@
+"""Every wait that is not configured, in seconds. docs/timeouts.md lists these, the configured ones, and what each command has.
+
+A deadline: after it, what is waited for is given up. A grace: after it, what was told to end is killed. A poll: between
+two looks.
+"""
+
+# ------------------------------------------------------------------------------------------------ the coordinator
+
+CONTROL_CALL = 5.0  # deadline of Status and the like
+STOP_CALL = 1.0  # deadline of the order to a process to stop; the launcher ends what does not take it
+RANK_LOSS = 1.0  # deadline by which the end of a rank is known, after others have failed for it
+STATUS_INTERVAL = 0.5  # poll of the rollouts' status, which tells of one that is silent
+AGENT_STREAM_POLL = 0.1  # poll whether a node's former stream has ended
+LEDGER_LOCK = 5.0  # deadline of a write that waits for another process's lock
+
+# ------------------------------------------------------------------------------------------------ processes and nodes
+
+SERVER_GRACE = 0.5  # grace of the calls under way when a process's server stops
+PROCESS_END = 0.5  # grace of a process whose connection is lost
+FAILED_GRACE = 3.0  # grace of the others after a process has failed, or where a node leaves the run
+AGENT_END_GRACE = 3.0  # grace of a process that is not wanted any more
+INTERRUPTED_GRACE = 9.0  # grace of a run that drains and saves after Ctrl-C; `deadlines.stop` where that is more
+# torchrun kills an agent 30 s after it passed a SIGTERM on: what waits for an agent's end has to wait longer.
+CONTAINER_GRACE = 45  # grace of a container, a pod, or a job's step
+SLURM_NOTICE = 120  # before a job's time limit, when it begins to drain; Slurm may be a minute late
+POD_NAME = 120  # deadline by which a new pod's name is known
+AGENT_RETRY = 0.5  # between two attempts of an agent to reach the coordinator
+SIGNAL_ECHO = 0.5  # within which a second signal is the first one, passed on by torchrun
+LOG_CLOSE = 2.0  # deadline of the rest of a log once its process is gone: what has left its group may go on writing
+WARM_UP_START = 60.0  # that a warm-up's job may need beside its own work
+ACCEPT_TRANSFER = 60.0  # deadline of a transfer in `sluice accept`
+
+# ------------------------------------------------------------------------------------------------ weight sync
+
+# When coordinator and sender are both lost without closing a socket.
+GLOO_BACKSTOP = 4 * 3600.0  # deadline of a wait that nobody aborts
+GLOO_LEAST = 1.0  # the least timeout that gloo is given, as a machine may be busy
+GLOO_LEAVE = 5.0  # deadline of leaving a group at the interpreter's end
+COLLECTIVE_ABORT = 5.0  # deadline of a communicator's end
+COLLECTIVE_SLICE = 0.05  # poll whether a group was left, during a wait
+COLLECTIVE_POLL = 0.0005  # poll of the device
+FOLDER_POLL = 0.05  # poll for a member, or a version, in a shared folder
+SHARD_POLL = 0.01  # poll for the next file of a version that is being written
+FOLDER_REMOVAL = 5.0  # deadline of removing an epoch's files
+
+# ------------------------------------------------------------------------------------------------ rewards and vLLM
+
+REWARD_WORKER_START = 60.0  # deadline of a worker until its rules are imported
+REWARD_WORKER_REAP = 10.0  # deadline from SIGKILL until a worker is gone
+REWARD_TASK_PATIENCE = 0.25  # of one task, until those behind it in its batch may go to another worker
+REWARD_SECOND_LOOK = 0.05  # for a verdict that lies in the pipe already when the event loop was held up
+REWARD_LAST_OUTPUT = 0.5  # deadline of what an ended worker has left in the pipe, should another hold it open
+REMOTE_REWARD_LEAST = 0.2  # the least that an attempt is given: with less it would tell of the deadline, not of the server
+VLLM_POLL = 0.01  # poll whether a wait for outputs is interrupted
+VLLM_OUTPUT_POLL = 0.02  # poll for what vLLM printed
+VLLM_LAST_OUTPUT = 5.0  # deadline from vLLM's failure until what it printed is here
