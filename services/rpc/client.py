@@ -103,10 +103,6 @@ class GroupClient(RoleClient):
             session.give_up(self._reason)
         self._gone.set()
 
-    def lose(self, reason: str) -> None:
-        """It is known to be lost, though its connections may stand. Idempotent."""
-        self._lose(self.name, reason)
-
     @cached_property
     def _gatherings(self) -> dict[Method, Gathering]:
         rows = (row for (service, _), row in METHODS.items() if service == self._service and row.gathered)

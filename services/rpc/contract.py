@@ -191,14 +191,14 @@ _SERVICES = {
 }
 
 
-def _told(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
+def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
     """A method of which the request says nothing of the reply, and whose callers have deadlines of their own."""
     declared = _SERVICES[service].methods_by_name[name]
     return Method(service, name, request, _side(declared.input_type, request), _side(declared.output_type, reply), **more)
 
 
 def _command(service: str, command: type, deadline: str, *, name: str = "", **more: Any) -> Method:
-    return _told(service, name or command.__name__, command, answer_of(command), deadline=deadline, **more)
+    return _method(service, name or command.__name__, command, answer_of(command), deadline=deadline, **more)
 
 
 def _by_tokens(command: commands.Accumulate, leaders: int) -> list[list[int]]:
@@ -223,16 +223,16 @@ _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 
 _ROWS = (
-    _told("Process", "Status", None, status.Status, **_CONTROL),
-    _told("Process", "Stop", status.Stop, None, **_CONTROL),
-    _told("Coordinator", "Register", status.Registration, None),
-    _told("Coordinator", "Processes", None, status.Topology),
-    _told("Coordinator", "Watch", None, status.Progress),
-    _told("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
-    _told("Coordinator", "ReportPaths", nodes.NodePaths, None),
-    _told("Coordinator", "ReportDeath", nodes.Death, None),
-    _told("Coordinator", "Scale", nodes.Scale, nodes.Scaled),
-    _told("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply),  # served by a process of the user's
+    _method("Process", "Status", None, status.Status, **_CONTROL),
+    _method("Process", "Stop", status.Stop, None, **_CONTROL),
+    _method("Coordinator", "Register", status.Registration, None),
+    _method("Coordinator", "Processes", None, status.Topology),
+    _method("Coordinator", "Watch", None, status.Progress),
+    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
+    _method("Coordinator", "ReportPaths", nodes.NodePaths, None),
+    _method("Coordinator", "ReportDeath", nodes.Death, None),
+    _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled),
+    _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply),  # served by a process of the user's
     _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key="group_id"),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
     _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),

@@ -126,7 +126,9 @@ class Session:
     def give_up(self, reason: str) -> None:
         """Break the stream: calls under way, and later ones, raise Unreachable. Unary calls still work. Idempotent."""
         self.ends()
-        self.lose(reason)
+        self._break(reason)
+        for task in self._tasks:
+            task.cancel()
 
     def post(self, method: contract.Method, request: Any, timeout: float) -> Coroutine[Any, Any, Any]:
         """Put a call on its way now, and return what waits for its answer: calls reach the peer in the order of posting.
@@ -182,12 +184,6 @@ class Session:
         if asking.cancelled():  # by the channel's end, which must not look like the end of the caller's task
             raise errors.Unreachable(self.name, method_name, self._broken)
         return asking.result()
-
-    def lose(self, reason: str) -> None:
-        """The peer is known to be gone: as if the stream had broken."""
-        self._break(reason)
-        for task in self._tasks:
-            task.cancel()
 
     async def close(self) -> None:
         self.give_up("was closed")
