@@ -48,7 +48,7 @@ while kill -0 "$FIRST" 2> /dev/null; do
 done
 
 # The other agents end with the coordinator. Slurm ends what is left when this script does.
-for ((waited = 0; waited < timeouts.CONTAINER_GRACE; waited++)); do
+for ((waited = 0; waited < GRACE; waited++)); do
     kill -0 "${OTHERS:-$FIRST}" 2> /dev/null || break
     sleep 1
 done
