@@ -27,7 +27,7 @@ from runtime import codec
 from runtime.config import Config, loading
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
-from runtime.scoring.offloadable_scorer import OffloadableScorer
+from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.telemetry.startup import Phases
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
@@ -147,7 +147,7 @@ class InstantTrainer(ModelTrainer):
 
     def apply(self) -> StepResult:
         self._weights += 1
-        return StepResult(metrics={"actor/pg_loss": 0.0, "grad_norm": 1.0}, seconds=0.0)
+        return StepResult(metrics={"actor/pg_loss": 0.0, "actor/grad_norm": 1.0}, seconds=0.0)
 
     def begin_save(self, folder: str) -> Callable[[], None]:
         return lambda: None

@@ -63,7 +63,7 @@ class _Peer:
 
     def __init__(self, session: Session, plain: grpc.aio.Channel, ours: grpc.aio.Channel, trial: str):
         stub = plain.unary_unary(trial)
-        message = contract.METHODS["Rollout", "CommitWeights"].request.pack(COMMIT).SerializeToString()
+        message = contract.METHODS["Rollout", "CommitWeights"].request.serialize(COMMIT)
         self._session = session
         self.pings: dict[str, Ask] = {
             PLAIN: lambda _: stub(message, timeout=TIMEOUT),

@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import uvloop
 
-from runtime.actor import Actor, Request
 from runtime.commands import CommitWeights, WeightsCommitted
 from runtime.process import os_process
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
+from services.models import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Server
 

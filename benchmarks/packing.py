@@ -15,7 +15,7 @@ from benchmarks.worker import Measured, Worker, total
 from launcher.accept.random_groups import GroupLengths, draw_lengths
 from runtime.config import Config, Warmup
 from runtime.telemetry.shown import LiteralTable
-from runtime.trainer import batching
+from runtime.trainer.rows import length_buckets
 
 
 class PackingShape(Struct, frozen=True):
@@ -123,7 +123,7 @@ def _case(shape: PackingShape, budget: int, lengths: Sequence[Sequence[GroupLeng
 
 def waste(way: str, batches: Sequence[Sequence[GroupLengths]], budget: int) -> Waste:
     """What `way` computes for `batches` beyond their tokens, by the cuts that it makes."""
-    from runtime.trainer.batch import BUCKET_RATIO
+    from runtime.trainer.backend import BUCKET_RATIO
 
     real = linear = attention = needed = fed = 0
     for groups in batches:
@@ -140,7 +140,7 @@ def waste(way: str, batches: Sequence[Sequence[GroupLengths]], budget: int) -> W
             used = {prompts[row] for row in rows}
             linear += sum(lengths) - sum(groups[prompts[row]].prompt for row in rows) + sum(groups[g].prompt for g in used)
             begin = 0
-            for size in batching.length_buckets(lengths, BUCKET_RATIO):
+            for size in length_buckets(lengths, BUCKET_RATIO):
                 attention += size * lengths[begin + size - 1]
                 begin += size
             needed += sum(lengths)

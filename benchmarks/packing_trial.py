@@ -11,7 +11,7 @@ import numpy as np
 from launcher.accept.random_groups import GroupLengths, draw_groups, draw_lengths
 from runtime import codec
 from runtime.config import Config
-from runtime.trainer import batching
+from runtime.trainer.rows import cut_by_length
 from runtime.types import GroupPayload, TrainGroup
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ WAYS = (PACKED, SORTED, UNSORTED)
 
 
 def cut_as_they_come(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """`batching.micro_batches` without its sorting."""
+    """`cut_by_length` without its sorting."""
     batches: list[list[int]] = []
     longest = 0
     for index, length in enumerate(lengths):
@@ -36,7 +36,7 @@ def cut_as_they_come(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def cut(way: str, lengths: Sequence[int], budget: int) -> list[list[int]]:
-    return cut_as_they_come(lengths, budget) if way == UNSORTED else batching.micro_batches(lengths, budget)
+    return cut_as_they_come(lengths, budget) if way == UNSORTED else cut_by_length(lengths, budget)
 
 
 class PackingTrial:
@@ -52,7 +52,7 @@ class PackingTrial:
         self._engine.begin_step(self._engine.step)
         self._engine.accumulate(self.groups[index])
         metrics = self._engine.apply().metrics
-        return metrics["actor/pg_loss"], metrics["grad_norm"]
+        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
 
     @cached_property
     def lengths(self) -> list[list[GroupLengths]]:

@@ -126,11 +126,11 @@ def shared_weights(model: Path) -> dict[str, torch.Tensor]:
     """The model's own tensors, where a publication would have staged them: in memory that other processes can map."""
     from safetensors.torch import load_file
 
-    from runtime.weights import shared
+    from runtime.weights.group import memory_file
 
     staged = {}
     for name, tensor in load_file(model / "model.safetensors").items():
-        staged[name] = shared.allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        staged[name] = memory_file(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         staged[name].copy_(tensor)
     return staged
 

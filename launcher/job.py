@@ -26,7 +26,7 @@ from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
-from runtime.models import tiny_family
+from runtime.models import tiny_model
 from runtime.process import os_process
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
@@ -80,11 +80,11 @@ class Job(ABC, Generic[Result]):
         """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
-            self.supervisor = Supervisor(logs, self.view.say, self.config.logs, self.view.output if self.view.verbose else None)
+            self.supervisor = Supervisor(logs, self.view, self.config.logs)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
-            config = on_this_machine(tiny_family.made(await self.prepared()), self._here.address)
+            config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)
             (self.folder / run_files.CONFIG).write_text(loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()
@@ -151,7 +151,7 @@ class Job(ABC, Generic[Result]):
         assert self._coordinator is not None
         if await self._coordinator.process.wait():
             raise self._coordinator.fault()
-        self.supervisor.replace_nobody()
+        self.supervisor.stop_restarts()
         await self.supervisor.wait_all(self.config.deadlines.stop)
 
     async def _watch(self, address: str) -> None:
@@ -181,8 +181,8 @@ class Job(ABC, Generic[Result]):
             if death.done() and not task.done():  # the coordinator notices, stops the others and says why
                 death.result()  # raises what kept another from being started in a dead one's place
                 await asyncio.wait({task, twice}, timeout=timeouts.FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
-            if (culprit := self.supervisor.culprit()) is not None:
-                raise culprit.fault()
+            if (cause_of_failure := self.supervisor.cause_of_failure()) is not None:
+                raise cause_of_failure.fault()
             return await task
         finally:
             for waiting in (task, death, twice):

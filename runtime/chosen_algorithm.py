@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.aggregation import masked_sample
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -23,7 +22,7 @@ from runtime.algorithms.interfaces import (
     PolicyLoss,
     with_options,
 )
-from runtime.algorithms.kl import AdaptiveKl, FixedKl
+from runtime.algorithms.losses import AdaptiveKl, FixedKl, masked_sample
 from runtime.config import Algorithm, Config
 
 NO_CORRECTION = "none"
@@ -31,7 +30,10 @@ NO_CORRECTION = "none"
 
 @dataclass(frozen=True)
 class ChosenAlgorithm:
-    """`correction` is None where the loss is taken against the policy that sampled. `masked_sample`: as of the aggregation."""
+    """What the configuration chose, each with those of its settings that the schema names. The options of a user's own
+    function, the mappings `algorithm.loss_options` and `algorithm.advantage_options`, are bound in it.
+
+    `correction` is None where the loss is taken against the policy that sampled. `masked_sample`: as of the aggregation."""
 
     advantage: AdvantageEstimator
     advantage_options: AdvantageOptions

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from runtime.errors import InvalidMessage
 
@@ -18,6 +19,7 @@ T = TypeVar("T")
 
 ARRAY = 1
 _DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4"))
+_ARRAY32, _BIN32, _EMPTY = b"\xdd", b"\xc6", b"\xc4\x00"  # https://github.com/msgpack/msgpack/blob/master/spec.md
 _INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 
 
@@ -26,7 +28,7 @@ def _encode_array(value: Any) -> msgspec.msgpack.Ext:
         raise TypeError(f"cannot encode {type(value).__name__}")
     if value.ndim != 1 or value.dtype not in _INDEX:
         raise InvalidMessage(f"cannot encode an array of dtype {value.dtype} and shape {value.shape}")
-    return msgspec.msgpack.Ext(ARRAY, bytes((_INDEX[value.dtype],)) + value.tobytes())
+    return msgspec.msgpack.Ext(ARRAY, b"".join((bytes((_INDEX[value.dtype],)), np.ascontiguousarray(value).data)))
 
 
 def _decode_array(code: int, data: memoryview) -> np.ndarray:
@@ -49,6 +51,29 @@ def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
 def encode(message: Any) -> bytes:
     """msgpack bytes of a Struct or plain container. Raises InvalidMessage for an array not 1-D or of an unlisted dtype."""
     return _encoder.encode(message)
+
+
+SMALL = 1 << 13  # bytes of a payload that is copied: parts of a message cost more
+Parts = list[bytes | memoryview]
+"""Bytes that follow one another, each where it lies."""
+Body = bytes | Parts
+"""A message, in parts where it is large."""
+
+
+def encode_body(message: Any) -> Body:
+    """What `encode` gives, without a copy of large payloads: of a Struct whose last field is `payload`, or of a list of such.
+    Raises as `encode` does."""
+    if len(getattr(message, "payload", b"")) > SMALL:
+        head = encode(replace(message, payload=b"")).removesuffix(_EMPTY)
+        return [head + _BIN32 + len(message.payload).to_bytes(4, "big"), message.payload]
+    if isinstance(message, list) and any(len(getattr(each, "payload", b"")) > SMALL for each in message):
+        bodies = [encode_body(each) for each in message]
+        return [_ARRAY32 + len(message).to_bytes(4, "big"), *(part for body in bodies for part in parts_of(body))]
+    return _encoder.encode(message)
+
+
+def parts_of(body: Body) -> Parts:
+    return [body] if isinstance(body, bytes) else body
 
 
 def decode(type_: type[T], data: bytes | memoryview) -> T:

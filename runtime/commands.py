@@ -10,6 +10,13 @@ from runtime.types import Command, LogprobRequest, PolicyVersion, StepResult, Tr
 from runtime.weights.plan import GroupAddress, Manifest
 
 
+class Priority(enum.IntEnum):
+    """Of a command: those of control are carried out before those of data."""
+
+    CONTROL = 0
+    DATA = 1
+
+
 class Level(enum.IntEnum):
     """What of its memory a rollout has."""
 
@@ -89,15 +96,15 @@ class WeightsSent(Struct, frozen=True):
 
 
 class SendWeights(Command[WeightsSent], frozen=True):
-    """Gather the weights after the commands before, and send them: with `publication.overlap` while later commands run."""
+    """Gather the weights after the commands before, and send them, while later commands run."""
 
     version: PolicyVersion
     epoch: int
 
 
 class ResendWeights(Command[WeightsSent], frozen=True):
-    """Send what was gathered of `version` once more, whatever the engine does meanwhile: with `publication.overlap` it is kept
-    until the next version is gathered. ServiceFault, phase "snapshot", when it is not."""
+    """Send what was gathered of `version` once more, whatever the engine does meanwhile: it is kept until the next version is
+    gathered. ServiceFault, phase "snapshot", when it is not."""
 
     version: PolicyVersion
     epoch: int

@@ -29,6 +29,10 @@ SIGNAL_ECHO = 0.5  # within which a second signal is the first one, passed on by
 LOG_CLOSE = 2.0  # deadline of the rest of a log once its process is gone: what has left its group may go on writing
 WARM_UP_START = 60.0  # that a warm-up's job may need beside its own work
 ACCEPT_TRANSFER = 60.0  # deadline of a transfer in `sluice accept`
+ACCEPT_TOOL = 30.0  # deadline of a tool, such as npu-smi, that `sluice accept` asks
+HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is told another
+TRACKERS = 10.0  # deadline of a point for which a tracker has no room, and of the last ones at the end
+CONVERSION_GRID = 60.0  # of the collectives of the one process that converts a model for megatron-core
 
 # ------------------------------------------------------------------------------------------------ weight sync
 

@@ -229,11 +229,11 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
 
     group_id: int
     label: str
-    payload: bytes
     source: str = ""  # the data source, for rules that differ by it
     answers: bool = False  # whether the replies' final answers are wanted
     messages: list[dict[str, str]] = []  # the problem as a conversation, for those who do not read the policy's tokens
     extra: dict[str, Any] = {}  # other columns of its row, by the names in data.additional_keys: JSON values
+    payload: bytes
 
 
 REWARD_MODEL = "reward_model"  # the column of the reward model's scores
@@ -255,8 +255,8 @@ class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
     which travel unread to the trainer."""
 
     group_id: int
-    payload: bytes
     temperature: float = 1.0
+    payload: bytes
 
 
 class Logprobs(msgspec.Struct, kw_only=True):
@@ -287,12 +287,12 @@ class TrainGroup(msgspec.Struct, kw_only=True):
 
     group_id: int
     tokens: int  # of all its samples, prompts included: what balances the load over ranks
-    payload: bytes
     rewards: np.ndarray  # float32 [n]
     valid: np.ndarray  # uint8 [n]
     reference: bytes | None = None  # codec.encode(Logprobs)
     values: bytes | None = None  # codec.encode(Values)
     mini_batch: int = 0  # which of the step's updates it is for
+    payload: bytes
 
 
 class StepResult(msgspec.Struct, kw_only=True):

@@ -140,7 +140,7 @@ class CoordinatorProcess:
         placed = await self._place()
         tokenizer = _tokenizer(config)
         held_out = load_held_out(config, tokenizer)
-        trackers = self._trackers()
+        trackers = Trackers(self._config, self._folder)
         context = EvaluationContext(
             config=config,
             trackers=trackers,
@@ -165,10 +165,6 @@ class CoordinatorProcess:
         await self._nodes.placed(self._started, self._wait_for_nodes)
         return time.monotonic()
 
-    def _trackers(self) -> Trackers:
-        config = self._config
-        return Trackers(config.trackers, self._folder, config.run.name, msgspec.to_builtins(config))
-
     async def _context(self) -> RunContext:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
@@ -180,12 +176,13 @@ class CoordinatorProcess:
         return RunContext(
             config=config,
             ledger=await LedgerWriter.open(self._folder / run_files.LEDGER, config.ledger.segment_bytes),
-            trackers=self._trackers(),
+            trackers=Trackers(self._config, self._folder),
             train=train,
             held_out=held_out,
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             supervisor=self,
+            epoch=time.time() - time.monotonic(),
             launched=self._launched,
             startup=Startup(
                 phases={**phases, "data": time.monotonic() - before}, processes={"coordinator": self._phases.seconds}

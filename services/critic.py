@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from runtime.config import Config
 from services import process
-from services.spmd_service import SpmdService
+from services.models import SpmdService
 
 if TYPE_CHECKING:
-    from runtime.trainer.critic_rank import CriticRank
+    from runtime.trainer.rank import CriticRank
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
-    from runtime.trainer import critic_rank
+    from runtime.trainer.rank import make_critic_rank
 
-    return critic_rank.make(config, rank, world_size)
+    return make_critic_rank(config, rank, world_size)
 
 
 def make(config: Config, name: str, rank: int) -> process.Service:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from runtime import timeouts
 from runtime.process.command_line import CommandParser
 
 _OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
@@ -23,14 +24,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
-    parser.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="until an answer (default: 5)")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=timeouts.HEALTH_CHECK,
+        metavar="SECONDS",
+        help="until an answer (default: %(default)g)",
+    )
     options = parser.parse_args(arguments)
     serves, word = check(options.address, options.service, options.timeout)
     print(f"{options.address}: {word}", file=sys.stdout if serves else sys.stderr)
     return 0 if serves else 1
 
 
-def check(address: str, service: str = "", timeout: float = 5.0) -> tuple[bool, str]:
+def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK) -> tuple[bool, str]:
     """Whether `service` of the process at `address` ("" = the process as a whole) serves, and what to say of it."""
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         try:

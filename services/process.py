@@ -24,7 +24,7 @@ import uvloop
 
 import services
 from runtime import timeouts
-from runtime.actor import Priority
+from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, SluiceError, UserError
 from runtime.process import os_process

@@ -16,12 +16,11 @@ from runtime.commands import Offload, Onload
 from runtime.config import Config
 from runtime.types import LogprobRequest
 from services import process
-from services.frozen_model import FrozenModelService
-from services.spmd_service import SpmdService
+from services.models import FrozenModelService, SpmdService
 
 if TYPE_CHECKING:
-    from runtime.scoring.offloadable_scorer import OffloadableScorer
     from runtime.scoring.reference_rank import ReferenceRank
+    from runtime.scoring.scorer_torch import OffloadableScorer
 
 
 class ReferenceService(FrozenModelService):
@@ -35,8 +34,7 @@ class ReferenceService(FrozenModelService):
 
     def load(self) -> None:
         from runtime.process import platform
-        from runtime.scoring.offloadable_scorer import OffloadableScorer
-        from runtime.scoring.scorer_torch import TorchScorer
+        from runtime.scoring.scorer_torch import OffloadableScorer, TorchScorer
 
         device = platform.device()
         settings = self.config.services.reference

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from runtime.types import ScoreRequest, Scores
 from services import process
-from services.frozen_model import FrozenModelService
+from services.models import FrozenModelService
 
 if TYPE_CHECKING:
-    from runtime.scoring.model_scorer import ModelScorer
+    from runtime.scoring.reward_model import ModelScorer
 
 
 class RewardModelService(FrozenModelService):
@@ -23,8 +23,7 @@ class RewardModelService(FrozenModelService):
 
     def load(self) -> None:
         from runtime.process import platform
-        from runtime.scoring.model_scorer import ModelScorer
-        from runtime.scoring.reward_model import TorchRewardModel
+        from runtime.scoring.reward_model import ModelScorer, TorchRewardModel
 
         device, rewards = platform.device(), self.config.rewards
         assert rewards.model is not None

@@ -12,7 +12,7 @@ from runtime.commands import AbortWeights, HostWeights, JoinWeights, ResendWeigh
 from runtime.config import Config
 from runtime.errors import Cancelled
 from services import process
-from services.spmd_service import SpmdService
+from services.models import SpmdService
 
 if TYPE_CHECKING:
     from runtime.trainer.rank import TrainRank
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
-    from runtime.trainer import rank as train_rank
+    from runtime.trainer.rank import make_train_rank
 
-    return train_rank.make(config, rank, world_size)
+    return make_train_rank(config, rank, world_size)
 
 
 class TrainerService(SpmdService):

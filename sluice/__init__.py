@@ -15,6 +15,7 @@ from sluice.start import own_packages
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from runtime.algorithms.advantages import GroupSums, whiten
     from runtime.algorithms.interfaces import (
         AGGREGATIONS,
         CORRECTIONS,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
         advantage,
         policy_loss,
     )
-    from runtime.algorithms.sums import GroupSums, whiten
     from runtime.config import Config
     from runtime.data.fields import FieldColumns, Fields, Rejected
     from runtime.data.handlers import handler
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from runtime.telemetry.summary import Summary
 
 _MODULES = {
-    "runtime.algorithms.sums": ("GroupSums", "whiten"),
+    "runtime.algorithms.advantages": ("GroupSums", "whiten"),
     "runtime.algorithms.interfaces": (
         *("AGGREGATIONS", "CORRECTIONS", "KL_ESTIMATORS", "AdvantageInputs", "AdvantageOptions", "Aggregate"),
         *("CorrectionOutputs", "LossInputs", "LossOptions", "LossOutputs", "advantage", "policy_loss"),

@@ -21,7 +21,7 @@ from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, Tra
 from benchmarks.publication.tensors import read_sizes
 from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
 from runtime.config import Config, Publication, Rollout, Run, Services
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import ServiceFault, UserError
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import PolicyVersion
@@ -182,7 +182,7 @@ class Stage:
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
         return max(ended - (began if way == COPY else sent) for began, ended in others)
 
-    async def _open(self, transport: Any, folder: Path) -> Publisher:
+    async def _open(self, transport: Any, folder: Path) -> WeightPublisher:
         publication = Publication(folder=str(folder / transport), **TRANSPORTS[transport])
         replicas = Services(rollout=Rollout(replicas=len(self._rollouts)))
         config = Config(run=Run(name="bench", resume=""), services=replicas, publication=publication)
@@ -201,7 +201,7 @@ class Stage:
             raise ServiceFault("bench", transport, "did not bring what was sent")
 
     async def _publish(
-        self, transport: str, publishing: Publisher, baseline: str, show: Callable[[str], None]
+        self, transport: str, publishing: WeightPublisher, baseline: str, show: Callable[[str], None]
     ) -> TransportFigures:
         found = TransportFigures(baseline, [], [], 0)
         for number in range(self._settings.rounds):

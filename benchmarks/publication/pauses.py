@@ -18,7 +18,7 @@ from benchmarks.packing import PackingShape
 from benchmarks.publication.peers import RolloutPeer, TrainerPeer, publisher
 from benchmarks.rollout import Pauses, rank, rollout_config
 from runtime.config import Config
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import PolicyVersion
@@ -145,7 +145,7 @@ def model_config(folder: Path, model: PausesModel) -> Config:
     )
 
 
-async def _publish(publishing: Publisher, seconds: float, published: int) -> list[PublicationFigures]:
+async def _publish(publishing: WeightPublisher, seconds: float, published: int) -> list[PublicationFigures]:
     """One version after the other for so long, at least one."""
     done: list[PublicationFigures] = []
     give_up = time.monotonic() + seconds

@@ -15,8 +15,8 @@ import msgspec
 
 from runtime.config import Publication
 from runtime.coordinator.register import ROLLOUT, Register
-from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ports import TrainerPort
 from runtime.process import os_process
@@ -142,10 +142,10 @@ class RolloutPeer(PeerMember):
     service = "Rollout"
 
 
-def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> Publisher:
+def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: Publication) -> WeightPublisher:
     register = Register()
     for rollout in rollouts:
         register.add(ROLLOUT, rollout)
         register.join(rollout)
     pool = RolloutPool(register, {rollout.name: 1 for rollout in rollouts})
-    return Publisher(cast(TrainerPort, trainer), pool, settings, PREPARE)
+    return WeightPublisher(cast(TrainerPort, trainer), pool, settings, PREPARE)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.telemetry.summary import Summary
 from sluice import start
@@ -227,7 +228,7 @@ def _cann() -> dict[str, str]:
 
 def _tool(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.ACCEPT_TOOL, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
     return done.stdout or done.stderr

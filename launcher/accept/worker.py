@@ -245,14 +245,14 @@ def trainer(device: str, folder: Path) -> Figures:
             engine.begin_step(step)
             engine.accumulate(batch)
             metrics = engine.apply().metrics
-            for name in ("actor/pg_loss", "grad_norm"):
+            for name in ("actor/pg_loss", "actor/grad_norm"):
                 found.setdefault(name, []).append(metrics[name])
     seconds = (time.monotonic() - began) / len(groups)
     for name, values in found.items():
         expected, got = values[: len(groups)], values[len(groups) :]
         if not all(math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-4) for one, other in zip(expected, got, strict=True)):
             raise AssertionError(f"{name} is {got}, on the CPU {expected}")
-    return {"step_seconds": seconds, "grad_norm": found["grad_norm"][-1]}
+    return {"step_seconds": seconds, "grad_norm": found["actor/grad_norm"][-1]}
 
 
 CHECKS: dict[str, Callable[[str, Path], Figures]] = {

@@ -27,23 +27,23 @@ def report(folder: Path, output: Path | None) -> Path:
 def text(found: RunRecord, under_way: bool) -> str:
     from runtime.telemetry.report.page import Page, render  # which loads plotly
 
-    course = lineages.course(found.points)
+    history = lineages.history(found.points)
     rows = published.matching(published.load(), found.described, found.settings.model.path)
-    before = [tables.comparison(rows, found, course), tables.lineages(course)]
-    after = [tables.evaluations(found.evaluations), tables.groups(found), tables.failures(course)]
+    before = [tables.comparison(rows, found, history), tables.lineages(history)]
+    after = [tables.evaluations(found.evaluations), tables.groups(found), tables.failures(history)]
     now = datetime.now(timezone.utc)
     return render(
         Page(
             name=found.settings.run.name or found.folder.resolve().name,
             state=_state(found, under_way),
-            notes=_notes(found, course),
-            facts=tables.facts(found, course),
-            sections=[(section.title, section.panels) for section in panels.sections(course)],
+            notes=_notes(found, history),
+            facts=tables.facts(found, history),
+            sections=[(section.title, section.panels) for section in panels.sections(history)],
             before=[table for table in before if table is not None],
             after=[table for table in after if table is not None],
             startup=found.startup,
             configuration=found.configuration,
-            returns=course.returns,
+            returns=history.returns,
             made=f"Made {now:%Y-%m-%d %H:%M:%S} UTC from {found.folder.resolve()}",
         )
     )
@@ -57,16 +57,16 @@ def _state(found: RunRecord, under_way: bool) -> str:
     return f"Stopped: {found.ended.stop_reason}"
 
 
-def _notes(found: RunRecord, course: lineages.Course) -> list[str]:
+def _notes(found: RunRecord, history: lineages.LoggedHistory) -> list[str]:
     notes = []
     if not (found.folder / run_files.METRICS).is_file():
         notes.append(f"There is no {run_files.METRICS}: the run logged nothing yet, or has no tracker of that name.")
-    elif not course.steps:
+    elif not history.steps:
         notes.append("No training step has been logged.")
     if found.torn:
         notes.append(f"The last line of {run_files.METRICS} is not whole, and left out.")
-    if course.done_again:
-        notes.append(f"{course.done_again:,} steps were done again from a checkpoint, and are left out.")
+    if history.done_again:
+        notes.append(f"{history.done_again:,} steps were done again from a checkpoint, and are left out.")
     return notes
 
 

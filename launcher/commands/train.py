@@ -31,7 +31,7 @@ class _TrainJob(Job[Summary]):
 
     def __init__(self, config: Config, view: View, here: LocalNode):
         super().__init__(config, view, here)
-        self._memory = PeakMemory(LAUNCHER, self._names)
+        self._memory = PeakMemory(LAUNCHER)
 
     async def run(self) -> Summary:
         watching = asyncio.create_task(self._watch_memory())
@@ -68,7 +68,7 @@ class _TrainJob(Job[Summary]):
         """No run ends for want of these figures."""
         try:
             while True:
-                await asyncio.to_thread(self._memory.sample)
+                await asyncio.to_thread(self._memory.sample, self._names())
                 await asyncio.sleep(MEMORY_INTERVAL)
         except Exception as error:  # noqa: BLE001 - it is said
             self.view.say(f"the memory of the processes is not measured any more: {type(error).__name__}: {error}")

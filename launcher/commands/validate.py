@@ -18,7 +18,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_models
 from runtime.errors import ConfigError
-from runtime.models import tiny_family
+from runtime.models import tiny_model
 
 
 def validate(path: Path, overrides: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ def validate(path: Path, overrides: Sequence[str]) -> None:
         on_this_machine(config)
     print(f"{path}: valid")
     for key, model in topology.named_paths(config).items():
-        if model.startswith(tiny_family.PREFIX):
+        if model.startswith(tiny_model.PREFIX):
             print(f"{key}: {model}, small and random, is made when a run starts")
     Console().print(placement_table(config, here.offer))
     _tell_memory(config, memory)

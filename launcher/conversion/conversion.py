@@ -33,7 +33,7 @@ from launcher.conversion.parts import (
 )
 from runtime.errors import UserError
 from runtime.ledger import checkpoint
-from runtime.models import hf_policy, value_model
+from runtime.models import hf_policy
 from runtime.models.families import Family, Layout, Parameter, family_for
 from runtime.models.families.naming import Naming
 from runtime.models.hf_weights import weight_paths
@@ -41,7 +41,6 @@ from runtime.trainer.megatron.core_checkpoint import OWN, CoreCheckpoint, is_che
 from runtime.trainer.megatron.core_folder import (
     LAYOUT,
     Column,
-    CoreFile,
     CoreFolder,
     Description,
     columns,
@@ -62,17 +61,15 @@ class _Core:
 
     family: Family
     columns: list[Column]
-    part: Callable[[CoreFile], ParameterReader]
+    source: CoreFolder | CoreCheckpoint | ClassicCheckpoint
     describe: Callable[[Path, torch.dtype], None]  # writes what a Hugging Face folder has beside its weights, of a dtype
     copies: Pieces = field(default_factory=list)  # what more ranks hold of the same
     left_out: list[str] = field(default_factory=list)
 
     def pieces(self) -> Pieces:
         """Every parameter of every file, and where it is read."""
-        found = [
-            (parameter, self.part(part)) for column in self.columns for part in column.parts for parameter in part.parameters
-        ]
-        return found + self.copies
+        parts = [part for column in self.columns for part in column.parts]
+        return [(parameter, self.source.part(part)) for part in parts for parameter in part.parameters] + self.copies
 
 
 def to_core(
@@ -210,7 +207,7 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
         started = time.monotonic()
         core.describe(partial, getattr(torch, specs[0].dtype))
         if core.family.value_head:
-            value_model.describe(partial, f"{core.family.architecture}ForSequenceClassification")
+            hf_policy.describe_critic(partial, f"{core.family.architecture}ForSequenceClassification")
         with hf_policy.ShardWriter(partial, "model", specs) as writer:
             _join(core, writer, progress)
         seconds = time.monotonic() - started
@@ -236,7 +233,7 @@ def _open_folder(source: Path) -> _Core:
     def describe(partial: Path, _: torch.dtype) -> None:
         hf_policy.write_description(source, partial, None, but=(LAYOUT,))
 
-    return _Core(family, list(columns(family, description.layout)), folder.part, describe)
+    return _Core(family, list(columns(family, description.layout)), folder, describe)
 
 
 def _open_checkpoint(source: Path) -> _Core:
@@ -248,7 +245,7 @@ def _open_checkpoint(source: Path) -> _Core:
         # A trainer computes, and saves, in a dtype of its own.
         hf_policy.write_description(core.path, partial, dtype, but=(OWN,))
 
-    return _Core(family, list(columns(family, Layout())), core.part, describe)
+    return _Core(family, list(columns(family, Layout())), core, describe)
 
 
 def _open_classic(source: Path, hf_config: Path | None) -> _Core:
@@ -268,7 +265,7 @@ def _open_classic(source: Path, hf_config: Path | None) -> _Core:
         declared = config.get("dtype") or config.get("torch_dtype")
         hf_policy.write_description(hf_config, partial, None if declared == dtype_name(dtype) else dtype)
 
-    return _Core(family, core.columns, core.part, describe, list(core.copies()), core.left_out)
+    return _Core(family, core.columns, core, describe, list(core.copies()), core.left_out)
 
 
 def _comparison(family: Family) -> Comparison:
@@ -297,7 +294,7 @@ def _wholes(core: _Core) -> dict[str, torch.Tensor]:
 def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterReader]]]:
     """One parameter after the other, as each of the tensor ranks has it, and where it is read."""
     for column in core.columns:
-        readers = [core.part(part) for part in column.parts]
+        readers: list[ParameterReader] = [core.source.part(part) for part in column.parts]
         for row in column.rows():
             yield row, readers
 

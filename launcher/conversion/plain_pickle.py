@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 # A tensor takes about 40 steps, and 250 bytes. So this is a rank with 100,000 tensors.
 MOST_BYTES = 32 << 20
@@ -69,15 +69,25 @@ def told(value: Any) -> str:
     return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
-def load(code: bytes, named: Callable[[str], Any], outside: Callable[[Any], Any]) -> Any:
-    """The value of a pickle. `named`: what a full name stands for; `outside`: what a persistent identity does.
+class Surroundings(Protocol):
+    """What a pickle refers to."""
 
-    Raises Refused as `named` does, and Malformed, ArithmeticError, LookupError, TypeError and ValueError for what is no pickle,
-    or is too long.
+    def named(self, full: str) -> Any:
+        """What a full name stands for. Raises Refused."""
+
+    def outside(self, identity: Any) -> Any:
+        """What a persistent identity stands for."""
+
+
+def load(code: bytes, surroundings: Surroundings) -> Any:
+    """The value of a pickle.
+
+    Raises Refused as `surroundings` do, and Malformed, ArithmeticError, LookupError, TypeError and ValueError for what is no
+    pickle, or is too long.
     """
     if len(code) > MOST_BYTES:
         raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES}")
-    machine = _Machine(named, outside)
+    machine = _Machine(surroundings)
     for step, (opcode, argument, _) in zip(count(1), pickletools.genops(code), strict=False):
         if step > MOST_STEPS:
             raise Malformed(f"its pickle has more than {MOST_STEPS} steps")
@@ -97,13 +107,12 @@ def load(code: bytes, named: Callable[[str], Any], outside: Callable[[Any], Any]
 class _Machine:
     """The state of a pickle that is read. Each method carries out what `_STEPS` tells."""
 
-    def __init__(self, named: Callable[[str], Any], outside: Callable[[Any], Any]):
+    def __init__(self, surroundings: Surroundings):
         self.stack: list[Any] = []
         self._below: list[list[Any]] = []  # what lies under each mark
         self._memo: dict[int, Any] = {}
         self._names: dict[str, Any] = {}
-        self._named = named
-        self._outside = outside
+        self._surroundings = surroundings
 
     def mark(self, _: None) -> None:
         self._below.append(self.stack)
@@ -194,7 +203,7 @@ class _Machine:
         if full not in self._names:
             if len(self._names) == MOST_NAMES:
                 raise Malformed(f"its pickle has more than {MOST_NAMES} names")
-            self._names[full] = self._named(full)
+            self._names[full] = self._surroundings.named(full)
         self.stack.append(self._names[full])
 
     def call(self, _: None) -> None:
@@ -218,7 +227,7 @@ class _Machine:
             raise Malformed(f"its pickle sets attributes of {told(target)}")
 
     def stored_outside(self, _: None) -> None:
-        self.stack.append(self._outside(self.stack.pop()))
+        self.stack.append(self._surroundings.outside(self.stack.pop()))
 
 
 def called(function: Any, arguments: Any) -> Any:

@@ -161,7 +161,7 @@ class _Archive:
             raise Malformed("its bytes are in the order of another machine")
 
     def load(self) -> Any:
-        return plain_pickle.load(self._entry("data.pkl", plain_pickle.MOST_BYTES), _named, self._memory)
+        return plain_pickle.load(self._entry("data.pkl", plain_pickle.MOST_BYTES), self)
 
     def _entry(self, name: str, most: int) -> bytes:
         info = self._entries[name]
@@ -169,7 +169,21 @@ class _Archive:
             raise Malformed(f"{name} has {info.file_size} bytes; must be at most {most}")
         return self._archive.read(info)
 
-    def _memory(self, identity: Any) -> _Memory | Inert:
+    def named(self, full: str) -> Any:
+        """What a name of a pickle stands for. Raises Refused."""
+        module, _, name = full.rpartition(".")
+        if full in _KNOWN:
+            return Function(full, _KNOWN[full])
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        # Not getattr, with which torch imports parts of itself.
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return name
+        if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
+            return Function(full, lambda *_: Inert(full))
+        raise Refused(full if full.isprintable() and len(full) <= 200 else told(full))
+
+    def outside(self, identity: Any) -> _Memory | Inert:
         """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""
         if not isinstance(identity, tuple) or len(identity) != 5:
             raise Malformed(f"it wants {told(identity)} from outside")
@@ -195,21 +209,6 @@ def _line(error: Exception) -> str:
     """Of what is not of this module, and may quote the file."""
     text = str(error)
     return text if text.isprintable() and len(text) <= 300 else told(text)
-
-
-def _named(full: str) -> Any:
-    """What a name of a pickle stands for. Raises Refused."""
-    module, _, name = full.rpartition(".")
-    if full in _KNOWN:
-        return Function(full, _KNOWN[full])
-    if module == "torch" and name in _STORAGES:
-        return _STORAGES[name]
-    # Not getattr, with which torch imports parts of itself.
-    if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-        return name
-    if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
-        return Function(full, lambda *_: Inert(full))
-    raise Refused(full if full.isprintable() and len(full) <= 200 else told(full))
 
 
 def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Inert:

@@ -252,6 +252,7 @@ def optimizer(keys: TranslatedSettings, role: str, path: str) -> None:
 
 
 def _trackers(keys: TranslatedSettings) -> None:
+    keys.put("metrics.names", "mindspeed")
     if keys.format != "current":
         return
     board, wandb, swanlab = (keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab"))

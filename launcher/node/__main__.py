@@ -48,8 +48,7 @@ class FollowerNode:
         self._address = network.host_port(coordinator.host, coordinator.port)
         self._deadlines = config.deadlines
         view = View(Console(), verbose=verbose)
-        show = view.output if verbose else None
-        self._supervisor = Supervisor(Path(config.run.dir) / run_files.LOGS, view.say, config.logs, show)
+        self._supervisor = Supervisor(Path(config.run.dir) / run_files.LOGS, view, config.logs)
         self._agent = Agent(here.registration(config, own), own, self._address, self._supervisor, here.machine, sys.executable)
         self._leaves = asyncio.Event()
 
@@ -81,7 +80,7 @@ class FollowerNode:
         """Until the run has ended, and with it this node's processes. Raises ServiceFault when it failed."""
         if await self._last_phase() == "failed":
             raise ServiceFault("coordinator", "run", "the run failed; the coordinator's node and its log say why")
-        self._supervisor.replace_nobody()
+        self._supervisor.stop_restarts()
         await self._supervisor.wait_all(self._deadlines.stop)
 
     async def _last_phase(self) -> str:

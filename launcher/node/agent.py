@@ -127,7 +127,7 @@ class Agent:
 
     async def _forget(self, assignment: Assignment) -> None:
         """Another coordinator's process: what ran for the one before has registered there alone."""
-        self._supervisor.replace_nobody()
+        self._supervisor.stop_restarts()
         await asyncio.gather(
             *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
         )

@@ -10,9 +10,10 @@ import fcntl
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from runtime import timeouts
 from runtime.config import Logs
@@ -22,23 +23,29 @@ PIPE_BYTES = 1 << 20  # as much as Linux lets every user have: what a process ca
 TAIL_BYTES = 1 << 20  # of a log, its newest part: there stands why the process ended
 
 
+class LineView(Protocol):
+    """Where lines are shown, from any thread; `verbose`: those of the processes too."""
+
+    verbose: bool
+
+    def say(self, line: str) -> None: ...
+
+    def output(self, name: str, line: str) -> None: ...
+
+
 class Log:
     """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on.
 
-    `say` is told once when the file cannot be written, and `show` every line; both from the log's own thread.
+    `view` is told once when the file cannot be written, and, if it is verbose, every line with the process's `name`; both from
+    the log's own thread.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Logs,
-        say: Callable[[str], None] = lambda line: None,
-        show: Callable[[str], None] | None = None,
-    ):
+    def __init__(self, path: Path, settings: Logs, name: str, view: LineView | None = None):
         self.path = path
         self._settings = settings
-        self._say = say
-        self._show = show
+        self._name = name
+        self._view = view
+        self._shows = view is not None and view.verbose
         self._unshown = b""  # of a line that is not whole yet
         self._unkept = b""  # likewise: in the file it might be cut where the next file begins
         self._lost = 0  # bytes since the file could be written last
@@ -135,8 +142,8 @@ class Log:
                 self._rotate()
             self._write(data)
         except OSError as error:  # the process shall go on
-            if not self._lost:
-                self._say(f"{self.path}: {(error.strerror or str(error)).lower()}: output of this process is being lost")
+            if not self._lost and self._view is not None:
+                self._view.say(f"{self.path}: {(error.strerror or str(error)).lower()}: output of this process is being lost")
             self._lost += len(data)
 
     def _write(self, data: bytes) -> None:
@@ -156,11 +163,11 @@ class Log:
         return self.path.with_name(f"{self.path.name}.{age}") if age else self.path
 
     def _tell(self, data: bytes) -> None:
-        if self._show is None:
+        if self._view is None or not self._shows:
             return
         *lines, self._unshown = (self._unshown + data).split(b"\n")
         try:
             for line in lines:
-                self._show(line.decode(errors="replace"))
+                self._view.output(self._name, line.decode(errors="replace"))
         except (OSError, SystemExit):  # who reads the launcher's output has gone; rich ends the thread for it
-            self._show = None
+            self._shows = False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node import cpus
-from launcher.node.logs import Log
+from launcher.node.logs import LineView, Log
 from launcher.node.topology import ProcessSpec
 from runtime import timeouts
 from runtime.cluster.restarts import Allowance
@@ -101,15 +101,13 @@ class Supervisor:
     def __init__(
         self,
         logs: Path,
-        say: Callable[[str], None] = lambda line: None,
+        view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
-        show: Callable[[str, str], None] | None = None,
     ):
-        """`say` shows a line to the user; `show(name, line)`, if given, every line that a process writes."""
+        """`view`: shows what became of processes, and, if it is verbose, every line that they write."""
         self._logs = logs
-        self._say = say
+        self._view = view
         self._settings = settings
-        self._show = show
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
@@ -118,21 +116,25 @@ class Supervisor:
         self.incarnations: dict[str, int] = {}
         """The newest of each name that is not ended; it may have died, or be about to be started."""
         self._restarts: Mapping[str, Restarts] = {}
-        self._judged: Collection[str] = ()
+        self._decided_elsewhere: Collection[str] = ()
         self._under_way = False
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
 
-    def enable_restarts(self, restarts: Mapping[str, Restarts], judged: Collection[str] = ()) -> None:
-        """One of these processes that dies is started again as its settings allow, while the others go on. `judged`: those of
-        whom it is decided elsewhere, once `on_exit` has told of their death."""
-        self._restarts, self._judged = restarts, judged
+    def _say(self, line: str) -> None:
+        if self._view is not None:
+            self._view.say(line)
+
+    def enable_restarts(self, restarts: Mapping[str, Restarts], decided_elsewhere: Collection[str] = ()) -> None:
+        """A process named here that dies is started again as its settings allow, while the others go on. What becomes of those
+        in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death."""
+        self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
 
-    def replace_nobody(self) -> None:
-        """From now on every death is a failure, and who was to be started again is not."""
-        self._restarts, self._judged = {}, ()
+    def stop_restarts(self) -> None:
+        """From now on every death is a failure, and a process that was about to be started again is not."""
+        self._restarts, self._decided_elsewhere = {}, ()
         for task in self._starting:
             task.cancel()
         self._starting.clear()
@@ -150,7 +152,7 @@ class Supervisor:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
         interpreter that is not there, or processors that are not."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
-        output = Log(path, self._settings, self._say, partial(self._show, spec.name) if self._show else None)
+        output = Log(path, self._settings, spec.name, self._view)
         with output.writer() as out:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -175,7 +177,7 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def culprit(self) -> Child | None:
+    def cause_of_failure(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
         failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
         return min(failed, key=lambda one: (one[0] > 0, not one[1].mistaken), default=(0, None))[1]
@@ -207,10 +209,10 @@ class Supervisor:
     def _replace(self, child: Child) -> bool:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
         name = child.spec.name
-        if child.mistaken or name not in {*self._restarts, *self._judged}:
+        if child.mistaken or name not in {*self._restarts, *self._decided_elsewhere}:
             return False
         self.let_go(child)
-        if name in self._judged:
+        if name in self._decided_elsewhere:
             self._say(str(child.fault()))
             self.on_exit(child)
             return True
@@ -270,7 +272,7 @@ class Supervisor:
     async def end_all(self, grace: float) -> None:
         """SIGTERM to whoever still runs, SIGKILL after `grace` seconds; returns when every one is gone, and
         what vLLM's processes leave in shared memory."""
-        self.replace_nobody()
+        self.stop_restarts()
         for child in self.children:
             if child.running:
                 child.signal_group(signal.SIGTERM)

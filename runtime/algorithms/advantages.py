@@ -6,12 +6,127 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import AdvantageInputs, AdvantageOptions, advantage, own_part
-from runtime.algorithms.sums import GroupSums, whiten
-from runtime.algorithms.token_returns import gae as estimate
-from runtime.algorithms.token_returns import returns_to_go
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# ---------------------------------------------------------------------------------------------- sums over groups and the batch
+
+
+class GroupSums:
+    """The rewards of B samples by group. Samples that are not valid count nowhere, whatever their reward.
+
+    rewards [B], groups int64 [B] from 0, valid bool [B] or None for all.
+    """
+
+    def __init__(self, rewards: Tensor, groups: Tensor, valid: Tensor | None):
+        self.weight = rewards.new_ones(rewards.shape) if valid is None else valid.to(rewards.dtype)
+        self.rewards = rewards.where(self.weight > 0, rewards.new_zeros(()))
+        self._groups = groups
+        self._count = int(groups.max()) + 1 if groups.numel() else 0
+        size = self.sums(self.weight)
+        self.size = size[groups]  # [B], of each sample's group
+        self.sum = self.sums(self.rewards)[groups]  # [B]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[number of groups], from values [B]."""
+        return values.new_zeros(self._count).index_add(0, self._groups, values)
+
+    def equal(self) -> Tensor:
+        """bool [B]: whether the rewards of the sample's group are all equal."""
+        low, high = (
+            self.rewards.new_full((self._count,), sign * float("inf")).scatter_reduce(
+                0, self._groups, self.rewards.masked_fill(self.weight == 0, sign * float("inf")), reduction
+            )
+            for sign, reduction in ((1, "amin"), (-1, "amax"))
+        )
+        return (low >= high)[self._groups]
+
+    def deviation(self) -> Tensor:
+        """`r - mean_g`, [B]: 0 in a group of equal rewards, r in a group of one, 0 where not valid."""
+        single = self.size <= 1
+        mean = (self.sum / self.size.clamp(min=1)).masked_fill(single, 0.0)
+        # Rounding leaves the mean of equal rewards off by an ulp, which eps would not hide.
+        return ((self.rewards - mean) * self.weight).where(~self.equal() | single, 0.0)
+
+
+EPS = 1e-8
+
+
+def whiten(values: Tensor, mask: Tensor, batch_sum: Callable[[Tensor], Tensor] = own_part) -> Tensor:
+    """`(x - mean) / sqrt(var + 1e-8)` with moments of the masked values, variance unbiased; 0 outside the mask. [B, T].
+
+    `batch_sum` adds up a tensor over the parts of the batch. Mean and squares take a sum each, as the square of a sum
+    loses digits where the mean is large.
+    """
+    count = batch_sum(mask.sum())
+    mean = batch_sum((values * mask).sum()) / count.clamp(min=1)
+    centred = (values - mean) * mask
+    variance = batch_sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    return centred / (variance + EPS).sqrt()
+
+
+# ------------------------------------------------------------------------------------------------ rewards and values per token
+# Tokens outside the mask are skipped as if they were not there. All tensors [B, T] of one dtype; what comes out is 0 outside
+# the mask.
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
+    """`1[t = last] R - penalty_t` (Ziegler et al., arXiv:1909.08593): rewards [B] -> [B, T].
+
+    A row without a masked token has no last one: all its rewards are 0.
+    """
+    last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask > 0)
+    out = last * rewards[:, None]
+    return out if penalties is None else out - penalties * mask
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """`G_t = r_t + γ G_{t+1}`, t + 1 being the next masked token."""
+    order = _trained_first(mask)
+    return _restore(_accumulate((rewards * mask).gather(1, order), mask, gamma), order) * mask
+
+
+def token_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (GAE, arXiv:1506.02438, equation 16).
+
+    `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`.
+    """
+    order = _trained_first(mask)
+    reward, value = ((tensor * mask).gather(1, order) for tensor in (rewards, values))
+    following = value.new_zeros(value.shape)
+    following[:, :-1] = value[:, 1:]
+    advantages = _restore(_accumulate(reward + gamma * following - value, mask, gamma * lam), order) * mask
+    return advantages, advantages + values * mask
+
+
+def _trained_first(mask: Tensor) -> Tensor:
+    """int64 [B, T]: the masked tokens of each row in order, then the others."""
+    return mask.argsort(dim=1, descending=True, stable=True)
+
+
+def _restore(packed: Tensor, order: Tensor) -> Tensor:
+    return packed.new_zeros(packed.shape).scatter(1, order, packed)
+
+
+def _accumulate(packed: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """`y_t = x_t + decay · y_{t+1}` along rows that hold zeros after their masked tokens."""
+    out = packed.clone()
+    longest = int(mask.sum(1).max()) if mask.numel() else 0
+    for t in range(longest - 2, -1, -1):
+        out[:, t] += decay * out[:, t + 1]
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------------ advantages
 
 
 def group_norm(
@@ -103,7 +218,7 @@ def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
 
 def _estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     assert inputs.values is not None  # `needs_values`
-    return estimate(inputs.token_rewards, inputs.values, inputs.mask, gamma=options.gamma, lam=options.gae_lambda)
+    return token_gae(inputs.token_rewards, inputs.values, inputs.mask, gamma=options.gamma, lam=options.gae_lambda)
 
 
 def has_signal(rewards: Iterable[float], valid: Iterable[bool]) -> bool:

@@ -1,14 +1,36 @@
-"""Losses of policy and critic, one value a token, and the log-probabilities that they are made of."""
+"""What a policy is trained on, from log-probabilities per token: losses, aggregations, KL, and corrections of the gap."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from runtime.algorithms.interfaces import LossInputs, LossOptions, LossOutputs, policy_loss
-from runtime.algorithms.sums import row_mean
+from runtime.algorithms.interfaces import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    Aggregate,
+    AggregationOptions,
+    CorrectionOptions,
+    CorrectionOutputs,
+    LossInputs,
+    LossOptions,
+    LossOutputs,
+    policy_loss,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] from [B, T]; 0 in a row without masked tokens."""
+    return (values * mask).sum(-1, keepdim=True)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] from [B, T]; 0 in a row without masked tokens."""
+    return row_sum(values, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def clipped_surrogate(
@@ -134,3 +156,174 @@ def token_logprobs(
     logp = scaled.log_softmax(-1)
     spread = logp if entropy_gradient else logp.detach()
     return logp.gather(-1, tokens[:, None])[:, 0], -(spread.exp() * spread).sum(-1)
+
+
+# -------------------------------------------------------------------------------- aggregation: from token values to one number
+# Each gives a sum and a count that add up over micro-batches and ranks; the step divides once, at its end. A row without a
+# trained token adds nothing here, as rows that fill up a batch have none either; what a *sample* without one adds is
+# `masked_sample`.
+
+
+@AGGREGATIONS.register("token_mean")
+def token_mean(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
+    """Every trained token weighs the same (DAPO, arXiv:2503.14476, equation 12). A masked sample has none: it counts 0."""
+    return Aggregate((values * mask).sum(), mask.sum())
+
+
+@AGGREGATIONS.register("seq_mean_token_mean")
+def seq_mean_token_mean(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
+    """Every sample weighs the same, whatever its length (GRPO, arXiv:2402.03300, equation 3). A masked one does not count, as
+    in verl's `seq-mean-token-mean`: the mean is over those that are trained."""
+    tokens = mask.sum(-1)
+    return Aggregate(((values * mask).sum(-1) / tokens.clamp(min=1)).sum(), _trained_rows(tokens))
+
+
+@AGGREGATIONS.register("seq_mean_token_sum")
+def seq_mean_token_sum(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
+    """The mean over samples of their tokens' sum. A masked one does not count, as in verl's `seq-mean-token-sum`."""
+    return Aggregate((values * mask).sum(), _trained_rows(mask.sum(-1)))
+
+
+@AGGREGATIONS.register("dr_grpo")
+def dr_grpo(values: Tensor, mask: Tensor, options: AggregationOptions) -> Aggregate:
+    """`sum / (samples · norm)`: no length of any sample enters (Dr. GRPO, arXiv:2503.20783, section 3.2).
+
+    A masked sample counts as one of no loss (`masked_sample`), as in the authors' code and in TRL: the constant does not depend
+    on what is masked, and the gradients of the others stay as they are.
+    """
+    return Aggregate((values * mask).sum(), _trained_rows(mask.sum(-1)) * options.norm)
+
+
+def masked_sample(name: str, options: AggregationOptions) -> float:
+    """What a sample without a trained token adds to the count of the aggregation `name`."""
+    return options.norm if name == "dr_grpo" else 0.0
+
+
+def _trained_rows(tokens: Tensor) -> Tensor:
+    """How many have a token, from their numbers of them [B]."""
+    return (tokens > 0).to(tokens.dtype).sum()
+
+
+# ------------------------------------------------------------------------------------------- KL(policy || reference) per token
+# From x = logp - ref_logp (http://joschu.net/blog/kl-approx.html).
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(x: Tensor) -> Tensor:
+    """x. Unbiased, of high variance, may be negative."""
+    return x
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(x: Tensor) -> Tensor:
+    """x² / 2. Biased; its gradient is that of the KL."""
+    return x.square() / 2
+
+
+@KL_ESTIMATORS.register("k3_plain")
+def k3_plain(x: Tensor) -> Tensor:
+    """k3 without clamps."""
+    return k3(x)
+
+
+def k3(x: Tensor, *, clamp: bool = False) -> Tensor:
+    """exp(-x) - 1 + x. Unbiased, never negative. `clamp` holds the result at 10 or less, beyond which it has no gradient."""
+    if not clamp:
+        return (-x).expm1() + x
+    x = x.clamp(min=-20.0)  # an exponential that overflows would make the gradient NaN instead
+    return ((-x).expm1() + x).clamp(max=10.0)
+
+
+@KL_ESTIMATORS.register("k3")
+def k3_clamped(x: Tensor) -> Tensor:
+    """k3 as losses use it: one far token must not overflow the step."""
+    return k3(x, clamp=True)
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(x: Tensor) -> Tensor:
+    """|x|."""
+    return x.abs()
+
+
+def importance_weighted(estimate: Tensor, logp: Tensor, behaviour_logp: Tensor) -> Tensor:
+    """`exp(logp - behaviour_logp) · estimate`: unbiased, gradient included, for tokens that another policy sampled.
+
+    Of k3 as in DeepSeek-V3.2, arXiv:2512.02556. The exponent is held within ±20.
+    """
+    return (logp - behaviour_logp).clamp(-20.0, 20.0).exp() * estimate
+
+
+LARGEST_ERROR = 0.2
+
+
+@dataclass(frozen=True)
+class FixedKl:
+    """β stays."""
+
+    coefficient: float
+
+    def after(self, kl: float, samples: float) -> FixedKl:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """`β ← β (1 + clip(kl / target - 1, ±0.2) · n / horizon)` (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    `kl` is the step's mean estimate per token, n its number of samples, `horizon` in samples.
+    """
+
+    coefficient: float
+    target: float
+    horizon: float
+
+    def after(self, kl: float, samples: float) -> AdaptiveKl:
+        error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        return replace(self, coefficient=self.coefficient * (1 + error * samples / self.horizon))
+
+
+# ------------------------------------------------- weights for the gap between the engine that sampled and the one that trains
+# Each correction takes `log_weight` = proximal - behaviour log-probabilities [B, T], and gives weights without gradient. The
+# policy loss is multiplied by them; its average stays over the original mask.
+
+
+@CORRECTIONS.register("token_tis")
+def token_tis(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
+    """`min(w_t, C)`, [B, T]: truncated importance sampling (Ionides 2008; per token as in Yao et al. 2025, "Your efficient
+    RL framework secretly brings you off-policy RL training")."""
+    weight = log_weight.detach().exp()
+    return CorrectionOutputs(weight.clamp(max=options.cap), weight > options.cap)
+
+
+@CORRECTIONS.register("sequence_tis")
+def sequence_tis(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
+    """`min(Π_t w_t, C)`, [B, 1]: the weight of the whole sample, truncated."""
+    weight = row_sum(log_weight.detach(), mask).exp()
+    return CorrectionOutputs(weight.clamp(max=options.cap), weight > options.cap)
+
+
+@CORRECTIONS.register("icepop")
+def icepop(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
+    """`w_t` where `low <= w_t <= high`, else 0, [B, T] (IcePop, arXiv:2510.18855)."""
+    weight = log_weight.detach().exp()
+    outside = (weight < options.low) | (weight > options.high)
+    return CorrectionOutputs(weight.masked_fill(outside, 0.0), outside)
+
+
+@CORRECTIONS.register("geometric_mask")
+def geometric_mask(log_weight: Tensor, mask: Tensor, options: CorrectionOptions) -> CorrectionOutputs:
+    """1 for rows with `low <= exp(mean_t log w_t) <= high`, else 0, [B, 1]: the geometric mean does not drift with length."""
+    weight = row_mean(log_weight.detach(), mask).exp()
+    outside = (weight < options.low) | (weight > options.high)
+    return CorrectionOutputs((~outside).to(weight.dtype), outside)
+
+
+def interpolated_proximal(logp: Tensor, behaviour_logp: Tensor, staleness: Tensor) -> Tensor:
+    """`α behaviour + (1 - α) logp`, `α = 1 / d` where a token is d >= 1 versions old and 0 where it is fresh
+    (A-3PO, arXiv:2512.06547): the policy one version before `logp`, were versions steps on a straight line.
+
+    All [B, T], `staleness` the integer d of each token by the version that sampled it. Without gradient.
+    """
+    share = staleness.clamp(min=1).to(logp.dtype).reciprocal().masked_fill(staleness < 1, 0.0)
+    return logp.detach() + share * (behaviour_logp - logp.detach())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Cluster, Config, Parallel, Process, ReferenceScorer, Rollout, Spread
+from runtime.config import Cluster, Config, Parallel, Process, Rollout, Spread
 
 
 class Instance(Struct, frozen=True):
@@ -17,29 +17,29 @@ class Instance(Struct, frozen=True):
 
 
 def instances(config: Config, trains: bool = True) -> list[Instance]:
-    """Every process that registers, in a fixed order. `trains`: False for an evaluation alone, which needs no more than
-    rollouts and rewards."""
-    services = config.services
+    """Every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which needs
+    no more than rollouts and rewards."""
     out = [Instance("rollout", name) for name in replicas(config)]
-    if config.rewards.rules or config.rewards.remote:
-        out += [Instance("reward", f"reward-{index}") for index in range(services.reward.replicas)]
-    if config.rewards.model is not None:
-        out += [Instance("reward_model", f"reward_model-{index}") for index in range(services.reward_model.replicas)]
-    if not trains:
-        return out
-    if uses_reference(config):
-        out += _references(services.reference)
-    out += [Instance("trainer", f"trainer-{rank}", rank) for rank in range(services.trainer.processes)]
-    if config.critic is not None:
-        out += [Instance("critic", f"critic-{rank}", rank) for rank in range(services.critic.processes)]
+    for path, settings in processes(config).items():
+        role = path.removeprefix("services.")
+        if path not in fleets(config) and _has(config, role, trains):
+            group = is_group(config, role)
+            count = getattr(settings, "processes" if group else "replicas")
+            out += [Instance(role, f"{role}-{index}", index if group else 0) for index in range(count)]
     return out
 
 
-def _references(settings: ReferenceScorer) -> list[Instance]:
-    """Independent replicas, or the ranks of one group."""
-    spread = settings.engine == "megatron"
-    count = settings.processes if spread else settings.replicas
-    return [Instance("reference", f"reference-{index}", index if spread else 0) for index in range(count)]
+def _has(config: Config, role: str, trains: bool) -> bool:
+    """Whether a run has processes of `role`; any that is not named here, where its section is there."""
+    needed = {
+        "coordinator": False,  # it is what the others register with
+        "reward": bool(config.rewards.rules or config.rewards.remote),
+        "reward_model": config.rewards.model is not None,
+        "reference": trains and uses_reference(config),
+        "trainer": trains,
+        "critic": trains and config.critic is not None,
+    }
+    return needed.get(role, True)
 
 
 def fleets(config: Config) -> dict[str, Rollout]:

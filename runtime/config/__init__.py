@@ -13,7 +13,7 @@ from runtime.config.cluster import Cluster, Deadlines, Network, Node
 from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
-from runtime.config.run import Checkpoint, Ledger, Logs, Mismatch, Run, StopConditions, Tracker
+from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Run, StopConditions, Tracker
 from runtime.config.services import (
     Computing,
     Coordinator,
@@ -64,5 +64,6 @@ class Config(Section, frozen=True):
     logs: Logs = Logs()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
+    metrics: MetricNames = MetricNames()
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
     """Where metrics go."""

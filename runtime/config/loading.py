@@ -30,6 +30,7 @@ _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two f
 # Keys of earlier versions, by path: what to write now.
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
+    "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
 }
 # Values of earlier versions, by key: what to write now.
 _REPLACED = {
@@ -170,11 +171,11 @@ def _spell_out(raw: dict[Any, Any]) -> list[str]:
         model = f"{TINY_PREFIX} {model['tiny'] or ''}".strip()
     if not isinstance(model, str):
         return []
-    from runtime.models import tiny_family
+    from runtime.models import tiny_model
 
     raw["model"] = {"path": model}
-    if tiny_family.described(model) is None:
-        known = f"not a section of keys, nor one of {tiny_family.NAMES}"
+    if tiny_model.described(model) is None:
+        known = f"not a section of keys, nor one of {tiny_model.NAMES}"
         return [f"model: '{model}' is {known}; a folder is named by model.path"]
     rewards = raw.get("rewards")
     for section, path in ((raw.get("critic"), ""), (rewards.get("model") if isinstance(rewards, dict) else None, model)):

@@ -19,7 +19,7 @@ import msgspec
 from runtime.cluster.topology import block_size, fleets, model_key, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.errors import UserError
-from runtime.models import hf_config, tiny_family
+from runtime.models import hf_config, tiny_model
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.memory import RankBytes
 from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, memory_fault, rank_memory, uncut
@@ -82,8 +82,8 @@ def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator
 
 
 def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str]:
-    if folder.startswith(tiny_family.PREFIX):
-        if wrong := tiny_family.fault(folder):
+    if folder.startswith(tiny_model.PREFIX):
+        if wrong := tiny_model.fault(folder):
             yield f"{key}: {wrong}"
         return
     path = Path(folder)
@@ -211,7 +211,7 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
 def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
     """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read. `scores`: what a tiny
     one is of, a reward model."""
-    if tiny := tiny_family.described(folder, scores=scores):
+    if tiny := tiny_model.described(folder, scores=scores):
         return tiny
     found = _json(Path(folder) / "config.json")
     needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")

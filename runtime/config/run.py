@@ -77,6 +77,14 @@ class Mismatch(Section, frozen=True):
     (8 tokens). The run goes on; progress, `sluice status`, summary and the last line say so. 0: never."""
 
 
+class MetricNames(Section, frozen=True):
+    """What the figures of a step are called."""
+
+    names: Literal["own", "mindspeed"] = "own"
+    """Under which names tensorboard, wandb and swanlab get the figures: ours, or for dashboards made for it those of
+    MindSpeed-RL, where it has others. `metrics.jsonl` has ours always; `sluice report` reads it."""
+
+
 class Tracker(Section, frozen=True):
     """Where metrics go. `sluice report` and the table are made from `jsonl`, so keep it."""
 

@@ -21,16 +21,15 @@ from runtime.cluster.topology import (
     replicas,
     takes_turns,
 )
-from runtime.config import Cluster, Computing, Config, Placed, Publication, ReferenceScorer, Rollout, Scorer, Trainer
+from runtime.config import Cluster, Computing, Config, Placed, Publication, ReferenceScorer, Rollout, Scorer, Services, Trainer
 from runtime.config.base import DType
 from runtime.process.network import is_loopback
-from runtime.rollout.vllm.arguments import own_faults
-from runtime.rollout.vllm.sampling import LEAST_TEMPERATURE
+from runtime.rollout.vllm.arguments import LEAST_TEMPERATURE, own_faults
 from runtime.weights.plan import resolve_transport
 
 RENDEZVOUS = 2  # of the weights: the next epoch's opens before the last one's is closed
 RESERVED = 1024  # ports below belong to the system
-HOSTS = ("rollout", "reward_model", "reference", "trainer", "critic")
+HOSTS = tuple(role for role in Services.__struct_fields__ if isinstance(getattr(Services(), role), Computing))
 _VLLM_ALONE = ("tensor_parallel", "engine_args")
 _DEFAULT = Rollout()
 _OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "float32")]
@@ -253,8 +252,6 @@ def _turns(config: Config) -> Iterator[str]:
     for path, fleet in fleets(config).items():
         if fleet.colocate != "trainer":
             yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"
-    if not publication.overlap:
-        yield "publication.overlap: false sends a rollout that comes late no version while the trainer is off; must be true"
     if publication.backend in ("nccl", "hccl"):
         yield (
             f"publication.backend: {publication.backend} takes one member a device, and rollouts lie on the trainer's; must be "
@@ -306,11 +303,6 @@ def publication_faults(config: Config, policy: Mapping[str, Any] | None) -> Iter
         yield "publication.senders: all is not for transport files, whose folder one process writes; must be one"
     if settings.folder and settings.transport != "files":
         yield f"publication.folder: '{settings.folder}' is for transport files alone, and it is {settings.transport}"
-    if not settings.overlap and config.services.trainer.processes > 1 and settings.transfer_timeout >= config.deadlines.train:
-        yield (
-            f"publication.transfer_timeout: {settings.transfer_timeout:g} must be below deadlines.train "
-            f"({config.deadlines.train:g}): without overlap the trainer's ranks wait for each other while buckets are taken"
-        )
     if settings.encoding != "delta" and settings.full_every != Publication().full_every:
         yield f"publication.full_every: {settings.full_every} is for encoding delta alone, and it is {settings.encoding}"
     if settings.encoding == "delta" and policy is not None and _on_the_wire(config, policy) == "float32":

@@ -254,9 +254,6 @@ class Publication(Section, frozen=True):
     dtype: DType = "auto"
     """On the wire and in the exported model. `auto`: `model.dtype`, or what the model's `config.json` declares when that is
     `auto` too."""
-    overlap: bool = True
-    """The next step goes on beside the transfer, from a copy of the policy in the trainer's host memory. False: there is memory
-    for a few buckets only, and training waits until the last one is filled."""
     join_timeout: Seconds = 60.0
     """To connect the group. A rollout that stops in it holds publications up for as long, or for `deadlines.silence` if that is
     shorter and it served."""

@@ -10,10 +10,10 @@
 
     GroupStage         admits prompts, waits for room in the buffer; a task for each group: rollout → reward, reference, critic
        ↓ Buffer        its groups, in their states; bounded by the staleness bound; every change goes into the ledger
-    TrainLoop          waits for a batch → trainer and critic: accumulate, apply → Publisher: new weights to the rollouts
+    TrainLoop          waits for a batch → trainer and critic: accumulate, apply → WeightPublisher: new weights to the rollouts
        ↓ finished()    MetricsRecorder; an Evaluator beside training, in a task; Checkpoints
     Devices            TrainLoop, evaluations and references wait for the devices that they share
-    Publisher.run      waits for rollouts that come or are lost, and gives newcomers the committed version
+    WeightPublisher.run      waits for rollouts that come or are lost, and gives newcomers the committed version
     RolloutPool.guard  waits until no rollout has served for too long: that ends the run
     Recovery           waits for the loss of trainer or critic, as the register tells it
 
@@ -24,7 +24,6 @@ journal go on beside it until others are there: then the next attempt goes on fr
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +31,22 @@ from runtime import codec, run_files
 from runtime.cluster.topology import alternates
 from runtime.commands import Export, Restore
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.checkpoints import Checkpoints
 from runtime.coordinator.devices import devices_of
-from runtime.coordinator.dynamic_sampling import DynamicSampling
 from runtime.coordinator.evaluation import Evaluator
-from runtime.coordinator.groups import STREAM, GroupStage
-from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, gap, line
-from runtime.coordinator.probes import Probes
-from runtime.coordinator.recovery import Recovery, RunHistory
-from runtime.coordinator.roles import Roles
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
+from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, gap, line
+from runtime.coordinator.recovery import Checkpoints, Recovery, RunHistory
+from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext, needs
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainedStep, TrainLoop
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import Note
-from runtime.process.aio import TaskGroup
+from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import SpanClock
@@ -81,12 +76,13 @@ class Attempt:
             staleness=config.training.staleness,
             journal=context.ledger,
             step=first,
+            clock=lambda: context.epoch + now(),
         )
         self._buffer.last_step = config.training.steps
         history.goes_on_at(first)
         self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history)
-        self._spans = SpanClock()
-        self._publisher = Publisher(roles.trainer, pool, config.publication, config.deadlines.train)
+        self._spans = SpanClock(now)
+        self._publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self._buffer, limit) if config.algorithm.dynamic_sampling else None
@@ -125,7 +121,7 @@ class Attempt:
         return self._buffer
 
     @property
-    def publisher(self) -> Publisher:
+    def publisher(self) -> WeightPublisher:
         return self._publisher
 
     @property
@@ -201,24 +197,24 @@ class Attempt:
         self._report("recovering" if self._history.attempts else "starting")
         if self._position is not None:
             await self._restore(self._position)
-        before, version = time.monotonic(), PolicyVersion(self._incarnation, self._buffer.step)
+        before, version = now(), PolicyVersion(self._incarnation, self._buffer.step)
         async with self._devices.lease("trainer") as lease:
             await lease.sync(version)
-        self._context.startup.phases.setdefault("first publication", time.monotonic() - before)
+        self._context.startup.phases.setdefault("first publication", now() - before)
         self._recovery.begun = True
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
 
     async def _evaluate_before(self) -> float | None:
-        began = time.monotonic()
+        began = now()
         accuracy = await self._evaluate_alone(self._config.evaluation.before)
         if accuracy is not None:
-            self._context.startup.phases[startup.NOT_COUNTED] = time.monotonic() - began
+            self._context.startup.phases[startup.NOT_COUNTED] = now() - began
         return accuracy
 
     async def _train(self, tasks: TaskGroup) -> None:
         """Admission and training until the last step."""
         history = self._history
-        history.rl_began = history.rl_began or time.monotonic()
+        history.rl_began = history.rl_began or now()
         self._spans.close_step()
         self._report("training")
         if self._buffer.stop_reason:
@@ -228,7 +224,7 @@ class Attempt:
         self._admission.cancel()
         await self._evaluation_over()
         self._buffer.stop("all steps done")
-        history.rl_seconds = time.monotonic() - history.rl_began
+        history.rl_seconds = now() - history.rl_began
 
     async def _end_groups(self) -> None:
         """Give up what is still on its way; its prompts come first when the run is resumed."""
@@ -245,7 +241,7 @@ class Attempt:
         await self._recorder.step(trained)
         if startup.TOTAL not in self._context.startup.phases:
             self._started_up()
-        if config.stop.hours and time.monotonic() - history.rl_began >= config.stop.hours * 3600:
+        if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         if self.evaluates(step):
             if self._is_evaluating():

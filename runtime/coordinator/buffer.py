@@ -7,7 +7,6 @@ which version is committed, so the arithmetic of `staleness` always sees one con
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -73,7 +72,8 @@ class ChangeJournal(Protocol):
 
 
 class Buffer:
-    """`step`: the next to be filled, which is also the committed version when the run (re)starts."""
+    """`step`: the next to be filled, which is also the committed version when the run (re)starts. `clock`: seconds since the
+    epoch."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Buffer:
         groups_per_step: int,
         staleness: int,
         journal: ChangeJournal,
+        clock: Callable[[], float],
         step: int = 0,
-        clock: Callable[[], float] = time.time,
     ):
         self.needs = needs
         self.groups_per_step = groups_per_step
@@ -102,6 +102,10 @@ class Buffer:
         self._clock = clock
         self._filled = 0
         self._groups: dict[int, Group] = {}
+        # Counts of them, as `capacity` and `take` are asked after every change: O(1), however many groups there are.
+        self._phases = dict.fromkeys(Phase, 0)
+        self._due: dict[int, list[int]] = {}  # by deadline: those that are in no batch, and how many of these are ready
+        self._waiting: dict[int, Group] = {}  # admitted, and with no replica
         self._finished = {Phase.RETIRED: 0, Phase.DROPPED: 0}
 
     def __getitem__(self, group_id: int) -> Group:
@@ -130,15 +134,15 @@ class Buffer:
             raise InvariantViolated(f"group {ticket.group_id} was admitted twice")
         group = Group(ticket=ticket, state=GroupState(self.needs), since=self._clock())
         self._groups[ticket.group_id] = group
+        self._count(group, 1)
         self._record(group, "admitted", ticket=ticket)
         return group
 
     def dispatch(self, group_id: int, replica: str) -> Group:
         """`replica` is asked to generate the group. Its oldest token will be of the committed version or a later one."""
-        group = self._apply(group_id, states.Dispatched())
-        group.replica = replica
+        due = staleness.deadline(self.committed, self.staleness)
+        group = self._apply(group_id, states.Dispatched(), replica=replica, deadline=due)
         group.attempt += 1
-        group.deadline = staleness.deadline(self.committed, self.staleness)
         self._record(group, "generating", replica=replica, attempt=group.attempt)
         return group
 
@@ -147,7 +151,7 @@ class Buffer:
         due = staleness.deadline(result.oldest.step, self.staleness)
         if group.deadline is None or due < group.deadline:
             raise InvariantViolated(f"group {group.group_id} has a token of {result.oldest}, older than its dispatch allows")
-        group.deadline = due
+        self._set(group, deadline=due)
         group.payload = result.payload
         group.generated = structs.replace(result, payload=b"")
         self._record(group, "generated", generated=result)
@@ -180,8 +184,8 @@ class Buffer:
         group = self._apply(group_id, states.Lost())
         if group.taken is not None:
             self._reopen(group)
-        group.replica, group.deadline, group.taken, group.place, group.generated = "", None, None, None, None
-        group.payload = group.scores = group.reference = group.values = None
+        gone = ("deadline", "taken", "place", "generated", "payload", "scores", "reference", "values")
+        self._set(group, replica="", **dict.fromkeys(gone))
         self._record(group, "lost")
         self.ready_changed.set()
         self.room_changed.set()
@@ -211,15 +215,14 @@ class Buffer:
         """
         if step != self.step:
             raise InvariantViolated(f"step {step} cannot take groups while step {self.step} is being filled")
-        opened = self._opened()
-        ready = sum(group.ready for group in opened)
-        if not ready or (whole and ready < self.places):
+        found = self.takeable
+        if not found or (whole and found < self.places):
             return []
-        taken = [self[i] for i in staleness.select(opened, step, self.places, self.groups_per_step, whole)]
+        taken = [self[i] for i in staleness.select(self._opened(), step, self.places, self.groups_per_step, whole)]
         occupied = {group.place for group in self if group.taken == step}
         free = (place for place in range(self.groups_per_step) if place not in occupied)
         for group, place in zip(taken, free, strict=False):
-            group.taken, group.place = step, place
+            self._set(group, taken=step, place=place)
             self._record(group, "", taken=step, place=place)
         self._filled += len(taken)
         if self._filled == self.groups_per_step:
@@ -254,7 +257,8 @@ class Buffer:
         """Take over what the ledger restored. Returns the groups that have to be generated again although they are intact,
         because `groups_per_step` or `staleness` became smaller and their deadlines could no longer be met."""
         for row in rows:
-            self._groups[row.group_id] = self._restored(row)
+            self._groups[row.group_id] = group = self._restored(row)
+            self._count(group, 1)
         late = staleness.overdue(self._opened(), self.step, self.groups_per_step)
         for group_id in late:
             self.lose(group_id)
@@ -264,10 +268,21 @@ class Buffer:
 
     def capacity(self, max_in_flight: int, steps: int) -> int:
         """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""
-        generating = sum(group.state.phase == Phase.GENERATING for group in self)
-        holding = sum(group.state.phase != Phase.ADMITTED for group in self)
-        missing = (steps - self.step) * self.groups_per_step - self._filled - len(self._opened())
-        return staleness.admission_capacity(holding, generating, max_in_flight, self.staleness, self.groups_per_step, missing)
+        holding = len(self._groups) - len(self._waiting)
+        missing = (steps - self.step) * self.groups_per_step - self._filled - sum(opened for opened, _ in self._due.values())
+        return staleness.admission_capacity(
+            holding, self.generating, max_in_flight, self.staleness, self.groups_per_step, missing
+        )
+
+    @property
+    def generating(self) -> int:
+        """How many groups rollouts have."""
+        return self._phases[Phase.GENERATING]
+
+    @property
+    def takeable(self) -> int:
+        """How many groups the step that is being filled can take now."""
+        return staleness.takeable(self._due, self.step, self.places, self.groups_per_step)
 
     @property
     def places(self) -> int:
@@ -276,14 +291,11 @@ class Buffer:
 
     def waiting(self) -> list[Group]:
         """Admitted groups that no replica has, oldest first."""
-        return sorted((g for g in self if g.state.phase == Phase.ADMITTED), key=lambda group: group.group_id)
+        return [self._waiting[group_id] for group_id in sorted(self._waiting)]
 
     def counts(self) -> dict[str, int]:
         """Groups by phase: those here, and those that retired or were dropped since the (re)start."""
-        counts = dict.fromkeys((phase.value for phase in Phase), 0)
-        for group in self:
-            counts[group.state.phase.value] += 1
-        return counts | {phase.value: number for phase, number in self._finished.items()}
+        return {phase.value: number for phase, number in (self._phases | self._finished).items()}
 
     def oldest_wait(self) -> Wait | None:
         """The unready group with the earliest deadline: what the step being filled waits for. None: nothing is under way."""
@@ -317,26 +329,47 @@ class Buffer:
             self.ready_changed.set()
         return group
 
-    def _apply(self, group_id: int, event: Event) -> Group:
+    def _apply(self, group_id: int, event: Event, **fields: object) -> Group:
+        """`fields` are what changes with its state."""
         group = self._groups.get(group_id)
         if group is None:
             raise InvariantViolated(f"group {group_id} is not live and cannot take {event!r}")
-        group.state = states.apply(group.state, event)
-        group.since = self._clock()
+        self._set(group, state=states.apply(group.state, event), since=self._clock(), **fields)
         return group
+
+    def _set(self, group: Group, **fields: object) -> None:
+        """Every change of what `_count` counts."""
+        self._count(group, -1)
+        for name, value in fields.items():
+            setattr(group, name, value)
+        self._count(group, 1)
+
+    def _count(self, group: Group, number: int) -> None:
+        phase = group.state.phase
+        self._phases[phase] += number
+        if group.deadline is not None and group.taken is None:
+            due = self._due.setdefault(group.deadline, [0, 0])
+            due[0] += number
+            due[1] += number * (phase == Phase.READY)
+            if not due[0]:
+                del self._due[group.deadline]
+        if phase == Phase.ADMITTED and number > 0:
+            self._waiting[group.group_id] = group
+        elif phase == Phase.ADMITTED:
+            del self._waiting[group.group_id]
 
     def _record(self, group: Group, stamp: str, **what: object) -> None:
         self._journal.record(Change(group_id=group.group_id, state=group.state, stamp=stamp, at=group.since, **what))  # type: ignore[arg-type]
 
     def _leave(self, group: Group) -> None:
         del self._groups[group.group_id]
+        self._count(group, -1)
         self._finished[group.state.phase] += 1
         self.room_changed.set()
 
     def _restored(self, row: GroupRow) -> Group:
-        fields = {name: getattr(row, name) for name in Ticket.__struct_fields__}
         group = Group(
-            ticket=Ticket(**fields),
+            ticket=Ticket(**{name: getattr(row, name) for name in Ticket.__struct_fields__}),
             state=GroupState(self.needs, row.phase, row.marks, row.step, row.why),
             since=self._clock(),
             attempt=row.attempt,

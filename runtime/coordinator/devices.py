@@ -42,11 +42,10 @@ from runtime.coordinator.device_schedule import (
     Trained,
     VersionPublished,
 )
-from runtime.coordinator.probes import Probes
+from runtime.coordinator.metrics_recorder import Probes
 from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
-from runtime.coordinator.roles import Roles
-from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.weight_sync import Publisher, Transaction
+from runtime.coordinator.roles import Roles, RolloutPool
+from runtime.coordinator.weight_sync import Transaction, WeightPublisher
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark
 from runtime.ledger.states import Phase as GroupPhase
@@ -54,7 +53,7 @@ from runtime.ports import RolePort
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import PolicyVersion
 
-TO_TRAIN, TO_INFER = "resharding_to_train", "resharding_to_infer"
+TO_TRAIN, TO_INFER = "onload", "weight_sync"
 _ANY = 1 << 30  # groups: the rollouts' slots do not matter
 
 Role = Literal["rollout", "reference", "trainer"]
@@ -66,7 +65,7 @@ class Lease:
     figures: PublicationFigures | None = None  # of the version that was published as the lease ended
     version: PolicyVersion | None = None  # the one to be published as the lease ends
 
-    def __init__(self, publisher: Publisher):
+    def __init__(self, publisher: WeightPublisher):
         self._publisher = publisher
 
     async def begin_sync(self, version: PolicyVersion) -> Transaction | None:
@@ -94,7 +93,7 @@ class Devices:
 
     trainer_is_replaceable = True  # while rollouts generate: they hold nothing that another trainer needs
 
-    def __init__(self, pool: RolloutPool, publisher: Publisher, buffer: Buffer):
+    def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
         self._pool = pool
         self._register = pool.register
         self._publisher = publisher
@@ -140,7 +139,7 @@ class ColocatedDevices(Devices):
         config: Config,
         roles: Roles,
         pool: RolloutPool,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         buffer: Buffer,
         probes: Probes,
         spans: SpanClock,
@@ -197,7 +196,7 @@ class ColocatedDevices(Devices):
         buffer = self._buffer
         if self._rollout_leases or self._probes.pending or buffer.capacity(_ANY, buffer.last_step):
             return False
-        return not any(group.state.phase == GroupPhase.GENERATING or self._may_be_dropped(group) for group in buffer)
+        return not buffer.generating and not any(map(self._may_be_dropped, buffer))
 
     def _may_be_dropped(self, group: Group) -> bool:
         """And another prompt be drawn in its place."""
@@ -323,7 +322,13 @@ class ColocatedDevices(Devices):
 
 
 def devices_of(
-    config: Config, roles: Roles, pool: RolloutPool, publisher: Publisher, buffer: Buffer, probes: Probes, spans: SpanClock
+    config: Config,
+    roles: Roles,
+    pool: RolloutPool,
+    publisher: WeightPublisher,
+    buffer: Buffer,
+    probes: Probes,
+    spans: SpanClock,
 ) -> Devices:
     """The devices of a run: shared ones where rollouts and trainer are colocated."""
     if takes_turns(config):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +24,15 @@ from runtime import codec
 from runtime.cluster.topology import slots
 from runtime.coordinator.devices import wake_without_trainer
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
-from runtime.coordinator.roles import EvaluationRoles, RewardScoring
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.roles import EvaluationRoles, RewardScoring, RolloutPool
 from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
 from runtime.evaluation.held_out import HeldOut
-from runtime.evaluation.results import EvaluationResult, Judged
-from runtime.process.aio import TaskGroup
+from runtime.evaluation.results import EvaluatedProblem, EvaluationResult
+from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
 
@@ -66,25 +64,26 @@ class WeightedSemaphore:
             self._given_back.set()
 
 
-class _Course:
+class _EvaluationRun:
     """One evaluation under way: where its replies go, and how far it is."""
 
     def __init__(self, folder: Path, sets: Sequence[HeldOut], places: WeightedSemaphore, largest: int, progress: ReportDone):
         self.places, self.largest = places, largest
-        self.judged: list[list[Judged]] = [[] for _ in sets]
+        self.evaluated: list[list[EvaluatedProblem]] = [[] for _ in sets]
         self.transcripts = [Transcript(folder / f"{each.settings.name}{SUFFIX}") for each in sets]
         self.thread = ThreadPoolExecutor(1, "evaluation")
         self._progress = progress
         self._total = sum(len(each.prompts.problems) for each in sets)
 
     def tell(self) -> None:
-        self._progress(sum(map(len, self.judged)), self._total)
+        self._progress(sum(map(len, self.evaluated)), self._total)
 
     async def close(self) -> None:
         """Write what is there. Raises StorageFull, ServiceFault."""
-        closing = [self.thread.submit(transcript.close) for transcript in self.transcripts]
+        loop = asyncio.get_running_loop()
+        closing = [loop.run_in_executor(self.thread, transcript.close) for transcript in self.transcripts]
         self.thread.shutdown(wait=False)
-        await asyncio.gather(*map(asyncio.wrap_future, closing))
+        await asyncio.gather(*closing)
 
 
 class Evaluator:
@@ -107,62 +106,62 @@ class Evaluator:
         Replies and results go into the folder of the step, in place of what an earlier evaluation of it left; cut short, it
         leaves the replies so far. Raises StorageFull, ServiceFault.
         """
-        before = time.monotonic()
+        before = now()
         folder = evaluation.folder_for(self._folder, step)
         with faults_told(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        course = self._course(folder, alone, progress)
+        under_way = self._begin(folder, alone, progress)
         try:
             async with TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
-                        tasks.create_task(self._problem(course, which, index))
+                        tasks.create_task(self._problem(under_way, which, index))
         finally:
-            await course.close()
-        return await asyncio.to_thread(self._result, course.judged, folder, step, time.monotonic() - before)
+            await under_way.close()
+        return await asyncio.to_thread(self._result, under_way.evaluated, folder, step, now() - before)
 
-    def _result(self, judged: list[list[Judged]], folder: Path, step: int, seconds: float) -> EvaluationResult:
+    def _result(self, evaluated: list[list[EvaluatedProblem]], folder: Path, step: int, seconds: float) -> EvaluationResult:
         rule = self._judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
-        sets = [evaluation.set_result(each.settings, rule, of_set) for each, of_set in zip(self._sets, judged, strict=True)]
+        sets = [evaluation.set_result(each.settings, rule, of_set) for each, of_set in zip(self._sets, evaluated, strict=True)]
         result = EvaluationResult(
             model=self._config.model.path,
             step=step,
             accuracy=sum(each.pass_at[1] for each in sets) / len(sets),
             seconds=seconds,
-            oldest=min(each.oldest for of_set in judged for each in of_set),
-            newest=max(each.newest for of_set in judged for each in of_set),
+            oldest=min(each.oldest for of_set in evaluated for each in of_set),
+            newest=max(each.newest for of_set in evaluated for each in of_set),
             sets=sets,
         )
         with faults_told(folder):
             result.write(folder)
         return result
 
-    def _course(self, folder: Path, alone: bool, progress: ReportDone) -> _Course:
+    def _begin(self, folder: Path, alone: bool, progress: ReportDone) -> _EvaluationRun:
         each = slots(self._config).values()
         if alone:  # twice the slots keeps them full
-            return _Course(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
+            return _EvaluationRun(folder, self._sets, WeightedSemaphore(2 * sum(each)), min(each), progress)
         places, largest = sum(each) // SHARE, min(each) // SHARE
-        return _Course(folder, self._sets, WeightedSemaphore(max(1, places)), max(1, largest), progress)
+        return _EvaluationRun(folder, self._sets, WeightedSemaphore(max(1, places)), max(1, largest), progress)
 
-    async def _problem(self, course: _Course, which: int, index: int) -> None:
-        samples, largest = self._sets[which].settings.samples, course.largest
+    async def _problem(self, under_way: _EvaluationRun, which: int, index: int) -> None:
+        samples, largest = self._sets[which].settings.samples, under_way.largest
         async with TaskGroup() as tasks:
             parts = [
-                tasks.create_task(self._part(course, which, index, first, min(largest, samples - first)))
+                tasks.create_task(self._part(under_way, which, index, first, min(largest, samples - first)))
                 for first in range(0, samples, largest)
             ]
         done = [part.result() for part in parts]
         loop = asyncio.get_running_loop()
-        judged = await loop.run_in_executor(course.thread, self._keep, course.transcripts[which], which, index, done)
-        course.judged[which].append(judged)
-        course.tell()
+        evaluated = await loop.run_in_executor(under_way.thread, self._keep, under_way.transcripts[which], which, index, done)
+        under_way.evaluated[which].append(evaluated)
+        under_way.tell()
 
-    async def _part(self, course: _Course, which: int, index: int, first: int, samples: int) -> Part:
+    async def _part(self, under_way: _EvaluationRun, which: int, index: int, first: int, samples: int) -> Part:
         """Samples `first` and on of one problem, generated and scored."""
         prompts = self._sets[which].prompts
         problem = prompts.problems[index]
-        async with course.places.taken(samples):
+        async with under_way.places.taken(samples):
             request = GroupRequest(
                 group_id=next(self._ids),
                 prompt=prompts.tokens[index],
@@ -184,13 +183,13 @@ class Evaluator:
             )
             return generated, await self._scoring.score(scoring, index)
 
-    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> Judged:
+    def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
         held_out = self._sets[which]
         decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         found = replies_to(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
         transcript.add(index, found)
-        return Judged(
+        return EvaluatedProblem(
             correct=[each.correct for each in found],
             answers=[answer for _, scores in parts for answer in scores.answers],
             tokens=[each.tokens for each in found],

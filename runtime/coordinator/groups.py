@@ -1,4 +1,5 @@
-"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores, reference and values.
+"""The first stages of the pipeline: admission as the staleness bound allows, generation, scores, reference and values; dynamic
+sampling.
 
 One coroutine sees one group through its life, up to `ready`. What bounds the number of them, and so every queue behind them, is
 admission: a group is dispatched only while it may still be trained on in time.
@@ -12,11 +13,10 @@ from itertools import count
 from typing import Any
 
 from runtime import codec
+from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.devices import Devices
-from runtime.coordinator.dynamic_sampling import DynamicSampling
-from runtime.coordinator.roles import RewardScoring, Roles
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.roles import RewardScoring, Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import Unreachable
@@ -66,7 +66,8 @@ class GroupStage:
             temperature=sampling.temperature,
             stop_token_ids=context.stop_token_ids,
         )
-        pool.subscribe(buffer.room_changed.set)
+        self._most: int | None = None  # groups that all rollouts may hold, until one comes or goes
+        pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
 
     async def run(self, tasks: TaskGroup) -> None:
@@ -78,10 +79,10 @@ class GroupStage:
         while True:
             buffer.room_changed.clear()
             waiting, together = buffer.waiting(), 0
-            for index in range(buffer.capacity(sum(map(self._max_groups, self._pool.admitting)), buffer.last_step)):
+            for index in range(buffer.capacity(self._max_in_flight(), buffer.last_step)):
                 if not together:
                     await asyncio.sleep(0)  # lets the lives before begin: their load counts for the choice
-                    if not self._pool.admitting:
+                    if not self._pool.admits:
                         break
                     rollout = self._pool.least_loaded()
                     together = self._together(rollout)
@@ -93,7 +94,7 @@ class GroupStage:
 
     async def close(self) -> None:
         """Withdraw every group that is on its way."""
-        self._pool.unsubscribe(self._buffer.room_changed.set)
+        self._pool.unsubscribe(self._look)
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
@@ -112,6 +113,17 @@ class GroupStage:
         # In one transaction with the admission: a resume draws the next prompt, whatever happened in between.
         self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
         return group
+
+    def _look(self) -> None:
+        self._most = None
+        self._buffer.room_changed.set()
+
+    def _max_in_flight(self) -> int:
+        if not self._pool.admits:
+            return 0
+        if self._most is None:
+            self._most = sum(map(self._max_groups, self._pool.admitting))
+        return self._most
 
     def _max_groups(self, rollout: RolePort) -> int:
         """Groups that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that most groups
@@ -203,3 +215,69 @@ class GroupStage:
         except Unreachable:
             return  # the run goes back to its checkpoint, with another critic, which is asked for what is missing
         self._buffer.valued(group.group_id, values)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a step trains only on groups whose rewards differ. No I/O.
+#
+# The advantages of a group whose valid rewards are all equal are 0: it costs a place in the batch and moves nothing. It is
+# dropped as soon as it is scored. Its prompt is spent, since the policy solves it always or never; as the group no longer
+# holds a place, admission draws another prompt.
+#
+# What is judged are the rewards as the rules gave them. Penalties for length, which the trainer adds, and a KL in the reward
+# would tell apart replies that are all right, or all wrong.
+
+
+NO_SIGNAL = "no signal"  # why such groups are dropped
+
+
+class DynamicSampling:
+    """Judges scored groups. Stops the run when a step cannot be filled: `limit` groups were dropped since the batch before
+    it was complete, and it still lacks groups."""
+
+    def __init__(self, buffer: Buffer, limit: int):
+        self._buffer = buffer
+        self._limit = limit
+        self._step = buffer.step
+        self._dropped_for_step = 0
+        self._kept = self._dropped = 0  # since `close_step`
+
+    def judge(self, group: Group) -> None:
+        """Drop `group`, which was just scored, unless it has signal."""
+        if _has_signal(group):
+            self._kept += 1
+            return
+        self._buffer.drop(group.group_id, NO_SIGNAL)
+        self._dropped += 1
+        if self._step != self._buffer.step:
+            self._step, self._dropped_for_step = self._buffer.step, 0
+        self._dropped_for_step += 1
+        if self._dropped_for_step >= self._limit and not self._step_has_enough():
+            self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
+
+    def judge_restored(self) -> None:
+        """Drop what a run that took every group has left in the buffer. It says nothing of the prompts to come: not counted."""
+        for group in list(self._buffer):
+            if group.scores is not None and not _has_signal(group):
+                self._buffer.drop(group.group_id, NO_SIGNAL)
+
+    def close_step(self) -> dict[str, float]:
+        """The metrics of the groups scored since the last call; the fraction is left out when there were none. MindSpeed-RL
+        generates whole batches until one is full, and counts them; here it is how many batches the groups would make up."""
+        kept, dropped = self._kept, self._dropped
+        self._kept = self._dropped = 0
+        batches = (kept + dropped) / self._buffer.groups_per_step
+        figures = {"dynamic_sampling/dropped": float(dropped), "train/num_gen_batches": batches}
+        if kept + dropped:
+            figures["dynamic_sampling/kept"] = kept / (kept + dropped)
+        return figures
+
+    def _step_has_enough(self) -> bool:
+        """A step whose groups are there only waits for the trainer; what is dropped meanwhile is dropped for later steps."""
+        found = sum(group.taken is None and bool(group.state.marks & Mark.SCORED) for group in self._buffer)
+        return found >= self._buffer.places
+
+
+def _has_signal(group: Group) -> bool:
+    assert group.scores is not None
+    return has_signal(group.scores.rewards, group.scores.valid)

@@ -1,24 +1,31 @@
-"""Each step's metrics to the trackers and the totals, and how busy the rollouts are."""
+"""Each step's metrics to the trackers and the totals, how busy the rollouts are, and probes of the weights that they have."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from runtime import timeouts
-from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.dynamic_sampling import DynamicSampling
-from runtime.coordinator.probes import Probes
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.recovery import RunHistory
+from runtime.coordinator.register import Member, member_of
+from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.run_context import RunContext, accelerators
-from runtime.coordinator.train_loop import TrainedStep
-from runtime.errors import ServiceFault
+from runtime.data.prompts import group_seed
+from runtime.errors import InvariantViolated, ServiceFault, SluiceError
 from runtime.ports import RolePort
+from runtime.process.aio import now
 from runtime.status import Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals
-from runtime.types import PolicyVersion
+from runtime.types import GroupRequest, PolicyVersion, SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.coordinator.groups import DynamicSampling
+    from runtime.coordinator.train_loop import TrainedStep
 
 
 class BusyMeter:
@@ -42,33 +49,32 @@ class BusyMeter:
 
     async def run(self) -> None:
         """Measure until cancelled, over the rollouts that answered at both ends of an interval."""
-        then = time.monotonic()
+        then = now()
         while True:
             before, self._busy = self._busy, await self._ask()
-            now = time.monotonic()
+            asked = now()
             both = before.keys() & self._busy.keys()
             if both:
                 self._worked += sum(self._busy[rollout] - before[rollout] for rollout in both)
-                self._there += (now - then) * len(both)
-            then = now
+                self._there += (asked - then) * len(both)
+            then = asked
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
     async def _ask(self) -> dict[RolePort, float]:
         """The busy seconds of each that answers."""
-        rollouts, now = self._pool.serving, time.monotonic()
-        self._heard = {rollout: self._heard.get(rollout, now) for rollout in rollouts}
+        rollouts, asked = self._pool.serving, now()
+        self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
         answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
         told = {rollout: self._told(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
         return {rollout: busy for rollout, busy in told.items() if busy is not None}
 
     def _told(self, rollout: RolePort, answer: Status | BaseException) -> float | None:
-        now = time.monotonic()
         if isinstance(answer, Status):
-            self._heard[rollout] = now
+            self._heard[rollout] = now()
             return answer.gauges["busy_seconds_total"]
         if not isinstance(answer, ServiceFault):
             raise answer
-        if now - self._heard[rollout] >= self._silence:
+        if now() - self._heard[rollout] >= self._silence:
             self._pool.register.lose(rollout, f"told nothing for {self._silence:g} s (deadlines.silence)")
         return None
 
@@ -96,7 +102,6 @@ class MetricsRecorder:
         self._dynamic_sampling = dynamic_sampling
         self._totals = totals
         self._probes = probes
-        self._scores_as = _score_names(context.config)
         self.incarnation = 0
         self.newest: Metrics = {}
 
@@ -120,7 +125,6 @@ class MetricsRecorder:
                 trained=trained.result,
                 world_size=self._world_size,
                 incarnation=self.incarnation,
-                scores_as=self._scores_as,
                 queues=self._queues(),
                 idle={
                     "trainer": idle_fraction(trained.result.seconds, timing["timing/all"]),
@@ -149,12 +153,6 @@ class MetricsRecorder:
         return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
 
 
-def _score_names(config: Config) -> list[str]:
-    """What MindSpeed-RL's trainers of GRPO, PPO and DAPO call the scores, as far as the run is like them."""
-    also = {"critic/score": config.critic is not None, "dapo/score": config.algorithm.dynamic_sampling}
-    return ["grpo/score", *(name for name, applies in also.items() if applies)]
-
-
 def gap(figures: dict[str, float]) -> str:
     """How far rollouts and trainer were apart; "" where nothing was compared."""
     shown = (("abs_logprob", "mean"), ("abs_logprob_p99", "p99"), ("max", "max"), ("worst_rollout", "worst rollout"))
@@ -166,10 +164,126 @@ def line(figures: dict[str, float]) -> str:
     """The figures that a progress bar has room for."""
     shown = (
         ("eval/accuracy", "accuracy {:.1%}"),
-        ("grpo/score/mean", "reward {:.2f}"),
+        ("score/mean", "reward {:.2f}"),
         ("timing/all", "{:.0f} ms/step"),
         ("staleness/mean", "staleness {:.1f}"),
         ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
     )
     scale = {"timing/all": 1000.0}
     return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Probes: whether each rollout samples with the weights that the trainer has.
+#
+# Once a version is committed, every rollout that serves continues the same short prompt with it. The trainer has that version
+# too, until its next update, before which it computes the same tokens' log-probabilities itself. So every version that
+# rollouts have is measured, whatever the staleness; and a rollout that says that it took over new weights, and did not, is
+# found out.
+
+
+PROMPT_TOKENS = 64  # at most, the last ones of a training prompt: another for each version
+NEW_TOKENS = 8  # at most
+FIRST_ID = -(1 << 62)  # of their groups, one a version: far from those of training, which count up from 0, and of evaluations
+
+log = logging.getLogger("sluice")
+
+
+class Probes:
+    """Asks whenever a rollout has come to the committed version. A probe that is not answered is counted, and fails nothing."""
+
+    def __init__(self, context: RunContext, pool: RolloutPool, history: RunHistory, spans: SpanClock, answered: asyncio.Event):
+        """`history` is told of alarms. `answered` is set after each answer, and after each that did not come in time."""
+        config = context.config
+        self._prompts, self._seed = context.train.tokens, config.run.seed
+        self._limit, self._seconds = config.mismatch.limit, config.publication.commit_timeout
+        self._sampling = SamplingParams(
+            max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
+            temperature=config.sampling.temperature,
+            stop_token_ids=context.stop_token_ids,
+        )
+        self._pool, self._history, self._spans, self._answered = pool, history, spans, answered
+        self._version: PolicyVersion | None = None
+        self._asked: dict[Member, asyncio.Task[bytes | None]] = {}
+        self._compared: list[str] = []  # whose probes the trainer was given last
+        self._unanswered = 0
+        self._off: set[str] = set()  # whose newest probe was over the limit
+        pool.subscribe(self._look)
+
+    def close(self) -> None:
+        """Ask for no more, and wait for none. Idempotent."""
+        self._pool.unsubscribe(self._look)
+        self._drop()
+
+    @property
+    def pending(self) -> bool:
+        return not all(asked.done() for asked in self._asked.values())
+
+    async def answers(self, version: PolicyVersion) -> list[bytes]:
+        """What the rollouts sampled with `version`, once each of them has answered or had its time; nothing where rollouts have
+        another version. Then `close_step` has to follow."""
+        self._compared, self._unanswered = [], 0
+        if version != self._version:
+            return []
+        while self.pending:
+            with self._spans.span("probe"):
+                await asyncio.wait(self._asked.values())
+        found = [(member.name, asked.result()) for member, asked in self._asked.items()]
+        answers = [(name, answer) for name, answer in found if answer is not None]
+        self._compared, self._unanswered = [name for name, _ in answers], len(found) - len(answers)
+        return [answer for _, answer in answers]
+
+    def close_step(self, version: PolicyVersion, gaps: Sequence[float]) -> dict[str, float]:
+        """The metrics of the step that trained `version`, given what the trainer found of each probe: the mean |Δ log p|, in
+        nats."""
+        for name, gap in zip(self._compared, gaps, strict=True):
+            if not self._limit or gap <= self._limit:
+                self._off.discard(name)
+                continue
+            told = (
+                f"{name}, version {version}: its log-probabilities are {gap:.3g} nats from the trainer's on average, more than "
+                f"mismatch.limit {self._limit:g}; it may have other weights"
+            )
+            self._history.off(told if name not in self._off else "")
+            self._off.add(name)
+        figures = {"mismatch/probes": float(len(gaps)), "mismatch/unanswered": float(self._unanswered)}
+        finite = [gap for gap in gaps if math.isfinite(gap)]
+        return figures | ({"mismatch/worst_rollout": max(finite)} if finite else {})
+
+    def _look(self) -> None:
+        """Ask whoever has come to the committed version since."""
+        version = self._pool.membership.committed
+        if version != self._version:
+            self._drop()
+            self._version = version
+        if version is None:
+            return
+        for rollout in self._pool.admitting:
+            member = member_of(rollout)
+            if member not in self._asked:
+                self._asked[member] = asyncio.ensure_future(self._ask(rollout, version))
+                self._asked[member].add_done_callback(lambda _: self._answered.set())
+
+    def _drop(self) -> None:
+        for asked in self._asked.values():
+            asked.cancel()
+        self._asked = {}
+
+    async def _ask(self, rollout: RolePort, version: PolicyVersion) -> bytes | None:
+        """The encoded group; None when it does not come."""
+        request = GroupRequest(
+            group_id=FIRST_ID + version.pack(),
+            prompt=self._prompts[version.step % len(self._prompts)][-PROMPT_TOKENS:],
+            n=1,
+            seed=group_seed(self._seed, version.step),
+            sampling=self._sampling,
+            purpose="probe",
+        )
+        try:
+            return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
+        except InvariantViolated:
+            raise
+        except (asyncio.TimeoutError, SluiceError) as error:
+            why = str(error) or f"no answer within {self._seconds:g} s (publication.commit_timeout)"
+            log.warning("%s did not answer the probe of version %s: %s", rollout.name, version, why)
+            return None

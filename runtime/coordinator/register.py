@@ -199,6 +199,7 @@ class Register:
         self._units: dict[str, Unit] = {}
         self._unit_of: dict[str, str] = {}  # by the name of each rank
         self._views: dict[tuple[str, tuple[UnitState, ...]], tuple[Unit, ...]] = {}  # until the next change
+        self._members: dict[tuple[str, tuple[UnitState, ...]], tuple[Member, ...]] = {}  # likewise
         self._watchers: list[Callable[[UnitChange], None]] = []
         self._untold: deque[UnitChange] = deque()
         self._telling = False
@@ -221,6 +222,13 @@ class Register:
             found = (unit for unit in self._units.values() if role in ("", unit.role) and (not states or unit.state in states))
             self._views[key] = tuple(sorted(found, key=lambda unit: unit.name))
         return self._views[key]
+
+    def members(self, role: str, *states: UnitState) -> tuple[Member, ...]:
+        """Of `units`."""
+        key = (role, states)
+        if key not in self._members:
+            self._members[key] = tuple(unit.member for unit in self.units(role, *states))
+        return self._members[key]
 
     def find(self, name: str) -> Unit | None:
         """The row of the unit, or of the rank, that is called `name`."""
@@ -323,6 +331,7 @@ class Register:
     def _put(self, unit: Unit, before: Unit | None) -> None:
         self._units[unit.name] = unit
         self._views.clear()
+        self._members.clear()
         self._untold.append(UnitChange(unit, before.state if before is not None else None))
         if before is not None and before.port is not None and unit.port is None:
             before.port.give_up(unit.reason)

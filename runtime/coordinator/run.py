@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 from runtime.cluster.topology import slots
 from runtime.coordinator.attempt import INTERRUPTED, Attempt
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.recovery import RunHistory
 from runtime.coordinator.register import Register
-from runtime.coordinator.roles import Roles
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.ledger.reader import LedgerReader
+from runtime.process.aio import now
 from runtime.telemetry.summary import Summary
 
 
@@ -23,7 +21,7 @@ class TrainingRun:
         """Raises Unreachable when trainer or critic is lost."""
         config = context.config
         self._context, self._config, self._register = context, config, register
-        self._started = time.monotonic()
+        self._started = now()
         self._pool = RolloutPool(register, slots(config), config.deadlines.start)
         self._history = RunHistory(config.run.resume)
         self._attempt = self._begin()
@@ -85,7 +83,7 @@ class TrainingRun:
             stop_reason=self._attempt.stop_reason,
             accuracy_before=history.accuracy_before,
             accuracy_after=self._attempt.accuracy_after,
-            total_seconds=time.monotonic() - self._started,
+            total_seconds=now() - self._started,
             startup=self._context.startup.phases,
             startup_processes=self._context.startup.processes,
             groups=final,

@@ -52,7 +52,8 @@ class RunContext(EvaluationContext):
 
     ledger: LedgerWriter
     train: Prompts
-    launched: float  # when the run was asked for, on the clock of time.monotonic
+    epoch: float  # what the loop's clock showing 0 is in seconds since the epoch: the ledger's times do not jump
+    launched: float  # when the run was asked for, on the loop's clock
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
 

@@ -1,5 +1,8 @@
 """Bounded staleness: how many groups may be under way, and which of them a step may take. Pure arithmetic.
 
+`buffer.py` enforces it: `Buffer.capacity` admits, `take` selects, and `consume` refuses a step that would break it. A deadline
+is the number of a step here.
+
 Terms. Step v trains the weights of version v and makes version v + 1. c is the committed version, η the bound, B the
 groups per step. A group *holds a place* from its dispatch until it is retired (the commit of the version that it trained) or
 dropped; it is *open* while no step has taken it. Its deadline is the last step that may take it: the version of its oldest
@@ -30,7 +33,7 @@ being slow, and with drops and lost replicas (a group leaves, or returns later w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -76,11 +79,29 @@ def select(live: Iterable[OpenGroup], step: int, places: int, groups_per_step: i
             due += 1
             if group.ready and len(taken) < limit:
                 taken.append(group.group_id)
-        room = places + (last - step) * groups_per_step
-        if last < step or due > room:
-            raise InvariantViolated(f"{due} groups are due by step {last}, but from step {step} on only {max(room, 0)} fit")
-        limit = min(limit, room - due + len(taken))
+        limit = min(limit, _room(due, last, step, places, groups_per_step) - due + len(taken))
     return taken if len(taken) == places or not whole else []
+
+
+def takeable(due_by: Mapping[int, Sequence[int]], step: int, places: int, groups_per_step: int) -> int:
+    """How many groups `select` would take, given how many are open, and how many of these ready, for each deadline: there are
+    at most η + 1, however many groups. Raises InvariantViolated as it does."""
+    taken = due = 0
+    limit = places
+    for last in sorted(due_by):
+        opened, ready = due_by[last]
+        due += opened
+        taken += min(ready, limit - taken)
+        limit = min(limit, _room(due, last, step, places, groups_per_step) - due + taken)
+    return taken
+
+
+def _room(due: int, last: int, step: int, places: int, groups_per_step: int) -> int:
+    """How many groups fit into the steps up to `last`: at least those that are `due` by then."""
+    room = places + (last - step) * groups_per_step
+    if last < step or due > room:
+        raise InvariantViolated(f"{due} groups are due by step {last}, but from step {step} on only {max(room, 0)} fit")
+    return room
 
 
 def overdue(live: Iterable[OpenGroup], step: int, groups_per_step: int) -> list[int]:

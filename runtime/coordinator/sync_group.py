@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from runtime.commands import AbortWeights, HostWeights, JoinWeights
 from runtime.config import Publication as Settings
-from runtime.coordinator.membership import Epoch
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.weight_sync_protocol import Epoch
 from runtime.errors import SluiceError, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
 from runtime.types import PolicyVersion
@@ -107,7 +107,7 @@ class SyncGroup:
         return failed
 
 
-def seen(task: asyncio.Task[Any]) -> None:
+def seen(task: asyncio.Future[Any]) -> None:
     """Take the result of a withdrawn call, which nobody reads, so that asyncio does not report it."""
     if not task.cancelled():
         task.exception()

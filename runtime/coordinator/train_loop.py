@@ -8,7 +8,6 @@ trainer. A step's groups are consumed once both have applied it, and retire once
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -19,15 +18,14 @@ from runtime.chosen_algorithm import groups_per_update, streams
 from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer, Group
-from runtime.coordinator.checkpoints import Checkpoints
 from runtime.coordinator.devices import Devices, Lease
-from runtime.coordinator.probes import Probes
+from runtime.coordinator.metrics_recorder import Probes
+from runtime.coordinator.recovery import Checkpoints
 from runtime.coordinator.weight_sync import Transaction
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.position import Position
-from runtime.ledger.states import Phase
 from runtime.ports import RolePort, TrainerPort
-from runtime.process.aio import TaskGroup
+from runtime.process.aio import TaskGroup, now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
@@ -82,7 +80,7 @@ class TrainLoop:
         self._saving: asyncio.Task[None] | None = None
         self.incarnation = 0
         self.first_applied = 0.0
-        """When the first step was submitted whole, on the clock of time.monotonic."""
+        """When the first step was submitted whole, on the loop's clock."""
 
     async def run(self, tasks: TaskGroup) -> None:
         """Train until the buffer's `last_step`. A trainer's command that fails fails the task group."""
@@ -134,7 +132,7 @@ class TrainLoop:
             await self.saved()  # it takes the devices as well
         probes = await self._probes.answers(PolicyVersion(self.incarnation, step))
         applying = await self._updates.apply(tasks, step, probes)
-        self.first_applied = self.first_applied or time.monotonic()
+        self.first_applied = self.first_applied or now()
         return applying
 
     async def saved(self) -> None:
@@ -171,8 +169,7 @@ class TrainLoop:
         if not self._streams or not (self._running is None or self._running.done()):
             return False
         buffer = self._buffer
-        ready = sum(group.state.phase == Phase.READY and group.taken is None for group in buffer)
-        return ready >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
+        return buffer.takeable >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
 
     async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: Transaction) -> None:
         """A step whose version is published as soon as the trainer has it."""
@@ -201,7 +198,7 @@ class TrainLoop:
         return TrainedStep(step=step, groups=batch, result=result, publication=None)
 
     async def _publish(self, sync: Transaction) -> PublicationFigures:
-        with self._spans.span("resharding_to_infer"):
+        with self._spans.span("weight_sync"):
             return await sync.finish()
 
     async def _train_group(self, group: Group) -> TrainGroup:
@@ -246,8 +243,8 @@ class ModelUpdates:
 
     async def _applied(self, apply: Coroutine[Any, Any, StepResult], phase: str) -> StepResult:
         result = await apply
-        now = time.monotonic()
-        self._spans.add(phase, now - result.seconds, now)
+        end = now()
+        self._spans.add(phase, end - result.seconds, end)
         return result
 
 

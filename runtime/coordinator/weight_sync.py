@@ -1,9 +1,9 @@
 """Weight sync: new weights go from the trainer to every rollout that lives. This drives it; the bytes go past the coordinator.
 
-      train_loop ── begin(v) ──► Publisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
-          │                          │  lock: one       │ ── join_weights ────► rollouts       and who lives
-          │                          │  sync at a time  │
-          └── finish() ◄── Transaction ◄── reads its ───┘
+      train_loop ── begin(v) ──► WeightPublisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
+          │                          │  lock: one             │ ── join_weights ────► rollouts       and who lives
+          │                          │  sync at a time        │
+          └── finish() ◄── Transaction ◄── reads its ─────────┘
                                │           epoch and ports
              send_weights ─────┼───► trainer ═══ buckets (runtime/weights) ═══► rollouts
              receive_weights ──┼───► rollouts: staged beside the weights in use
@@ -11,7 +11,7 @@
              abort_weights ────┴───► all: leave the group
 
 Who waits for whom: the trainer for nobody until it has made the version; rollouts for the trainer's announcement; `finish` for
-each answer or its deadline, as `WeightSync` (weight_sync_protocol.py, pure) says; `run`, which brings newcomers the committed
+each answer or its deadline, as `SyncAttempt` (weight_sync_protocol.py, pure) says; `run`, which brings newcomers the committed
 version, for the lock. Who is in an epoch is `membership`, which `pool` feeds: a loss or a newcomer makes the epoch stale.
 """
 
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -33,7 +35,7 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.config import Publication as Settings
-from runtime.coordinator.rollout_pool import RolloutPool
+from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.sync_group import TRIES, SyncGroup, seen
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
@@ -47,25 +49,25 @@ from runtime.coordinator.weight_sync_protocol import (
     PhaseSeconds,
     Prepared,
     Sent,
+    SyncAttempt,
     Tick,
     Verified,
-    WeightSync,
 )
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
+from runtime.process.aio import done_within
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
 
 
-class Publisher:
+class WeightPublisher:
     """One weight sync at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
     Whoever is lost is left out of the next epoch, in which the same version is tried again. A newcomer is in the next epoch
     too; as soon as no publication is under way the committed version is sent once more, so that a newcomer need not wait for a
-    step. The sender has it in its buckets; without `publication.overlap` it gathers it anew, and can do so until the next
-    version is being made: of that one the newcomer is a receiver, and needs no other.
+    step: the trainer has it in its buckets.
     """
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, prepare_seconds: float):
@@ -80,7 +82,6 @@ class Publisher:
         )
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._held = False  # whether nothing is published but what is asked for
-        self._awaited = False  # whether the next version, which is being made, waits for it
         self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
@@ -97,7 +98,7 @@ class Publisher:
         """What the trainer is asked: to gather and send a version, or to send once more what it has kept of it."""
         if self.kept == version:
             return ResendWeights(version, epoch)
-        self.kept = version if self._settings.overlap else None
+        self.kept = version
         return SendWeights(version, epoch)
 
     def seconds(self, behind: bool) -> PhaseSeconds:
@@ -130,21 +131,18 @@ class Publisher:
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
         if self._held:
-            return await self._begun(version, lambda: None)
-        self._awaited = True
-        try:
-            await self._lock.acquire()
-        finally:
-            self._awaited = False
-        return await self._begun(version, self._lock.release)
+            return await self._begun(version, None)
+        await self._lock.acquire()
+        return await self._begun(version, self._lock)
 
-    async def _begun(self, version: PolicyVersion, closed: Callable[[], None]) -> Transaction:
+    async def _begun(self, version: PolicyVersion, lock: asyncio.Lock | None) -> Transaction:
         try:
             if self._pool.membership.stale:
                 await self.group.open()
-            return Transaction(self, version, closed)
+            return Transaction(self, version, lock)
         except BaseException:
-            closed()
+            if lock is not None:
+                lock.release()
             raise
 
     async def hold(self) -> None:
@@ -171,16 +169,12 @@ class Publisher:
         if self.committed is None or not membership.living or not membership.stale:
             return
         await self.group.open()
-        if membership.newcomers and self._can_resend():
+        if membership.newcomers:
             transaction = Transaction(self, self.committed)
             try:
-                await transaction.finish(self._can_resend)
+                await transaction.finish()
             finally:
                 transaction.close()
-
-    def _can_resend(self) -> bool:
-        """Whether the trainer has the committed version, or will have it when it comes to a command that is posted now."""
-        return self._settings.overlap or not self._awaited
 
 
 class Transaction:
@@ -189,22 +183,24 @@ class Transaction:
     An attempt that is aborted is followed by another in a new epoch, without whoever was lost in it.
     """
 
-    def __init__(self, publisher: Publisher, version: PolicyVersion, closed: Callable[[], None] = lambda: None):
+    def __init__(self, publisher: WeightPublisher, version: PolicyVersion, lock: asyncio.Lock | None = None):
+        """`lock` is released once it is closed."""
         self._publisher = publisher
         self._group = publisher.group
         self._version = version
-        self._closed = closed
+        self._lock = lock
         self._clock = asyncio.get_running_loop().time
-        self._calls: dict[asyncio.Task[Any], tuple[str, Callable[[str], Event]]] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._heard: deque[Event | BaseException] = deque()  # their answers, in order
+        self._told = asyncio.Event()
         self._pause = 0.0
         self._bytes = 0
         self._aborts = self._fruitless = 0
-        self._behind = not self._group.settings.overlap
+        self._behind = False  # whether the weights may have to be gathered anew
         self._post()
 
-    async def finish(self, again: Callable[[], bool] = lambda: True) -> PublicationFigures:
-        """See the publication through, once the trainer has made the version: the deadlines count from here. After an attempt
-        that was aborted `again` says whether to make another.
+    async def finish(self) -> PublicationFigures:
+        """See the publication through, once the trainer has made the version: the deadlines count from here.
 
         Raises ServiceFault when the trainer is lost, when no rollout comes back, or after `TRIES` attempts that failed although
         nobody was lost.
@@ -213,8 +209,6 @@ class Transaction:
         # An attempt waits for the members' answers; an aborted one for a new epoch without whoever was lost in it.
         while not await self._attempt():
             await self._group.open()
-            if not again():
-                break
             self._post()
         return PublicationFigures(
             seconds=self._clock() - began,
@@ -227,14 +221,15 @@ class Transaction:
     def close(self) -> None:
         """Withdraw the calls that are under way, if any; to be called in the end, whatever happened."""
         self._withdraw()
-        closed, self._closed = self._closed, lambda: None
-        closed()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def _withdraw(self) -> None:
         for task in self._calls:
-            task.add_done_callback(seen)
             task.cancel()
         self._calls.clear()
+        self._heard.clear()
 
     def _post(self) -> None:
         """The calls of one attempt, in the newest epoch."""
@@ -247,7 +242,7 @@ class Transaction:
     async def _attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
         now = self._clock()
-        machine = WeightSync(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
+        machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
         # A reception that is posted late only delays the sender, which announces itself before its first byte.
         for name in self._ports:
             machine.handle(Prepared(name), now)
@@ -256,7 +251,7 @@ class Transaction:
         self._withdraw()
         return self._conclude(machine)
 
-    def _conclude(self, machine: WeightSync) -> bool:
+    def _conclude(self, machine: SyncAttempt) -> bool:
         pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
         self._behind |= self._group.trainer.name in machine.failed  # it may not have the whole version, and gather it anew
@@ -265,7 +260,7 @@ class Transaction:
         reason = machine.reason
         if machine.phase == "done" and self._group.settings.in_flight == "drain":  # it got as far as the commit
             reason += "; with publication.in_flight drain, samples under way have to end within publication.commit_timeout"
-        for name in machine.lost:
+        for name in sorted(machine.lost):
             pool.register.lose(self._ports[name], reason)
         if machine.phase == "done":
             pool.commit(self._epoch, self._version, self._ports.keys() - machine.lost)
@@ -276,17 +271,18 @@ class Transaction:
         pool.membership.break_up(self._epoch.number)
         return False
 
-    async def _step(self, machine: WeightSync) -> None:
+    async def _step(self, machine: SyncAttempt) -> None:
         """Wait for an answer or the deadline, and let the machine say what follows."""
         assert machine.next_deadline is not None
         timeout = max(0.0, machine.next_deadline - self._clock())
-        if self._calls:
-            done, _ = await asyncio.wait(self._calls, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            done = await asyncio.sleep(timeout, set())
-        for task in done:
-            name, answered = self._calls.pop(task)
-            self._act(machine.handle(_event(name, task, answered), self._clock()))
+        self._told.clear()
+        if not self._heard:
+            await done_within(self._told.wait(), timeout)
+        while self._heard:
+            event = self._heard.popleft()
+            if isinstance(event, BaseException):
+                raise event
+            self._act(machine.handle(event, self._clock()))
         self._act(machine.handle(Tick(), self._clock()))
 
     def _act(self, actions: list[Action]) -> None:
@@ -300,7 +296,16 @@ class Transaction:
                     self._call(name, member.post(AbortWeights(self._version, self._epoch.number)), Aborted)
 
     def _call(self, name: str, call: Awaitable[Any], answered: Callable[[str], Event]) -> None:
-        self._calls[asyncio.ensure_future(call)] = (name, answered)
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        task.add_done_callback(partial(self._hear, name, answered))
+
+    def _hear(self, name: str, answered: Callable[[str], Event], task: asyncio.Task[Any]) -> None:
+        seen(task)
+        if task in self._calls:  # else it was withdrawn
+            self._calls.discard(task)
+            self._heard.append(_event(name, task, answered))
+            self._told.set()
 
     async def _commit(self, rollout: RolePort) -> None:
         committed = await rollout.call(CommitWeights(self._version, self._epoch.number))
@@ -315,12 +320,13 @@ class Transaction:
             raise
 
 
-def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event:
-    error = task.exception()
+def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event | BaseException:
+    """An error that is none of Sluice's is returned as it is."""
+    error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
         return answered(name)
     if isinstance(error, Unreachable | Unanswered):
         return MemberUnreachable(name, str(error))
     if isinstance(error, SluiceError):
         return Failed(name, str(error))
-    raise error
+    return error

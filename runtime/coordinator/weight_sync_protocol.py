@@ -8,7 +8,7 @@ The caller feeds events, each with the time, and carries out the actions that co
 - commit: everyone verified, so the version counts, and cannot be undone: a member that fails now is lost to the epoch, and
   the others go on.
 - abort: members and sender leave the epoch's group. Whoever does not confirm is lost. A failed collective fails for all of
-  its members, so it is this silence, and not the first failure, that tells the culprit.
+  its members, so it is this silence, and not the first failure, that tells who is lost.
 
 Every phase has a deadline: `next_deadline` says when to send the next `Tick`, which alone ends a phase that is late. So an
 answer that is there counts, however long whoever drives this machine was kept from reading it.
@@ -21,8 +21,84 @@ from typing import Literal
 
 from msgspec import Struct
 
+from runtime.coordinator.register import LIVING, ROLLOUT, Member, Register, UnitState
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The epochs of the sync group: which rollouts are in it, and from when each may be asked to generate. Pure: no I/O, no clock.
+#
+# An epoch is a numbered list of members. It is stale once it is not exactly the living, or its group is broken: then another
+# has to be opened. A member serves from the first commit of an epoch that it is in, so all who serve have the committed
+# version. Who lives is what the register says: who joins (a newcomer) or serves.
+
+
+class Epoch(Struct, frozen=True):
+    number: int
+    members: tuple[Member, ...]
+
+
+class Membership:
+    """`epoch` is the newest; `committed` the version that counts, None before the first."""
+
+    def __init__(self, register: Register):
+        self.epoch = Epoch(0, ())
+        self.committed: PolicyVersion | None = None
+        self._register = register
+        self._broken = False
+
+    @property
+    def living(self) -> tuple[Member, ...]:
+        return self._members(*LIVING)
+
+    @property
+    def serving(self) -> tuple[Member, ...]:
+        """Who may generate."""
+        return self._members(UnitState.SERVING)
+
+    @property
+    def newcomers(self) -> tuple[Member, ...]:
+        return self._members(UnitState.JOINING)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the next publication needs another epoch than this one: also where nobody lives, who could be its members."""
+        return self._broken or not self.epoch.members or self.epoch.members != self.living
+
+    def open(self) -> Epoch:
+        """The next epoch, of all the living."""
+        if not self.living:
+            raise InvariantViolated("an epoch needs a living member")
+        self.epoch, self._broken = Epoch(self.epoch.number + 1, self.living), False
+        return self.epoch
+
+    def break_up(self, epoch: int) -> None:
+        """The group of `epoch` cannot be used any more."""
+        self._broken = self._broken or epoch == self.epoch.number
+
+    def commit(self, epoch: int, version: PolicyVersion, swapped: Iterable[Member]) -> None:
+        """`version` counts, and `swapped` have it. Whoever of the epoch has not must have been lost before.
+
+        Raises InvariantViolated for a former epoch, a version that goes back, or a member that lives without the version.
+        """
+        members = set(swapped)
+        if epoch != self.epoch.number or not members <= set(self.epoch.members):
+            raise InvariantViolated(f"a commit of epoch {epoch} by {sorted(members)} in {self.epoch}")
+        if self.committed is not None and version < self.committed:
+            raise InvariantViolated(f"version {version} is committed after {self.committed}")
+        if behind := (set(self.living) & set(self.epoch.members)) - members:
+            raise InvariantViolated(f"version {version} is committed, and {sorted(behind)} live without it")
+        self.committed = version
+        for member in self.newcomers:
+            if member in members:
+                self._register.serve(member)
+
+    def _members(self, *states: UnitState) -> tuple[Member, ...]:
+        return self._register.members(ROLLOUT, *states)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 Phase = Literal["prepare", "transfer", "verify", "commit", "abort", "done", "aborted"]
 
@@ -111,8 +187,17 @@ _EXPECTED: dict[type, tuple[Phase, ...]] = {
     Aborted: ("abort",),
 }
 
+# Whose answers each phase waits for: see `_EXPECTED`.
+_AWAITED: dict[Phase, type] = {
+    "prepare": Prepared,
+    "transfer": Sent,
+    "verify": Verified,
+    "commit": Committed,
+    "abort": Aborted,
+}
 
-class WeightSync:
+
+class SyncAttempt:
     """One version over one epoch's members.
 
     `phase` and `next_deadline` (None once done or aborted) are the state. `lost` names who must not be in the next epoch,
@@ -128,7 +213,10 @@ class WeightSync:
         self.failed: set[str] = set()
         self.reason = ""
         self._seconds = seconds
-        self._answered: dict[type, set[str]] = {kind: set() for kind in _EXPECTED}
+        # Of whom each kind of answer is missing: an answer costs O(1), however many members there are.
+        self._missing: dict[type, set[str]] = {kind: set(self.members) for kind in _EXPECTED}
+        self._missing[Sent] = {sender}
+        self._missing[Aborted].add(sender)
         if not self.members or len({*self.members, sender}) != len(self.members) + 1:
             raise InvariantViolated(f"a publication from {sender} to the members {self.members}")
         self._enter("prepare", now)
@@ -140,17 +228,10 @@ class WeightSync:
     @property
     def waiting_for(self) -> tuple[str, ...]:
         """Whose answers the phase still needs."""
-        awaited: dict[Phase, tuple[type, tuple[str, ...]]] = {
-            "prepare": (Prepared, self.members),
-            "transfer": (Sent, (self.sender,)),
-            "verify": (Verified, self.members),
-            "commit": (Committed, self.members),
-            "abort": (Aborted, (*self.members, self.sender)),
-        }
         if self.final:
             return ()
-        kind, who = awaited[self.phase]
-        return tuple(name for name in who if name not in self._answered[kind] and name not in self.lost)
+        missing = self._missing[_AWAITED[self.phase]]
+        return tuple(name for name in (*self.members, self.sender) if name in missing)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply `event` at time `now`; returns what is to be done, in order."""
@@ -160,7 +241,7 @@ class WeightSync:
         if isinstance(event, Failed | MemberUnreachable):
             actions += self._fail(event, now)
         elif not isinstance(event, Tick) and self.phase in _EXPECTED[type(event)]:
-            self._answered[type(event)].add(self.sender if isinstance(event, Sent) else event.member)
+            self._missing[type(event)].discard(self.sender if isinstance(event, Sent) else event.member)
         actions += self._advance(now)
         if isinstance(event, Tick) and self.next_deadline is not None and now >= self.next_deadline:
             actions += self._expire(now)
@@ -173,7 +254,7 @@ class WeightSync:
     def _advance(self, now: float) -> list[Action]:
         """Leave every phase that waits for nobody."""
         actions: list[Action] = []
-        while not self.final and not self.waiting_for:
+        while not self.final and not self._missing[_AWAITED[self.phase]]:
             if self.phase == "prepare":
                 self._enter("transfer", now)
                 actions.append(Send(self.version))
@@ -195,7 +276,7 @@ class WeightSync:
             self.failed.add(event.member)
         known = event.member in self.lost
         if isinstance(event, MemberUnreachable) or self.phase == "commit":
-            self.lost.add(event.member)
+            self._lose(event.member)
         if self.phase == "abort" and (known or (isinstance(event, Failed) and event.member != self.sender)):
             return []  # a failed collective fails for all; the sender's word, and who is lost, are told whoever was heard first
         return self._give_up(f"{event.member}: {event.reason}", now)
@@ -203,9 +284,14 @@ class WeightSync:
     def _expire(self, now: float) -> list[Action]:
         silent = self.waiting_for
         if self.phase in ("commit", "abort"):
-            self.lost.update(silent)
+            self._lose(*silent)
         missed = f"{', '.join(silent)}: no answer within {getattr(self._seconds, self.phase):g} s"
         return self._give_up(missed, now) + self._advance(now)
+
+    def _lose(self, *names: str) -> None:
+        self.lost.update(names)
+        for missing in self._missing.values():
+            missing.difference_update(names)
 
     def _give_up(self, what: str, now: float) -> list[Action]:
         line = f"{self.phase}: {what}"

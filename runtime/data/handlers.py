@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -106,16 +106,15 @@ def no_column(key: str, column: str, found: SourceRow) -> UserError:
 
 
 class RowReader:
-    """Makes problems of rows, one at a time. `column_key` says which configuration key names the column of a role."""
+    """Makes problems of rows, one at a time."""
 
-    def __init__(self, row_format: config.RowFormat, difficulty_key: str, column_key: Callable[[str], str]):
+    def __init__(self, row_format: config.RowFormat, difficulty_key: str):
         """Raises UserError for an unknown handler."""
         self._handler = HANDLERS.find(row_format.handler)
         self._columns = columns_of(row_format, self._handler)
         self._system_prompt = row_format.system_prompt
         self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
-        self._column_key = column_key
 
     def problem(self, found: SourceRow) -> Problem:
         """The problem of a row. Raises Rejected, and MissingColumn."""
@@ -123,10 +122,6 @@ class RowReader:
         hard = difficulty(found.row, self._difficulty_key) if self._difficulty_key else 0.0
         more = extra(found.row, self._additional)
         return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard, more)
-
-    def refuse(self, missing: MissingColumn, found: SourceRow) -> NoReturn:
-        """Raises the UserError that names the configuration's key of a missing column."""
-        raise no_column(self._column_key(missing.role), missing.column, found) from None
 
 
 def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
@@ -163,7 +158,7 @@ def load_problems(
 
     Raises UserError for an unknown handler, an unusable file, a missing column, and a file of which no row is left.
     """
-    reader = RowReader(row_format, difficulty_key, column_key)
+    reader = RowReader(row_format, difficulty_key)
     problems: list[Problem] = []
     dropped: Counter[str] = Counter()
     for found in source_rows(path, key):
@@ -172,7 +167,7 @@ def load_problems(
         except Rejected as reason:
             dropped[str(reason)] += 1
         except MissingColumn as missing:
-            reader.refuse(missing, found)
+            raise no_column(column_key(missing.role), missing.column, found) from None
     rows = len(problems) + sum(dropped.values())
     if not problems:
         raise UserError(f"{key}: {path}: no row is left of {report(rows, 0, dropped)}")

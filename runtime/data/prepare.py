@@ -107,7 +107,7 @@ class _Work:
         self._settings = settings
         self._additional = settings.additional_keys
         self._tokenizer = tokenizer
-        self._reader = RowReader(settings.row_format, settings.difficulty_key, column_key)
+        self._reader = RowReader(settings.row_format, settings.difficulty_key)
         self._known: set[int] = set()
         self._rows: Counter[str] = Counter()
         self._dropped: dict[str, Counter[str]] = {}
@@ -152,7 +152,7 @@ class _Work:
             self._drop(found.source, str(reason))
             return None
         except MissingColumn as missing:
-            self._reader.refuse(missing, found)
+            raise no_column(column_key(missing.role), missing.column, found) from None
         self._known.add(known)
         for name in self._additional:
             if name not in found.row:

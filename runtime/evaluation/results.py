@@ -28,7 +28,7 @@ RESULTS = "results.json"
 _FOLDER = re.compile(r"step-(\d{8})")
 
 
-class Judged(Struct, kw_only=True):
+class EvaluatedProblem(Struct, kw_only=True):
     """One problem's replies, in the order of their samples."""
 
     correct: list[bool | None]  # None: a rule failed on it
@@ -119,44 +119,44 @@ def read(run_dir: Path) -> list[EvaluationResult]:
     return results
 
 
-def set_result(settings: EvaluationData, rule: str, judged: Sequence[Judged]) -> SetResult:
-    """The figures of the problems `judged`. `rule`: the name of the rule whose verdicts they are."""
-    verdicts = [[right for right in problem.correct if right is not None] for problem in judged]
+def set_result(settings: EvaluationData, rule: str, evaluated: Sequence[EvaluatedProblem]) -> SetResult:
+    """The figures of the problems `evaluated`. `rule`: the name of the rule whose verdicts they are."""
+    verdicts = [[right for right in problem.correct if right is not None] for problem in evaluated]
     means = [sum(rights) / len(rights) for rights in verdicts if rights]
     result = SetResult(
         name=settings.name,
         path=settings.path,
-        problems=len(judged),
+        problems=len(evaluated),
         samples=settings.samples,
         scored=sum(map(len, verdicts)),
         pass_at={},
         maj_at={},
         standard_error=clustered_standard_error(means),
-        lengths=_lengths(judged),
-        errors=dict(sum((Counter(problem.errors) for problem in judged), Counter())),
+        lengths=_lengths(evaluated),
+        errors=dict(sum((Counter(problem.errors) for problem in evaluated), Counter())),
     )
     for k in settings.k:
         enough = [rights for rights in verdicts if len(rights) >= k]
-        if len(enough) < len(judged):
-            result.left_out[k] = len(judged) - len(enough)
+        if len(enough) < len(evaluated):
+            result.left_out[k] = len(evaluated) - len(enough)
         if enough or k == 1:
             result.pass_at[k] = _mean([pass_at_k(len(rights), sum(rights), k) for rights in enough])
     if not means:
         result.notes.append("no reply has a verdict")
-    _vote(result, [k for k in settings.k if k > 1], rule, judged)
+    _vote(result, [k for k in settings.k if k > 1], rule, evaluated)
     return result
 
 
-def _vote(result: SetResult, ks: Sequence[int], rule: str, judged: Sequence[Judged]) -> None:
+def _vote(result: SetResult, ks: Sequence[int], rule: str, evaluated: Sequence[EvaluatedProblem]) -> None:
     """Fill in maj@k. The votes are those of the first k samples with a verdict."""
     if not ks:
         return
-    if any(len(problem.answers) != len(problem.correct) for problem in judged):
+    if any(len(problem.answers) != len(problem.correct) for problem in evaluated):
         result.notes.append(f"no maj@k: the rule {rule} names no answers")
         return
     ballots = [
         [(answer, right) for answer, right in zip(problem.answers, problem.correct, strict=True) if right is not None]
-        for problem in judged
+        for problem in evaluated
     ]
     for k in ks:
         won = [
@@ -168,14 +168,14 @@ def _vote(result: SetResult, ks: Sequence[int], rule: str, judged: Sequence[Judg
             result.maj_at[k] = _mean(won)
 
 
-def _lengths(judged: Sequence[Judged]) -> Lengths:
-    tokens = np.array([count for problem in judged for count in problem.tokens])
+def _lengths(evaluated: Sequence[EvaluatedProblem]) -> Lengths:
+    tokens = np.array([count for problem in evaluated for count in problem.tokens])
     return Lengths(
         mean=float(tokens.mean()),
         median=float(np.median(tokens)),
         p95=float(np.percentile(tokens, 95)),
         max=int(tokens.max()),
-        truncated=sum(problem.truncated for problem in judged) / len(tokens),
+        truncated=sum(problem.truncated for problem in evaluated) / len(tokens),
     )
 
 

@@ -9,20 +9,25 @@ import contextlib
 import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 from runtime.errors import UserError
-from runtime.models import hf_config, packed_attention
+from runtime.models import hf_config
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 SHARD_BYTES = 4 << 30
 
@@ -42,11 +47,11 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
         raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")
     import transformers
 
-    transformers.AttentionInterface.register(packed_attention.NAME, packed_attention.packed_attention)
+    transformers.AttentionInterface.register(PACKED, packed_attention)
     try:
         model, report = getattr(transformers, factory).from_pretrained(
             path,
-            attn_implementation=packed_attention.NAME,
+            attn_implementation=PACKED,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -201,3 +206,130 @@ class ShardWriter:
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """The tensor, or some of its rows from `row` on; nothing is held in memory."""
         self._writers[name].write(name, tensor, row)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention for sequences packed without padding, several of which may begin with the same tokens.
+#
+# A Hugging Face model runs on one row of T tokens: every prompt once, then the replies. Only attention sees sequences: tokens
+# are gathered into rows (a shared prompt into each of its replies' rows), attended causally and put back. So linear layers,
+# norms and the head waste nothing on padding or on repeated prompts, and gradients are exact: the gathers' backward sums over
+# the copies. Rows are right-padded; under the causal mask padding is never attended to by a real token, so no mask is needed.
+
+
+PACKED = "sluice_packed"
+_UNGROUPED = {"npu"}  # devices whose attention kernel wants as many key heads as query heads
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How T packed tokens make up attention rows. The rows are split into buckets of similar length."""
+
+    rows: list[torch.Tensor]  # int64 [rows of the bucket, its longest]: packed index of each cell; 0 in padding
+    cells: torch.Tensor  # int64 [T]: cell of the concatenated buckets from which a packed token takes its output
+    queries: list[torch.Tensor] | None = None
+    """Where a part of the tokens attends to all, int64 [rows of the bucket, at most its longest]: which of the part are at the
+    ends of the rows. `rows` are then of all tokens' indices, `cells` of the part."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """A Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. With
+    `packing.queries`, key and value have more tokens.
+
+    Raises UserError for models whose attention is more than a scaled softmax.
+    """
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise UserError(f"model.path: this model's attention uses {name!r}, which the torch trainer does not support")
+    heads, tokens, head_dim = query.shape[1:]
+    kv_heads, value_dim = key.shape[1], value.shape[-1]
+    queries = query[0].transpose(0, 1).reshape(tokens, heads * head_dim)
+    keys = key[0].transpose(0, 1).reshape(-1, kv_heads * head_dim)
+    values = value[0].transpose(0, 1).reshape(-1, kv_heads * value_dim)
+    outputs = []
+    for ends, rows in zip(packing.queries or packing.rows, packing.rows, strict=True):
+        count, length = rows.shape
+        asked = ends.shape[1]
+        # Gathers are embedding look-ups because their backward is deterministic on accelerators.
+        q = F.embedding(ends, queries).view(count, asked, heads, head_dim).transpose(1, 2)
+        k = F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2)
+        v = F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2)
+        grouped = heads != kv_heads
+        if grouped and query.device.type in _UNGROUPED:
+            k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
+            grouped = False
+        causality = _causality(asked, length, sliding_window, query.device)
+        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)
+        outputs.append(output.transpose(1, 2).reshape(count * asked, heads * value_dim))
+    return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
+
+
+def _causality(asked: int, length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
+    """For the last `asked` tokens of a row as queries."""
+    if sliding_window is None or sliding_window >= length:
+        return {"is_causal": True} if asked == length else {"attn_mask": causal_lower_right(asked, length)}
+    distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
+    return {"attn_mask": (distance >= 0) & (distance < sliding_window)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A critic's model: a language model's body with one number a token, in the layout of Hugging Face's sequence classifiers.
+#
+# So a reward model's checkpoint is read as it is, and a critic's is one that other tools read.
+
+
+HEAD = "score.weight"
+LABEL = "value"  # the one label of a critic's checkpoint, by which it can be told from a reward model
+
+
+class ValueModel(nn.Module):
+    """`score(body(tokens))` at chosen tokens."""
+
+    def __init__(self, classifier: Any):
+        super().__init__()
+        self.config = classifier.config
+        self.architecture = type(classifier).__name__
+        self._no_split_modules = classifier._no_split_modules
+        self._body = classifier.base_model_prefix
+        setattr(self, self._body, getattr(classifier, self._body))
+        self.score = classifier.score
+
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        getattr(self, self._body).gradient_checkpointing_enable(options)
+
+    def forward(self, input_ids: torch.Tensor, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """[N] values at the packed indices `keep` (int64 [N]) of `input_ids` [1, T]."""
+        hidden = getattr(self, self._body)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
+        values: torch.Tensor = self.score(hidden.index_select(0, keep)).squeeze(-1)
+        return values
+
+
+def describe_critic(folder: Path, architecture: str) -> None:
+    """Make the config.json of `folder`, which is the language model's, that of a classifier with one label."""
+    path = folder / "config.json"
+    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    raw |= {"architectures": [architecture], "id2label": {"0": LABEL}, "label2id": {LABEL: 0}}
+    path.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_critic(path: str) -> ValueModel:
+    """float32 on the CPU, without dropout, its attention packed. A folder without a `score` head gets one that is 0.
+
+    Raises UserError when `path` is no model folder, weights of the body are missing, the head gives more than one number, or
+    the architecture cannot run packed.
+    """
+    model = load_packed("AutoModelForSequenceClassification", path, "critic.path", new={HEAD}, num_labels=1)
+    if not has_tensor(path, HEAD):
+        nn.init.zeros_(model.score.weight)
+    return ValueModel(model)

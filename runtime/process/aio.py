@@ -1,21 +1,25 @@
-"""asyncio's task groups on every supported Python, the one error out of them that matters, and a wait for several."""
+"""asyncio's task groups on every supported Python, the one error out of them that matters, the loop's clock, and a wait."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 if sys.version_info >= (3, 11):
     from asyncio import TaskGroup  # novermin
 else:
     from taskgroup import TaskGroup
 
-__all__ = ["TaskGroup", "first_error", "still_missing"]
+__all__ = ["TaskGroup", "done_within", "first_error", "now", "still_missing"]
 
 T = TypeVar("T")
+
+
+def now() -> float:
+    """Seconds on the running loop's clock: to the millisecond that of time.monotonic, in a simulation a virtual one."""
+    return asyncio.get_running_loop().time()
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -25,15 +29,26 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
+async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
+    """Whether `work` is done within `seconds`; else it is cancelled. Raises what it raises. Before Python 3.12 asyncio.wait_for
+    loses a cancellation that comes together with the end of the work, and whoever has cancelled waits for ever."""
+    working = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({working}, timeout=max(0.0, seconds))
+        if done:
+            working.result()
+        return bool(done)
+    finally:
+        working.cancel()
+
+
 async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:
-    """What is missing at `deadline`, on the clock of time.monotonic; nothing as soon as nothing is.
+    """What is missing at `deadline`, on the loop's clock; nothing as soon as nothing is.
 
     `changed` is set whenever `missing()` may have become another.
     """
     while found := missing():
         changed.clear()
-        try:
-            await asyncio.wait_for(changed.wait(), max(0.0, deadline - time.monotonic()))
-        except asyncio.TimeoutError:
+        if not await done_within(changed.wait(), deadline - now()):
             break
     return found

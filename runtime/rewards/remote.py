@@ -1,6 +1,6 @@
 """Rewards that a process of the user's serves: what it is told and asked, and how its answers become scores.
 
-The process implements the service RemoteReward of proto/remote_reward.proto; `services.remote_reward` has its client.
+The process implements the service RemoteReward of proto/remote_reward.proto; `services.reward` has its client.
 """
 
 from __future__ import annotations

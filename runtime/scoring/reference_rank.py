@@ -8,9 +8,9 @@ from runtime import codec
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
-from runtime.scoring.offloadable_scorer import OffloadableScorer
+from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.trainer.backend import use_megatron
-from runtime.trainer.group_rank import GroupRank, join_group, require_memory
+from runtime.trainer.rank import GroupRank, join_group, require_memory
 
 if TYPE_CHECKING:
     from runtime.scoring.scorer_megatron import MegatronScorer

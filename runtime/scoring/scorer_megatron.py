@@ -16,10 +16,8 @@ from runtime.config import Config
 from runtime.errors import InvalidMessage
 from runtime.models.offload import HostOffload
 from runtime.process import platform
-from runtime.trainer import batch as train_batch
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import RankInfo
-from runtime.trainer.batch import MicroBatch
+from runtime.trainer.backend import MicroBatch, RankInfo, micro_batches
 from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.types import LogprobRequest, Logprobs
@@ -69,7 +67,7 @@ class MegatronScorer:
         values = np.zeros(len(rows.tokens), np.float32)
         temperatures = np.array([request.temperature for request in shared], np.float32)[rows.group]
         columns = {"temperature": np.repeat(temperatures, rows.length)}
-        batches = train_batch.micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
+        batches = micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
         for batch, numbers in self._passes.infer(batches, self._logprobs):
             values[batch.places] = numbers.cpu().numpy()[: len(batch.places)]
         if not self._grid.leads:

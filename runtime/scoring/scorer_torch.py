@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from runtime import codec
+from runtime.commands import Offload, Onload
 from runtime.errors import InvalidMessage
 from runtime.models.offload import HostOffload
 from runtime.process import platform
@@ -170,3 +172,39 @@ def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]
             end += 1
         yield rows[start:end]
         start = end
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A reference whose devices are others' as well: the model is on them while it is asked.
+
+
+class LogprobScorer(Protocol):
+    def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]: ...
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+class OffloadableScorer:
+    """`scorer`, which comes back to its device with the first question, if nobody called it back before."""
+
+    def __init__(self, scorer: LogprobScorer, away: bool):
+        """`away`: it gives up its device now."""
+        self._scorer = scorer
+        self._away = False
+        if away:
+            self.handle(Offload())
+
+    def handle(self, command: Onload | Offload) -> None:
+        """Nothing is done where it was done already."""
+        if self._away != isinstance(command, Offload):
+            self._away = not self._away
+            if self._away:
+                self._scorer.offload()
+            else:
+                self._scorer.onload()
+
+    def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
+        self.handle(Onload())
+        return self._scorer.logprobs(requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -40,18 +40,15 @@ def _figure(rollup: str, name: str) -> int:
 class PeakMemory:
     """The most seen of this process and all that descend from it. One sample costs about a millisecond a process."""
 
-    def __init__(self, root_name: str, names: Callable[[], Mapping[int, str]]):
-        """`names()`: of the children by pid. What a child started is accounted to it."""
+    def __init__(self, root_name: str):
         self.pss_bytes = 0  # of all together
         self.by_process: dict[str, Memory] = {}  # of each the largest in rss_bytes
         self._root_name = root_name
-        self._names = names
         self._root = psutil.Process()
 
-    def sample(self) -> Memory:
-        """All together, now."""
+    def sample(self, names: Mapping[int, str]) -> Memory:
+        """All together, now. `names`: of the children by pid; what a child started is accounted to it."""
         total = self._seen(self._root_name, [self._root.pid])
-        names = dict(self._names())
         for child in self._root.children():
             try:
                 tree = [child.pid, *(one.pid for one in child.children(recursive=True))]

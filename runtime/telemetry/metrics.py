@@ -1,4 +1,4 @@
-"""The figures of a training step, under MindSpeed-RL's names where it has one. Pure, but for the clocks handed in.
+"""The figures of a training step. Pure, but for the clocks handed in.
 
 Phases of one step overlap: while the trainer updates, rollouts generate for later steps. So `timing/all`, the wall time between
 two updates, is less than the sum of the phases; and `timing/non_overlap_X` is the part of phase X in which no update ran.
@@ -15,6 +15,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from runtime.telemetry.metric_names import SCORE_ERRORS
 from runtime.types import GeneratedGroup, Scores, StepResult
 
 Histogram = dict[int, int]  # how often each value occurred
@@ -48,7 +49,6 @@ class StepFigures(msgspec.Struct, kw_only=True):
     trained: StepResult
     world_size: int  # all accelerators of the run
     incarnation: int = 0  # of the lineage that made the step
-    scores_as: Sequence[str] = ("grpo/score",)  # the names under which MindSpeed-RL's algorithms log the same scores
     queues: Mapping[str, int] = {}  # groups waiting, by stage
     idle: Mapping[str, float] = {}  # by role, of `idle_fraction`
     publication: PublicationFigures | None = None
@@ -64,7 +64,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
     return {
         **figures.timing,
         **lengths,
-        **score_metrics(figures.scores, figures.scores_as),
+        **score_metrics(figures.scores),
         **staleness_metrics(figures.staleness),
         **throughput_metrics(
             prompt_mean=lengths.get("prompt_length/mean", 0.0),
@@ -95,11 +95,11 @@ def throughput_metrics(
     *, prompt_mean: float, response_mean: float, samples: int, world_size: int, timing: Mapping[str, float]
 ) -> dict[str, float]:
     """Tokens per second and accelerator: (response_mean + prompt_mean) · samples / world_size / time, with samples =
-    global_batch_size · n, and time that of the whole step (e2e), the update, or generation (vllm: whichever engine it is).
+    global_batch_size · n, and time that of the whole step (e2e), the update, or generation (rollout).
     0 where a phase took no time within the step.
     """
     tokens = (response_mean + prompt_mean) * samples / world_size
-    phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "vllm_tps": "timing/rollout"}
+    phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
     return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
 
 
@@ -124,21 +124,20 @@ def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
     }
 
 
-def score_metrics(scores: Sequence[Scores], names: Sequence[str] = ("grpo/score",)) -> dict[str, float]:
-    """`grpo/score/*`, under all `names`, and `RULE_rewards/mean` over the samples whose rules all ran; `grpo/masked` counts the
-    others, and `grpo/errors/REASON` why: one for each scorer that failed on the sample, the most frequent reasons."""
+def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
+    """`score/*` and `RULE_rewards/mean` over the samples whose rules all ran; `score/masked` counts the
+    others, and `score/errors/REASON` why: one for each scorer that failed on the sample, the most frequent reasons."""
     if not scores:
         return {}
     masks = [group.valid.astype(bool) for group in scores]
-    figures = {"grpo/masked": float(sum((~mask).sum() for mask in masks))}
+    figures = {"score/masked": float(sum((~mask).sum() for mask in masks))}
     errors: Counter[str] = Counter()
     for group in scores:
         errors.update(group.errors)
-    figures |= {f"grpo/errors/{reason}": float(count) for reason, count in errors.most_common(REASONS)}
+    figures |= {f"{SCORE_ERRORS}{reason}": float(count) for reason, count in errors.most_common(REASONS)}
     valid = np.concatenate([group.rewards[mask] for group, mask in zip(scores, masks, strict=True)])
     if valid.size:
-        for name in names:
-            figures |= _distribution(name, valid)
+        figures |= _distribution("score", valid)
     for rule in sorted({rule for group in scores for rule in group.rules}):
         held = np.concatenate(
             [group.rules[rule][mask] for group, mask in zip(scores, masks, strict=True) if rule in group.rules]

@@ -15,12 +15,12 @@ from runtime import run_files
 from runtime.errors import UserError
 from runtime.telemetry import startup
 from runtime.telemetry.memory import Memory
+from runtime.telemetry.metric_names import SCORE_ERRORS
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.startup import Startup
 
 LAUNCHER = "launcher"
 CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
-SCORE_ERRORS = "grpo/errors/"
 MISMATCH = "mismatch/"
 MEANS, EXTREMES = (
     ("abs_logprob", "k1", "k3", "over_0.1"),
@@ -98,7 +98,7 @@ class Totals:
         self.steps += 1
         self.samples += metrics.get("samples", 0)
         self.tokens += metrics.get("tokens", 0)
-        self.masked += metrics.get("grpo/masked", 0)
+        self.masked += metrics.get("score/masked", 0)
         for name, value in metrics.items():
             group, _, rest = name.partition("/")
             if group == "timing":

@@ -13,16 +13,16 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
-from runtime import run_files
-from runtime.config import Tracker
+from runtime import run_files, timeouts
+from runtime.config import Config, Tracker
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.telemetry import metric_names
 from runtime.telemetry.event_file import EventFile
 from runtime.telemetry.metrics import Histogram, Metrics
 
@@ -38,7 +38,8 @@ def missing_package(tracker: Tracker) -> str | None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The points of a run, one dict per step in order. Where a resumed run went over a step again, the later line counts.
+    """The points of a run under our names, one dict per step in order. Where a resumed run went over a step again, the later
+    line counts.
 
     A last line that is still being written is left out. Raises UserError when the file cannot be read or is not JSON lines.
     """
@@ -46,7 +47,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     try:
         for line in path.read_bytes().split(b"\n")[:-1]:
             step = msgspec.json.decode(line, type=_Numbered).step
-            steps.setdefault(step, {}).update(msgspec.json.decode(line))
+            steps.setdefault(step, {}).update(metric_names.ours(msgspec.json.decode(line)))
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -167,13 +168,12 @@ class SwanLab(Backend):
 class _Worker:
     """The thread of one backend. After a failure it only empties its queue, so that nobody waits for room in vain."""
 
-    def __init__(self, name: str, folder: Path, make: Callable[[], Backend]):
-        self.name = name
-        self._folder = folder
+    def __init__(self, tracker: Tracker, folder: Path, config: Config):
+        self.name = tracker.name
+        self._tracker, self._folder, self._config = tracker, folder, config
         self.failure: BaseException | None = None
         self._queue: queue.Queue[tuple[int, float, Metrics] | None] = queue.Queue(_QUEUE_POINTS)
-        self._make = make
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{self.name}", daemon=True)
         self._thread.start()
 
     async def put(self, point: tuple[int, float, Metrics] | None, seconds: float) -> None:
@@ -202,7 +202,7 @@ class _Worker:
 
     def _run(self) -> None:
         try:
-            backend = self._make()
+            backend = _backend(self._tracker, self._folder, self._config)
             try:
                 while (point := self._queue.get()) is not None:
                     backend.log(*point)
@@ -215,30 +215,33 @@ class _Worker:
 
 
 class Trackers:
-    """All trackers of a run. Raises UserError, saying what to install, when one of them needs a package that is not there."""
+    """All trackers of a run. `jsonl` has our names, the others those that `metrics.names` says.
 
-    def __init__(self, trackers: Sequence[Tracker], run_dir: str | Path, run_name: str, config: Mapping[str, Any]):
-        for tracker in trackers:
+    Raises UserError, saying what to install, when one of them needs a package that is not there."""
+
+    def __init__(self, config: Config, run_dir: str | Path):
+        for tracker in config.trackers:
             package = missing_package(tracker)
             if package:
                 raise UserError(f"tracker {tracker.name}: needs a package: pip install '{package}'")
         folder = Path(run_dir)
-        self._workers = [
-            _Worker(tracker.name, folder, partial(_backend, tracker, folder, run_name, config)) for tracker in trackers
-        ]
+        self._mindspeed = config.metrics.names == "mindspeed"
+        self._scores = metric_names.score_prefixes(config)
+        self._workers = [_Worker(tracker, folder, config) for tracker in config.trackers]
 
-    async def log(self, step: int, metrics: Metrics, timeout: float = 10.0) -> None:
+    async def log(self, step: int, metrics: Metrics, timeout: float = timeouts.TRACKERS) -> None:
         """Hand over one point; returns at once unless a tracker is far behind. `metrics` must not change afterwards.
 
         Raises UserError when a file could not be written, ServiceFault when a tracker failed, and DeadlineExceeded when one
         made no room within `timeout` seconds.
         """
-        point = (step, time.time(), metrics)
+        now = time.time()
+        named = metric_names.mindspeed(metrics, self._scores) if self._mindspeed else metrics
         for worker in self._workers:
             worker.check()
-            await worker.put(point, timeout)
+            await worker.put((step, now, metrics if worker.name == "jsonl" else named), timeout)
 
-    async def close(self, timeout: float = 10.0) -> None:
+    async def close(self, timeout: float = timeouts.TRACKERS) -> None:
         """Write out everything, all trackers within `timeout` seconds. Raises the first failure once all had their time."""
         outcomes = await asyncio.gather(*(self._close(worker, timeout) for worker in self._workers), return_exceptions=True)
         for outcome in outcomes:
@@ -251,10 +254,10 @@ class Trackers:
         await worker.join(max(0.0, deadline - time.monotonic()))
 
 
-def _backend(tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> Backend:
+def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
     if tracker.name == "jsonl":
         return JsonLines(run_dir / run_files.METRICS)
     if tracker.name == "tensorboard":
         return TensorBoard(run_dir / run_files.TENSORBOARD)
     make = WandB if tracker.name == "wandb" else SwanLab
-    return make(tracker, run_dir, run_name, config)
+    return make(tracker, run_dir, config.run.name, msgspec.to_builtins(config))

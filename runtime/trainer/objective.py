@@ -1,5 +1,5 @@
-"""What is learned from the samples of a step: the configured algorithm, evaluated on one micro-batch. The policy's is here, the
-critic's in `critic.py`.
+"""What is learned from the samples of a step: the configured algorithm, evaluated on one micro-batch: the policy's
+objective and the critic's.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, value_targets
-from runtime.algorithms.corrections import interpolated_proximal
+from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, token_rewards, value_targets
 from runtime.algorithms.interfaces import AdvantageInputs, LossInputs
-from runtime.algorithms.kl import importance_weighted, k3
-from runtime.algorithms.token_returns import token_rewards
+from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
 from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
 from runtime.config import Config
-from runtime.trainer.backend import ModelBackend
-from runtime.trainer.batch import MicroBatch
+from runtime.trainer.backend import MicroBatch, ModelBackend
 from runtime.trainer.rows import Needs, Rows
 from runtime.trainer.statistics import Reduced, StepStatistics
 
@@ -178,7 +175,7 @@ class PolicyObjective(Objective):
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
         metrics["actor/lr"] = metrics.pop("lr")
         if "grad_norm" in metrics:
-            metrics["actor/grad_norm"] = metrics["grad_norm"]  # MindSpeed-RL's documentation has the one, its code the other
+            metrics["actor/grad_norm"] = metrics.pop("grad_norm")
         return metrics
 
 
@@ -187,7 +184,7 @@ def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
     for name, values in (
         ("response_length", rows.length),
         ("prompt_length", prompts),
-        ("grpo/score", rows.rewards[rows.valid]),
+        ("score", rows.rewards[rows.valid]),
     ):
         statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
         statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
@@ -199,9 +196,9 @@ def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
 def _report_advantages(rows: Rows, advantages: np.ndarray, statistics: StepStatistics) -> None:
     mask = rows.grid(rows.mask, np.arange(len(rows.length))) > 0
     counted = np.broadcast_to(advantages, mask.shape)[mask]
-    statistics.mean("critic/advantages/mean", float(counted.sum()), float(len(counted)))
-    statistics.maximum("critic/advantages/max", float(counted.max(initial=-math.inf)))
-    statistics.minimum("critic/advantages/min", float(counted.min(initial=math.inf)))
+    statistics.mean("advantages/mean", float(counted.sum()), float(len(counted)))
+    statistics.maximum("advantages/max", float(counted.max(initial=-math.inf)))
+    statistics.minimum("advantages/min", float(counted.min(initial=math.inf)))
 
 
 class RowAdvantages:
@@ -255,7 +252,7 @@ class RowAdvantages:
         if self._missing_eos:
             added += missing_eos_penalty(torch.from_numpy(rows.truncated).double(), self._missing_eos)
         if self._buffer or self._missing_eos:
-            statistics.mean("grpo/length_penalty", added[valid].sum(), valid.double().sum())
+            statistics.mean("score/length_penalty", added[valid].sum(), valid.double().sum())
         return (torch.from_numpy(rows.rewards).double() + added).where(valid, 0.0)
 
 
@@ -274,3 +271,60 @@ def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: tor
     statistics.maximum("mismatch/max", torch.where(tokens > 0, size.max(), -torch.inf))
     statistics.histogram("mismatch/abs_logprob", size, counted)
     statistics.total("mismatch/tokens", tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the critic learns, whatever its backend: the value loss on the samples of a step.
+
+
+METRICS = "critic/"
+
+
+class CriticObjective(Objective):
+    """Learns the value targets of the advantage estimator by the clipped value loss, averaged over all tokens of the step.
+
+    The value of a token is that of the state before it: the model's output at the token that predicts it. The outputs of its
+    model are these values, float32 [N].
+    """
+
+    role = "critic"
+    averaged = "critic/vf_loss"
+
+    def __init__(self, config: Config, backend: ModelBackend):
+        super().__init__(config, backend)
+        assert config.critic is not None
+        self._clip = config.critic.value_clip or float("inf")  # how far a value may move from the recorded one
+        reference = config.algorithm.kl_coefficient != 0 and config.algorithm.kl_placement == "reward"
+        self.needs = Needs(reference=reference, values=self._algorithm.advantage.needs_values)
+
+    def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        assert rows.values is not None
+        targets = self.advantages.value_targets(rows, self.kl_control.coefficient, statistics)
+        statistics.mean("response_length/mean", float(rows.length.sum()), float(len(rows.length)))
+        return {"targets": targets, "recorded": rows.values * rows.mask}, np.ones(len(rows.length), bool)
+
+    def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+    def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
+        values, tokens = batch.grid(outputs), batch.mask.sum()
+        targets = batch.columns["targets"]
+        losses, clipped = clipped_value_loss(values, batch.columns["recorded"], targets, self._clip)
+        loss = (losses * batch.mask).sum()
+        for name, each in (
+            ("vf_loss", losses),
+            ("vf_clipfrac", clipped),
+            ("values/mean", values),
+            ("returns/mean", targets),
+            ("vf_error", (values - targets).square()),
+        ):
+            statistics.mean(METRICS + name, (each.detach() * batch.mask).sum(), tokens)
+        counted = batch.mask != 0
+        for name, each in (("values", values.detach()), ("returns", targets)):
+            statistics.maximum(f"{METRICS}{name}/max", each.masked_fill(~counted, -torch.inf).max())
+            statistics.minimum(f"{METRICS}{name}/min", each.masked_fill(~counted, torch.inf).min())
+        return loss
+
+    def named(self, metrics: dict[str, float]) -> dict[str, float]:
+        metrics |= {METRICS + name: metrics[name] for name in ("lr", "grad_norm", "skipped_updates") if name in metrics}
+        return {name: value for name, value in metrics.items() if name.startswith(METRICS)}

@@ -1,33 +1,216 @@
-"""One rank of the trainer group: besides the steps, what it takes to publish and to export the policy."""
+"""One rank of a group of processes that share a model: its place in the group and its commands, whichever the role; then what a
+rank under training has besides, and what the trainer's and the critic's add."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
+from runtime import codec
 from runtime.cluster.topology import alternates, takes_turns
-from runtime.commands import Apply, Export, SendWeights
-from runtime.config import Config
-from runtime.errors import ServiceFault
+from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Export, Offload, Onload, Restore, Save, SendWeights
+from runtime.config import Config, Spread, Trainer
+from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint
+from runtime.models import limits
+from runtime.models.hf_config import read_raw
 from runtime.process import platform
-from runtime.trainer.group_rank import join_group, require_memory
-from runtime.trainer.step import ModelTrainer, policy_trainer
-from runtime.trainer.update_rank import UpdateRank
-from runtime.types import StepResult
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
+from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
-from runtime.weights.sender import SendResult, WeightSender
-from runtime.weights.sending import SendingMember
+from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
+
+
+class GroupRank:
+    """Every method runs in the engine's thread, in the same order on every rank. A subclass names its `role`, and has a method
+    for each command, of its name in snake case, which takes the command and returns its answer: a future of one that goes on
+    beside the next commands."""
+
+    role: ClassVar[str]
+
+    def __init__(self, config: Config, rank: int, world_size: int):
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.version = PolicyVersion()
+        """Of the weights as they are."""
+
+    def execute(self, command: Any) -> Any:
+        """Carry out one command; returns its answer."""
+        return getattr(self, snake(type(command).__name__))(command)
+
+
+def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
+    """This rank's device; with several ranks, join torchrun's default group first. `timeout`: seconds of its collectives.
+
+    Raises UserError when the role's `backend` does not work on that device.
+    """
+    device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
+    backend = backend_of(role, settings, device)
+    if world_size > 1:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return device
+
+
+def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:
+    """What the ranks of `role` meet over. Raises UserError when that does not work on `device`.
+
+    torch's gloo knows no NPUs; on CUDA it has what FSDP2 needs, but neither the sends between stages nor the coalesced gathers
+    of megatron-core.
+    """
+    staged = device.type == "cuda" and settings.engine == "torch"
+    return platform.collective_backend(settings.backend, device, f"services.{role}.backend", gloo=staged)
+
+
+def require_memory(role: str, config: Config, source: str, device: torch.device) -> None:
+    """Before anything is loaded: raises UserError when a rank of `role` with the model of folder `source` is known to hold more
+    than its device has."""
+    if getattr(config.services, role).engine != "megatron":
+        return
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    held = limits.rank_memory(config, role, read_raw(source), on_cpus=device.type == "cpu")
+    if fault := limits.memory_fault(config, role, held, platform.memory(device).total // sharing):
+        raise UserError(fault)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One rank of a group under training, whichever model it trains: the engine, and the commands that trainer and critic share.
+
+
+log = logging.getLogger("sluice")
+
+BETWEEN_STEPS = (Export, Save)
+
+
+class UpdateRank(GroupRank):
+    """A subclass adds the commands that are its own."""
+
+    last: ClassVar[type]  # of the commands of a step
+    seconds_of: ClassVar[dict[str, str]]  # the metrics of what `onload`, `offload` and `save` take of the engine's time
+
+    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int, managed_externally: bool):
+        """`managed_externally`: its device is another role's as well, and the coordinator says when to take it and when to give
+        it up."""
+        super().__init__(config, rank, world_size)
+        self.engine = engine
+        settings: Trainer = getattr(config.services, self.role)
+        self._managed_externally = managed_externally
+        self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
+        self._begun = False  # a step, whose gradients are on the device
+        self._seconds: dict[str, float] = {}
+        self._saving: Future[None] | None = None
+        if managed_externally:
+            self._offload()
+
+    def state(self, folder: Path) -> Path:
+        """Where in the checkpoint `folder` this role's state lies. Raises UserError when it is not there."""
+        return folder
+
+    def execute(self, command: Any) -> Any:
+        """Carry out one command, with the engine's state where it belongs."""
+        with self._ensure_on_device(command):
+            return super().execute(command)
+
+    def restore(self, command: Restore) -> None:
+        before, folder = time.monotonic(), Path(command.folder)
+        self.version = checkpoint.read_position(folder).version
+        self.engine.load(str(self.state(folder)))
+        log.info("restored %s in %.1f s", self.state(folder), time.monotonic() - before)
+
+    def begin_step(self, command: BeginStep) -> None:
+        self._begun = True
+        self.engine.begin_step(command.step)
+
+    def accumulate(self, command: Accumulate) -> None:
+        self.engine.accumulate(command.groups, command.last)
+
+    def apply(self, command: Apply) -> StepResult:
+        result = self.engine.apply()
+        self._begun = False
+        self.version = replace(self.version, step=command.step + 1)
+        seconds, self._seconds = self._seconds, {}
+        return replace(result, metrics=result.metrics | self.engine.phases | seconds)
+
+    def offload(self, command: Offload) -> None:
+        self._offload()
+
+    def onload(self, command: Onload) -> None:
+        """Everything is at hand already."""
+
+    def save(self, command: Save) -> Future[None] | None:
+        folder = Path(command.folder)
+        with self._counted("save"), checkpoint.full_disk_told(folder):
+            self._require_saved()
+            write = self.engine.begin_save(str(folder))
+            if not self.config.checkpoint.async_save:
+                write()
+                return None
+
+        def write_to_disk() -> None:
+            with checkpoint.full_disk_told(folder):
+                write()
+
+        self._saving = in_thread("save", write_to_disk)
+        return self._saving
+
+    def _require_saved(self) -> None:
+        """All ranks have answered for the checkpoint before: on this one nothing is left to be done, but perhaps to say so."""
+        timeout = self.config.deadlines.save
+        try:
+            if self._saving is not None:
+                self._saving.result(timeout)
+        except FutureTimeout as error:
+            raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "still writes the one before", timeout) from error
+
+    @contextlib.contextmanager
+    def _ensure_on_device(self, command: Any) -> Iterator[None]:
+        """Around a command that needs all of the engine's state: between steps the device may be lent out."""
+        if self._away and not isinstance(command, Offload):
+            with self._counted("onload"):
+                self.engine.onload()
+            self._away = False
+        yield
+        if self._offloads and not self._begun and isinstance(command, (self.last, *BETWEEN_STEPS)):
+            self._offload()
+        if self._managed_externally and isinstance(command, Restore):
+            self._offload()  # nobody has said yet that it is this role's turn
+
+    def _offload(self) -> None:
+        """Off the device with what the configuration says."""
+        if not self._away:
+            with self._counted("offload"):
+                self.engine.offload()
+            self._away = True
+
+    @contextlib.contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Account the block's seconds to the next step."""
+        before, metric = time.perf_counter(), self.seconds_of[what]
+        yield
+        self._seconds[metric] = self._seconds.get(metric, 0.0) + time.perf_counter() - before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One rank of the trainer group: besides the steps, what it takes to publish and to export the policy.
 
 
 class TrainRank(UpdateRank):
     role = "trainer"
     last = SendWeights
     seconds_of = {  # noqa: RUF012
-        "onload": "timing/resharding_to_train",
+        "onload": "timing/onload",
         "offload": "timing/offload",
         "save": "timing/save",
     }
@@ -47,7 +230,7 @@ class TrainRank(UpdateRank):
         if rank in ranks:
             settings = config.publication
             pin, number = device.type == "cuda", ranks.index(rank)
-            sender = WeightSender(self.manifest, number=number, pin=pin, whole=settings.overlap)
+            sender = WeightSender(self.manifest, number=number, pin=pin)
             self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
 
     def address_of(self, address: GroupAddress) -> GroupAddress:
@@ -94,9 +277,46 @@ class TrainRank(UpdateRank):
             self.engine.export(str(partial))
 
 
-def make(config: Config, rank: int, world_size: int) -> TrainRank:
+def make_train_rank(config: Config, rank: int, world_size: int) -> TrainRank:
     """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
     device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
     require_memory("trainer", config, config.model.path, device)
     engine = policy_trainer(config, rank=rank, world_size=world_size, device=device)
     return TrainRank(engine, config, rank, world_size, device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One rank of the critic group: besides the steps, it computes values.
+
+
+class CriticRank(UpdateRank):
+    role = "critic"
+    last = Apply
+    seconds_of = {  # noqa: RUF012
+        "onload": "timing/critic_onload",
+        "offload": "timing/critic_offload",
+        "save": "timing/critic_save",
+    }
+
+    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int):
+        super().__init__(engine, config, rank, world_size, alternates(config))
+
+    def state(self, folder: Path) -> Path:
+        return checkpoint.critic_state(folder)
+
+    def execute(self, command: Any) -> Any:
+        """Values need nothing of what is away between steps."""
+        return self.compute_values(command) if isinstance(command, ComputeValues) else super().execute(command)
+
+    def compute_values(self, command: ComputeValues) -> list[bytes]:
+        """The encoded Values of this rank's groups, in their order."""
+        return [codec.encode(values) for values in self.engine.values(command.groups)]
+
+
+def make_critic_rank(config: Config, rank: int, world_size: int) -> CriticRank:
+    """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    device = join_group("critic", config.services.critic, world_size, config.deadlines.train)
+    assert config.critic is not None
+    require_memory("critic", config, config.critic.path or config.model.path, device)
+    engine = critic_trainer(config, rank=rank, world_size=world_size, device=device)
+    return CriticRank(engine, config, rank, world_size)

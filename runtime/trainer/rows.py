@@ -5,6 +5,7 @@ B rows (samples), R reply tokens of one sample, `flat` arrays hold all replies b
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 
 from runtime import codec
 from runtime.errors import InvalidMessage
-from runtime.trainer import batching
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
 
 
@@ -44,13 +44,13 @@ class Rows:
         """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
         lengths = self.length[rows]
         out = np.zeros((len(rows), int(lengths.max(initial=0))), np.float32)
-        out[np.repeat(np.arange(len(rows)), lengths), batching.ramps(lengths)] = flat[batching.spans(self.start[rows], lengths)]
+        out[np.repeat(np.arange(len(rows)), lengths), ramps(lengths)] = flat[spans(self.start[rows], lengths)]
         return out
 
     def by_group(self, flat: np.ndarray) -> list[np.ndarray]:
         """`flat` of the replies of each group."""
         sizes = np.bincount(self.group, weights=self.length, minlength=len(self.group_id)).astype(np.int64)
-        return [flat[begin : begin + size] for begin, size in zip(batching.starts(sizes), sizes, strict=True)]
+        return [flat[begin : begin + size] for begin, size in zip(starts(sizes), sizes, strict=True)]
 
     def trained(self) -> np.ndarray:
         """bool [B]: whether the sample has a token to train on."""
@@ -111,13 +111,13 @@ def _rows(
     valid = _concatenate([group.valid for group in groups], np.uint8) != 0
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
-        prompt_start=batching.starts(prompt_length),
+        prompt_start=starts(prompt_length),
         prompt_length=prompt_length,
         group_id=np.array([group.group_id for group in groups], np.int64),
         mini_batch=np.array([group.mini_batch for group in groups], np.int64),
         group=np.repeat(np.arange(len(payloads)), sizes),
-        sample=batching.ramps(sizes),
-        start=batching.starts(length),
+        sample=ramps(sizes),
+        start=starts(length),
         length=length,
         tokens=_concatenate([column.tokens for column in columns], np.int32),
         mask=(_concatenate([column.loss_mask for column in columns], np.uint8) != 0) & np.repeat(valid, length),
@@ -138,7 +138,7 @@ def join(parts: Sequence[Rows]) -> Rows:
     joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
     # What points into other arrays moves by what lies before the part.
     for name, target in (("prompt_start", "prompts"), ("group", "prompt_start"), ("start", "tokens")):
-        before = batching.starts(np.array([len(array) for array in joined[target]], np.int64))
+        before = starts(np.array([len(array) for array in joined[target]], np.int64))
         joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
     whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
     return Rows(**whole)
@@ -181,3 +181,122 @@ def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Seq
     for part in given:
         if len(part.values) != len(payload.tokens):
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} for other replies")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which samples run together, and where each lies in arrays that hold runs of different lengths back to back. Pure.
+#
+# Lengths are tokens of a whole sequence; results of `cut_by_length` and `balance` are indices into them.
+
+
+SLACK = 0.005  # by how much the largest part may exceed what is possible before `balance` tries harder
+
+
+def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut the samples, sorted by length, into runs whose `samples x longest` is at most `budget` tokens.
+
+    Sorting keeps padding small; ties stay in their order. A sample longer than the budget runs alone.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def length_buckets(lengths: Sequence[int], ratio: float) -> list[int]:
+    """Cut ascending `lengths` into runs whose longest is at most `ratio` times the shortest; returns the runs' sizes."""
+    sizes: list[int] = []
+    shortest = 0
+    for length in lengths:
+        if sizes and length <= ratio * shortest:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+            shortest = length
+    return sizes
+
+
+def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Share items out over `parts` so that the largest sum of costs is small.
+
+    Karmarkar and Karp's largest differencing method; then exchanges, as with few items a part it leaves the largest several
+    per cent above the mean. Deterministic; every index occurs once, in ascending order within its part. Parts may be empty
+    when there are few items.
+    """
+    if parts < 1:
+        raise ValueError(f"parts is at least 1, not {parts}")
+    shares = _difference(costs, parts)
+    # No sharing is better than the larger of the mean and the dearest item.
+    _exchange(costs, shares, max(sum(costs) / parts, max(costs, default=0)) * (1 + SLACK))
+    return [sorted(share) for share in shares]
+
+
+def _difference(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Karmarkar and Karp's largest differencing method (1982, UCB/CSD-82-113)."""
+    # A partial solution is its parts in descending order of their sums. The two with the largest spread are merged, the
+    # heaviest parts of one with the lightest of the other.
+    heap = []
+    for index, cost in enumerate(costs):
+        heap.append((-cost, index, [(cost, [index])] + [(0, [])] * (parts - 1)))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, order, heavy = heapq.heappop(heap)
+        _, _, light = heapq.heappop(heap)
+        merged = [(a + b, left + right) for (a, left), (b, right) in zip(heavy, reversed(light), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+    return [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+
+
+def _exchange(costs: Sequence[float], shares: list[list[int]], aim: float) -> None:
+    """Move an item of the heaviest part elsewhere, or swap it for another, as long as that lowers the heavier of the two parts
+    and until all parts are within `aim`; each time the change that lowers it most."""
+    sums = [sum(costs[index] for index in share) for share in shares]
+    while (highest := max(sums)) > aim:
+        heavy = sums.index(highest)
+        best, change = highest, None
+        for other, share in enumerate(shares):
+            for given in shares[heavy]:
+                for taken in (None, *share):
+                    moved = costs[given] - (0 if taken is None else costs[taken])
+                    heavier = max(highest - moved, sums[other] + moved)
+                    if other != heavy and heavier < best:
+                        best, change = heavier, (other, given, taken, moved)
+        if change is None:
+            return
+        other, given, taken, moved = change
+        sums[heavy] -= moved
+        sums[other] += moved
+        shares[heavy].remove(given)
+        shares[other].append(given)
+        if taken is not None:
+            shares[other].remove(taken)
+            shares[heavy].append(taken)
+
+
+def balance_each(costs: Sequence[float], kinds: Sequence[int], parts: int) -> list[list[int]]:
+    """`balance`, the items of each kind among themselves: for kinds that all parts take up one after the other, together."""
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for kind in sorted(set(kinds)):
+        items = [index for index, own in enumerate(kinds) if own == kind]
+        for share, chosen in zip(shares, balance([costs[index] for index in items], parts), strict=True):
+            share += [items[index] for index in chosen]
+    return [sorted(share) for share in shares]
+
+
+def starts(lengths: np.ndarray) -> np.ndarray:
+    """int64 [n]: where each run begins."""
+    return np.cumsum(lengths) - lengths
+
+
+def ramps(lengths: np.ndarray) -> np.ndarray:
+    """0 .. length-1 of every run, [sum of lengths]."""
+    return np.arange(int(lengths.sum())) - np.repeat(starts(lengths), lengths)
+
+
+def spans(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """begin .. begin+length-1 of every run, [sum of lengths]."""
+    return np.repeat(begins, lengths) + ramps(lengths)

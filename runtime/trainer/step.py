@@ -26,12 +26,18 @@ from runtime import codec
 from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
-from runtime.trainer import batch as train_batch
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import ModelBackend, RankInfo, TrainedRole, TrainingPosition, load_backend
-from runtime.trainer.batch import Columns, MicroBatch
-from runtime.trainer.critic import CriticObjective
-from runtime.trainer.objective import Objective, PolicyObjective, add_mismatch
+from runtime.trainer.backend import (
+    Columns,
+    MicroBatch,
+    ModelBackend,
+    RankInfo,
+    TrainedRole,
+    TrainingPosition,
+    load_backend,
+    micro_batches,
+)
+from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
 from runtime.trainer.rows import Rows
 from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
@@ -221,7 +227,7 @@ class ModelTrainer:
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
         """The samples `chosen` (bool [B])."""
         budget = self._config.training.max_tokens_per_microbatch
-        return train_batch.micro_batches(rows, chosen, columns, budget, self.backend.rank_info)
+        return micro_batches(rows, chosen, columns, budget, self.backend.rank_info)
 
     def _counted(self, batch: MicroBatch) -> MicroBatch:
         self._statistics.mean("padding_waste", batch.padding, batch.attended)

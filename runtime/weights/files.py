@@ -30,9 +30,9 @@ from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder
-from runtime.weights.group import PendingGroup, Transfer, WeightGroup
+from runtime.weights.group import PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
-from runtime.weights.sender import clear, in_thread, tensors_in
+from runtime.weights.sender import in_thread
 from runtime.weights.tensor_files import TensorReader, TensorWriter
 
 KEPT = 2  # versions: the newest, and the one before, which may still be read

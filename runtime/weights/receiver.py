@@ -22,9 +22,9 @@ import torch
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Transfer, WeightGroup
+from runtime.weights.group import Transfer, WeightGroup, allocate, checksum, views
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, allocate, checksum, in_thread, views, wait_until
+from runtime.weights.sender import DEPTH, in_thread, wait_until
 
 Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]

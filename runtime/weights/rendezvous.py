@@ -22,10 +22,9 @@ from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, files, shared_memory
 from runtime.weights.delta import DeltaLink
-from runtime.weights.gloo_mesh import drop_frames, meet, reason
+from runtime.weights.gloo_mesh import SocketAddress, drop_frames, meet, reason, shut_down
 from runtime.weights.group import Link, PendingGroup, Transfer, WeightGroup
 from runtime.weights.plan import GroupAddress
-from runtime.weights.sockets import SocketAddress, shut_down
 
 BACKENDS = ("gloo", "nccl", "hccl")
 TRANSPORTS = ("collective", "shared_memory", "files")
@@ -171,62 +170,6 @@ def _left(give_up: float) -> float:
     return max(give_up - time.monotonic(), 0.1)
 
 
-def _host(
-    epoch: int,
-    world_size: int,
-    interface: str,
-    backend: str,
-    timeout: float,
-    name: str,
-    transport: str,
-    full_every: int,
-    port_range: PortRange | None,
-    names: Sequence[str],
-    senders: int,
-) -> PendingGroup:
-    """As `host`, for members that meet in a store."""
-    ip = own_address(interface)
-    with listen(ip, port_range, BACKLOG) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            ip,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    address = GroupAddress(
-        epoch=epoch,
-        host=ip,
-        port=port,
-        rank=0,
-        world_size=world_size,
-        backend=backend,
-        timeout=timeout,
-        transport=transport,
-        full_every=full_every,
-        names=tuple(names),
-        senders=senders,
-    )
-    return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
-
-
-def _join(address: GroupAddress, name: str, interface: str) -> WeightGroup:
-    """As `join`, for members that meet in a store."""
-    give_up = time.monotonic() + address.timeout
-    try:
-        store = dist.TCPStore(
-            address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout), wait_for_workers=False
-        )
-    except RuntimeError as error:
-        message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
-        raise ServiceFault(name, "rendezvous", message, address.timeout) from error
-    ip = own_address(interface or AUTO, address.host)
-    left = structs.replace(address, timeout=_left(give_up))
-    return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()
-
-
 def host(
     epoch: int,
     world_size: int,
@@ -256,7 +199,25 @@ def host(
         if senders > 1:
             raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
         return files.host(epoch, world_size, timeout, name, folder, full_every, names)
-    return _host(epoch, world_size, interface, backend, timeout, name, transport, full_every, port_range, names, senders)
+    ip, patience = own_address(interface), timedelta(seconds=timeout)
+    with listen(ip, port_range, BACKLOG) as listener:
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()
+        store = dist.TCPStore(ip, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor)
+    address = GroupAddress(
+        epoch=epoch,
+        host=ip,
+        port=port,
+        rank=0,
+        world_size=world_size,
+        backend=backend,
+        timeout=timeout,
+        transport=transport,
+        full_every=full_every,
+        names=tuple(names),
+        senders=senders,
+    )
+    return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
@@ -265,4 +226,14 @@ def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGr
     `interface` defaults to the local address from which `address.host` is reached. Raises ServiceFault, phase "rendezvous".
     """
     name = name or f"rank {address.rank}"
-    return files.join(address, name) if address.transport == "files" else _join(address, name, interface)
+    if address.transport == "files":
+        return files.join(address, name)
+    give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
+    try:
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)
+    except RuntimeError as error:
+        message = f"{address.label(0)} at {address.host}:{address.port} cannot be reached: {reason(error)}"
+        raise ServiceFault(name, "rendezvous", message, address.timeout) from error
+    ip = own_address(interface or AUTO, address.host)
+    left = structs.replace(address, timeout=_left(give_up))
+    return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
 import torch
-import xxhash
 from msgspec import Struct
 
-from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
+from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
-from runtime.weights import shared as memory
 from runtime.weights.gloo_mesh import drop_frames, reason
-from runtime.weights.group import Transfer, WeightGroup
-from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets, plan_slots, predecessors
+from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, stamp, tensors_of
+from runtime.weights.plan import Manifest, plan_buckets
 
 T = TypeVar("T")
 
@@ -40,24 +39,17 @@ class WeightSender:
 
     A version is begun (`begin`), gathered (`fill`), and sent. `send` may come first: a bucket leaves as soon as it is whole.
 
-    With `whole` every bucket has a buffer of its own, so that a version can be sent again, in another epoch, until the next
-    is begun. Otherwise buckets share a few: `fill` waits for those that are to leave first, and without a transfer that takes
-    them drops what it is given.
+    Every bucket has a buffer of its own, so that a version can be sent again, in another epoch, until the next is begun.
     """
 
-    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False, whole: bool = True):
+    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False):
         """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator. Raises
         InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
-        self._whole = whole
         self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if bucket.root == number]
         own = [bucket for _, bucket in self._own]
-        slots = tuple(range(len(own)))
-        if not whole:
-            slots = plan_slots(_held(manifest, self.buckets, number), manifest.bucket_bytes, DEPTH + 1, number)
-        self._before = predecessors(slots)
-        self._buffers = _allocate_slots(own, slots, pin)
+        self._buffers = allocate(own, pin, AVAILABLE)
         self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
         self._tensors = sorted(self._bucket_of)
         found = tensors_of(manifest, own, self._buffers)
@@ -88,12 +80,11 @@ class WeightSender:
         """
         for place, tensor in enumerate(tensors):
             bucket = self._bucket_of[self._tensors[place]]
-            if self._has_room(bucket):
-                self._views[place].copy_(tensor)
-                with self._changed:
-                    self._missing[bucket] -= 1
-                    if not self._missing[bucket]:
-                        self._changed.notify_all()
+            self._views[place].copy_(tensor)
+            with self._changed:
+                self._missing[bucket] -= 1
+                if not self._missing[bucket]:
+                    self._changed.notify_all()
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
         """Send its buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
@@ -120,20 +111,6 @@ class WeightSender:
     def _await_idle(self, phase: str, timeout: float) -> None:
         if not self._changed.wait_for(lambda: self._group is None, timeout):
             raise DeadlineExceeded("sender", phase, "the transfer before still reads the buckets", timeout)
-
-    def _has_room(self, bucket: int) -> bool:
-        """Whether its buffer is free, once that is certain: a transfer ends by its own deadline."""
-        before = self._before[bucket]
-        if before is None:
-            return True
-        with self._changed:
-            self._changed.wait_for(lambda: self._taken > before or self._ended)
-            return not self._ended
-
-    @property
-    def _ended(self) -> bool:
-        """Whether no transfer takes buckets any more."""
-        return self._group is None or self._group.aborted
 
     def _send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> SendResult:
         before, give_up = group.sent_bytes, time.monotonic() + deadline
@@ -173,12 +150,7 @@ class WeightSender:
     def _send_all(self, group: WeightGroup, version: PolicyVersion, give_up: float) -> None:
         pending: list[Transfer] = []
         for place, ((index, bucket), buffer) in enumerate(zip(self._own, self._buffers, strict=True)):
-            if self._missing[place]:
-                if self._before[place] is not None:  # its buffer may be that of one under way
-                    self._take(pending, 0, give_up)
-                self._await_whole(place, group, give_up)
-            if not self._whole:
-                clear(bucket, buffer)
+            self._await_whole(place, group, give_up)
             self._require_same(index, stamp(bucket, buffer, version), group.name)
             pending.append(group.send(index, buffer))
             self._take(pending, DEPTH - 1, give_up)
@@ -186,7 +158,7 @@ class WeightSender:
 
     def _require_same(self, index: int, digest: int, name: str) -> None:
         """A bucket that changed since it was sent first is not certified by a checksum of what it has become."""
-        if self._whole and self._digests.setdefault(index, digest) != digest:
+        if self._digests.setdefault(index, digest) != digest:
             self.intact = False
             message = f"bucket {index} of {len(self.buckets)} has changed in memory since it was gathered"
             raise ServiceFault(name, "snapshot", message)
@@ -206,73 +178,6 @@ class WeightSender:
             with self._changed:
                 self._taken += 1
                 self._changed.notify_all()
-
-
-def _held(manifest: Manifest, buckets: Sequence[Bucket], number: int) -> list[Bucket]:
-    """Those whose tensors sender `number` has: who shares a bucket's first tensor shares them all."""
-    holders = [manifest.tensors[bucket.entries[0].tensor].held_by for bucket in buckets]
-    return [bucket for bucket, held_by in zip(buckets, holders, strict=True) if not held_by or number in held_by]
-
-
-def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list[torch.Tensor]:
-    """One zeroed uint8 buffer per bucket, trailer included. Zeroed, because the checksum covers the padding.
-
-    `shared` ones lie in one memory file, which other processes can map.
-    """
-    if shared:
-        return memory.arena([bucket.total_bytes for bucket in buckets], pin)
-    return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
-
-
-def _allocate_slots(buckets: Sequence[Bucket], slots: Sequence[int], pin: bool) -> list[torch.Tensor]:
-    """Each bucket's buffer, which is that of its slot as far as the bucket reaches."""
-    largest: dict[int, Bucket] = {}
-    for bucket, slot in zip(buckets, slots, strict=True):
-        largest[slot] = max(largest.get(slot, bucket), bucket, key=lambda each: each.data_bytes)
-    buffers = dict(zip(largest, allocate(list(largest.values()), pin, memory.AVAILABLE), strict=True))
-    return [buffers[slot][: bucket.total_bytes] for bucket, slot in zip(buckets, slots, strict=True)]
-
-
-def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The manifest's tensors, in its order, as views into `buffers`."""
-    found = tensors_of(manifest, buckets, buffers)
-    return [found[index] for index in range(len(found))]
-
-
-def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """`tensors_in`, of several buckets."""
-    out: dict[int, torch.Tensor] = {}
-    for bucket, buffer in zip(buckets, buffers, strict=True):
-        out.update(tensors_in(manifest, bucket, buffer))
-    return out
-
-
-def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The tensors of one bucket, by their place in the manifest, as views into `buffer`."""
-    out = {}
-    for entry in bucket.entries:
-        spec = manifest.tensors[entry.tensor]
-        flat = buffer[entry.offset : entry.offset + entry.nbytes]
-        out[entry.tensor] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-    return out
-
-
-def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
-    """Zero the padding, which another bucket may have used."""
-    for gap in bucket.padding:
-        buffer[gap] = 0
-
-
-def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:
-    """xxh3-64 of everything before the trailer."""
-    return xxhash.xxh3_64_intdigest(buffer.numpy()[: bucket.data_bytes].data)
-
-
-def stamp(bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> int:
-    """Write the trailer; returns the checksum in it."""
-    digest = checksum(bucket, buffer)
-    TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, digest, version.pack())
-    return digest
 
 
 def wait_until(transfer: Transfer, give_up: float) -> int | None:
@@ -298,3 +203,133 @@ def _complete(future: Future[T], work: Callable[[], T]) -> None:
     else:
         future.set_result(result)
     del future, work  # the error's traceback holds this frame
+
+
+class SendingMember:
+    """A rank of the trainer that sends weights, as a member of the weight sync's group: it joins an epoch, sends, and leaves.
+
+        event loop ── open, connect, resend, leave ──┐
+                                                     ├──► SendingMember ──► WeightSender ──► the epoch's group
+        engine's thread ── gather ───────────────────┘
+
+    What must not wait for the engine comes from the event loop: to join, to leave, to send once more what the buckets hold.
+    The engine's thread gathers the weights, behind the commands that make them; that takes every rank, so it is done even where
+    nothing can be sent. All methods may be called from any thread.
+    """
+
+    def __init__(self, sender: WeightSender, name: str, join_timeout: float, transfer_timeout: float):
+        self.sender = sender
+        self._name = name
+        self._join_timeout = join_timeout
+        self._transfer_timeout = transfer_timeout
+        self._changed = threading.Condition(threading.RLock())  # guards what follows
+        self._epoch = 0  # that it is in, or about to join
+        self._group: Future[WeightGroup] | None = None
+        self._abort: Callable[[], None] = lambda: None
+        self._leaving: Future[None] | None = None
+        self._held: PolicyVersion | None = None  # what the buckets hold, or are being filled with
+
+    def open(self, epoch: int) -> Future[None]:
+        """Be about to join `epoch`. The future is done once the epoch before is left."""
+        with self._changed:
+            left = self._leave()
+            self._epoch = epoch
+            return left
+
+    def connect(
+        self, epoch: int, connect: Callable[[], WeightGroup], abort: Callable[[], None] = lambda: None
+    ) -> Future[WeightGroup]:
+        """Begin to join, in a thread, the group that `connect` returns; `abort` ends that from another. Raises Cancelled when
+        the epoch was left meanwhile."""
+        with self._changed:
+            if epoch != self._epoch:
+                abort()
+                raise Cancelled(f"{self._name}: epoch {epoch} was given up")
+            self._abort, self._group = abort, in_thread("join-weights", connect)
+            return self._group
+
+    def leave(self, epoch: int) -> Future[None] | None:
+        """Out of the group of `epoch`: done in the future, None where that is not its epoch."""
+        with self._changed:
+            return self._leave() if epoch == self._epoch else None
+
+    def close(self) -> Future[None]:
+        return self._leave()
+
+    def gather(self, tensors: Iterable[torch.Tensor], version: PolicyVersion, epoch: int) -> Future[SendResult]:
+        """Fill the buckets with `version`, sending each as soon as it is whole; the future is the transfer's.
+
+        Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault when
+        nothing could be sent, of phase "transfer" where the version is kept for another epoch.
+        """
+        sending: Future[SendResult]
+        try:
+            self.sender.begin(self._transfer_timeout)
+        except SluiceError as error:
+            for _ in tensors:  # the other ranks take part in it
+                pass
+            return _failed(error)
+        with self._changed:
+            self._held = version
+            self._changed.notify_all()
+        try:
+            sending = self._send(version, epoch)
+        except SluiceError as error:
+            sending = _failed(error)
+        try:
+            self.sender.fill(tensors)
+        except BaseException:
+            with self._changed:
+                self._held = None
+            raise
+        return sending
+
+    def resend(self, version: PolicyVersion, epoch: int) -> Future[SendResult]:
+        """Send the version that the buckets hold once more. Blocks until its gathering has begun. Raises ServiceFault, of phase
+        "snapshot" when they do not hold it, or no longer as it was gathered."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held is not None and self._held >= version, self._transfer_timeout)
+            if self._held != version or not self.sender.intact:
+                raise ServiceFault(self._name, "snapshot", f"version {version} was not kept: {self._held} is there")
+        return self._send(version, epoch)
+
+    def _send(self, version: PolicyVersion, epoch: int) -> Future[SendResult]:
+        with self._changed:
+            connected = self._group if epoch == self._epoch else None
+        if connected is None:
+            raise ServiceFault(self._name, "transfer", f"there is no publication group of epoch {epoch}")
+        try:
+            group = connected.result(self._join_timeout)
+        except FutureTimeout:
+            raise DeadlineExceeded(self._name, "transfer", "the group is not connected", self._join_timeout) from None
+        return self.sender.send(group, version, self._transfer_timeout)
+
+    def _leave(self) -> Future[None]:
+        """In a thread, one after the other: to leave a group that meets in a folder takes its server."""
+        with self._changed:
+            group, abort, before = self._group, self._abort, self._leaving
+            self._group, self._abort, self._epoch = None, lambda: None, 0
+
+        def leave() -> None:
+            if before is not None:
+                wait([before])
+            if group is None:
+                return
+            if not group.done():
+                abort()
+            self.sender.abort()
+            group.add_done_callback(_abandon)
+
+        self._leaving = in_thread("leave-weights", leave)
+        return self._leaving
+
+
+def _failed(error: Exception) -> Future[SendResult]:
+    future: Future[SendResult] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _abandon(connected: Future[WeightGroup]) -> None:
+    if connected.exception() is None:
+        connected.result().abort()

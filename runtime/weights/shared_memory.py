@@ -1,6 +1,6 @@
 """Transport `shared_memory`: on one machine, receivers copy each bucket out of the sender's own memory.
 
-The sender's buckets lie in a memory file (`shared.py`), whose descriptor goes with every message over a unix socket; so do
+The sender's buckets lie in a memory file (`group.py`), whose descriptor goes with every message over a unix socket; so do
 "bucket i is whole" to the receivers and "it is taken" back. The socket has an abstract name, and the memory file none: when a
 process ends, however that happens, its peers read the end of the connection at once, and nothing is left of either.
 
@@ -29,9 +29,8 @@ import torch
 import xxhash
 
 from runtime.errors import ServiceFault, UserError
-from runtime.weights import shared
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import Link, Transfer
+from runtime.weights.group import AVAILABLE, Link, Transfer, file_of, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
@@ -41,15 +40,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _PIECE = 256 << 10  # bytes that are copied and then hashed: a piece and its copy fit into a core's own cache
 
 # Buckets that a receiver copies at once: one thread does not fill the memory's bandwidth.
-LANES = min(2, len(os.sched_getaffinity(0))) if shared.AVAILABLE else 1
-
-
-class _Transfer:
-    def __init__(self, finish: Callable[[float], None]):
-        self._finish = finish
-
-    def wait(self, timeout: float) -> None:
-        self._finish(time.monotonic() + timeout)
+LANES = min(2, len(os.sched_getaffinity(0))) if AVAILABLE else 1
 
 
 class _SocketLink(Link):
@@ -86,10 +77,10 @@ class SendingLink(_SocketLink):
         self._taken = dict.fromkeys(peers, 0)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        return shared.allocate(nbytes)
+        return memory_file(nbytes)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        descriptor, offset = shared.file_of(buffer)
+        descriptor, offset = file_of(buffer)
         message = _WHOLE.pack(index, offset, buffer.numel())
         with self._using:
             for label, peer in self._peers.items():
@@ -102,12 +93,12 @@ class SendingLink(_SocketLink):
             self._sent += 1
             self.sent_bytes += buffer.numel()
             number = self._sent
-        return _Transfer(lambda give_up: self._await(number, give_up))
+        return _Sent(self, number)
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         raise RuntimeError("rank 0 receives nothing")
 
-    def _await(self, number: int, give_up: float) -> None:
+    def await_taken(self, number: int, give_up: float) -> None:
         """Until everybody has taken the `number`th bucket that was sent. Who ends is noticed, whoever is waited for."""
         with self._using:
             self._check()
@@ -132,6 +123,16 @@ class SendingLink(_SocketLink):
         if not message:
             raise RuntimeError(f"{label} is gone")
         self._taken[label] += 1
+
+
+class _Sent:
+    """The `number`th bucket that was sent."""
+
+    def __init__(self, link: SendingLink, number: int):
+        self._link, self._number = link, number
+
+    def wait(self, timeout: float) -> None:
+        self._link.await_taken(self._number, time.monotonic() + timeout)
 
 
 class _Copy:
@@ -274,7 +275,7 @@ def copy_and_hash(source: Any, target: Any, check: Callable[[], None]) -> int:
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
     """Blocks until everybody is connected. Raises UserError without Linux, ServiceFault of phase "rendezvous"."""
-    if not shared.AVAILABLE:
+    if not AVAILABLE:
         raise UserError("publication.transport: shared_memory needs Linux; must be collective here")
     if address.rank == 0:
         return _listen(store, address, labels, name)

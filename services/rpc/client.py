@@ -24,12 +24,70 @@ from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.status import Status
 from runtime.types import Command
 from services.rpc.contract import METHODS, Method, Ranks, method_of
-from services.rpc.gathering import Gathering
 from services.rpc.session import Session
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Questions to a group whose ranks answer them together: those that are asked at about the same time become one command.
+
+
+UNDER_WAY = 2  # commands: one that is computed, and one that is there when it is done
+
+
+class Gathering:
+    """What is asked in one turn of the event loop, or while `UNDER_WAY` commands are on their way, is one command."""
+
+    def __init__(self, client: GroupClient, method: Method):
+        """`client` posts the command of `method`, which is made of the questions."""
+        self._client, self._method = client, method
+        self._asked: list[tuple[Any, asyncio.Future[bytes]]] = []
+        self._computing: set[asyncio.Task[None]] = set()
+
+    async def ask(self, request: Any) -> Any:
+        """The encoded answer."""
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._flush)
+        future: asyncio.Future[bytes] = loop.create_future()
+        self._asked.append((request, future))
+        return await future
+
+    def _flush(self) -> None:
+        if not self._asked or len(self._computing) >= UNDER_WAY:
+            return
+        asked, self._asked = self._asked, []
+        assert self._method.command is not None
+        command = self._method.command([request for request, _ in asked])
+        task = asyncio.create_task(self._compute(self._client.post(command), asked))
+        self._computing.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._computing.discard(task)
+        self._flush()
+
+    async def _compute(
+        self, answering: Coroutine[Any, Any, list[bytes]], asked: list[tuple[Any, asyncio.Future[bytes]]]
+    ) -> None:
+        """One command. It is carried through even when those who asked withdraw: the ranks compute it together."""
+        try:
+            answers = await answering
+        except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
+            for _, future in asked:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), answer in zip(asked, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 R = TypeVar("R")
 
-GROUPS = ("Trainer", "Critic", "ReferenceGroup")  # services whose ranks are one unit
+GROUPS = {row.service for row in METHODS.values() if row.ranks is not Ranks.FIRST}
+"""Services whose ranks are one unit."""
 
 
 class RoleClient:
@@ -106,7 +164,7 @@ class GroupClient(RoleClient):
     @cached_property
     def _gatherings(self) -> dict[Method, Gathering]:
         rows = (row for (service, _), row in METHODS.items() if service == self._service and row.gathered)
-        return {row: Gathering(row.command, self.post) for row in rows if row.command}
+        return {row: Gathering(self, row) for row in rows}
 
     def _posted(self, method: Method, command: Any) -> Coroutine[Any, Any, Any]:
         """The command, on its way to the ranks that it is for; what is returned waits for all of them."""
@@ -176,7 +234,7 @@ def service_of(role: str, config: Config) -> str:
     """The name in proto/ of the service that a process of `role` serves."""
     if role == "reference" and config.services.reference.engine == "megatron":
         return "ReferenceGroup"
-    return "Reward" if role == "reward_model" else role.capitalize()
+    return "Reward" if role == "reward_model" else "".join(map(str.capitalize, role.split("_")))
 
 
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:

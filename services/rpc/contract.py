@@ -21,12 +21,14 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from runtime import codec, commands, errors, status
-from runtime.actor import Priority
 from runtime.cluster import nodes
+from runtime.codec import Body, Parts, parts_of
+from runtime.commands import Priority
 from runtime.config import Config
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
-from runtime.trainer.batching import balance, balance_each
+from runtime.trainer.rows import balance, balance_each
 from runtime.types import SCHEMA_VERSION, GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, answer_of, snake
+from services.rpc import stream
 from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
@@ -39,15 +41,43 @@ from services.rpc.generated import (
 )
 
 PACKAGE = "sluice.v1"
+_PLAIN = (bytes, list[bytes])  # what a message holds as it is
 
 
 @dataclass(frozen=True)
 class MethodSide:
-    """One direction of a method: its message, and the translation both ways."""
+    """One direction of a method: its message, the type of the value that it stands for, and the translation both ways.
+
+    They have the same fields, or the message has one, `whole`, which holds the value as it is (`plain`: bytes, or a list of
+    them), or its msgpack.
+    """
 
     message: type[Message]
-    pack: Callable[[Any], Message]
-    unpack: Callable[[Any], Any]
+    kind: Any
+    whole: str = ""
+    plain: bool = False
+
+    def pack(self, value: Any) -> Body:
+        """The serialized message. Large payloads lie in it where they were."""
+        if self.kind is type(None):
+            return b""
+        if not self.whole:
+            large: Parts = []
+            _write(message := self.message(), value, large)
+            return [message.SerializeToString(), *large] if large else message.SerializeToString()
+        body = value if self.plain else codec.encode_body(value)
+        if isinstance(body, bytes) or self.plain:
+            return self.message(**{self.whole: body}).SerializeToString()
+        return _field(self.message, self.whole, body)
+
+    def serialize(self, value: Any) -> bytes:
+        return b"".join(parts_of(self.pack(value)))
+
+    def unpack(self, message: Message) -> Any:
+        if not self.whole:
+            return None if self.kind is type(None) else _read(message, self.kind)
+        held = getattr(message, self.whole)
+        return self.kind(held) if self.plain else codec.decode(self.kind, held)
 
     def parse(self, data: bytes) -> Any:
         """The value in a serialized message. Raises InvalidMessage."""
@@ -114,14 +144,23 @@ class Method:
         return seconds
 
 
-def _write(message: Any, value: msgspec.Struct) -> None:
+def _field(message: type[Message], name: str, body: Body) -> Parts:
+    return stream.field(message.DESCRIPTOR.fields_by_name[name].number, parts_of(body))
+
+
+def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> None:
+    """`large`: where bytes go that are to follow the serialized message."""
     for name in value.__struct_fields__:
         item, target = getattr(value, name), getattr(message, name)
         if isinstance(item, msgspec.Struct):
             target.SetInParent()
             _write(target, item)
         elif isinstance(target, bytes) and not isinstance(item, bytes):
-            setattr(message, name, codec.encode(item))
+            body = codec.encode_body(item)
+            if large is None or isinstance(body, bytes):
+                setattr(message, name, b"".join(parts_of(body)))
+            else:
+                large += _field(type(message), name, body)
         elif isinstance(item, dict):
             target.update(item)
         elif isinstance(item, (list, tuple)):
@@ -157,29 +196,14 @@ def _read(item: Any, type_: Any) -> Any:
     return dict(item) if origin is dict else item
 
 
-def _side(descriptor: Descriptor, type_: Any) -> MethodSide:
-    """How a value of `type_` is a message: field by field where both have the same fields, else as the one field that the
-    message has, which holds it as it is (bytes, or a list of them), or its msgpack."""
-    message = message_factory.GetMessageClass(descriptor)
-    fields = list(descriptor.fields_by_name)
-    if type_ in (None, type(None)):
-        return MethodSide(message, lambda _: message(), lambda _: None)
-    if set(getattr(type_, "__struct_fields__", (None,))) == set(fields):
-
-        def pack(value: Any) -> Message:
-            out = message()
-            _write(out, value)
-            return out
-
-        return MethodSide(message, pack, lambda out: _read(out, type_))
-    (field,) = fields
-    if type_ is bytes:
-        return MethodSide(message, lambda value: message(**{field: value}), lambda out: getattr(out, field))
-    if type_ == list[bytes]:
-        return MethodSide(message, lambda values: message(**{field: values}), lambda out: list(getattr(out, field)))
-    return MethodSide(
-        message, lambda value: message(**{field: codec.encode(value)}), lambda out: codec.decode(type_, getattr(out, field))
-    )
+def _side(descriptor: Descriptor, kind: Any) -> MethodSide:
+    message, fields = message_factory.GetMessageClass(descriptor), list(descriptor.fields_by_name)
+    if kind in (None, type(None)):
+        return MethodSide(message, type(None))
+    if set(getattr(kind, "__struct_fields__", (None,))) == set(fields):
+        return MethodSide(message, kind)
+    (whole,) = fields
+    return MethodSide(message, kind, whole, plain=kind in _PLAIN)
 
 
 _SERVICES = {

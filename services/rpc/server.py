@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime import errors
+from runtime.codec import Body
 from runtime.process import network
 from runtime.types import SCHEMA_VERSION
 from services.rpc import contract, stream
@@ -121,7 +122,7 @@ def _service_handlers(
     if any(owner == service for owner, _ in contract.METHODS if owner not in ("Process", "Coordinator")):
         session = _SessionHandler(service, handlers)
         out["Session"] = grpc.stream_stream_rpc_method_handler(
-            session.serve, common_pb2.CallFrame.FromString, common_pb2.ReplyFrame.SerializeToString
+            session.serve, request_deserializer=common_pb2.CallFrame.FromString
         )
     return grpc.method_handlers_generic_handler(f"{contract.PACKAGE}.{service}", out)
 
@@ -130,7 +131,7 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             reply = await handler(method.request.parse(data))
-            return method.reply.pack(reply).SerializeToString()
+            return method.reply.serialize(reply)
         except errors.SluiceError as error:
             await _refuse(error, context)
             raise AssertionError from error  # it has raised
@@ -143,7 +144,7 @@ def _streaming(method: contract.Method, source: StreamHandler) -> Any:
         try:
             async with aclosing(source(method.request.parse(data))) as items:
                 async for item in items:
-                    yield method.reply.pack(item).SerializeToString()
+                    yield method.reply.serialize(item)
         except errors.SluiceError as error:
             await _refuse(error, context)
 
@@ -173,7 +174,7 @@ class _SessionHandler:
         reader = asyncio.create_task(self._read(frames, outbox, answering))
         try:
             while replies := await outbox.frame():
-                await context.write(common_pb2.ReplyFrame(schema=SCHEMA_VERSION, replies=replies))
+                await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader
         except errors.InvalidMessage as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -216,7 +217,7 @@ class _SessionHandler:
                 self._handlers[method.name](method.request.parse(body))
             )
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
-            outbox.put(common_pb2.Reply(id=call.id, error=contract.error_to_wire(error)), urgent=True)
+            _put_error(outbox, call.id, error)
             return
         answering[call.id] = answer
         if call.key:
@@ -236,21 +237,24 @@ class _SessionHandler:
         answering.pop(id_, None)
         self._running.pop(key, None)
         try:
-            body = method.reply.pack(answer.result()).SerializeToString()
+            body = method.reply.pack(answer.result())
         except asyncio.CancelledError:
-            withdrawn = errors.Cancelled(f"{method.name} was withdrawn")
-            outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(withdrawn)), urgent=True)
+            _put_error(outbox, id_, errors.Cancelled(f"{method.name} was withdrawn"))
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
-            outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
+            _put_error(outbox, id_, error)
         else:
             if key:
                 self._kept.put(key, body)
             _put(outbox, id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-def _put(outbox: stream.Outbox, id_: int, body: bytes, urgent: bool) -> None:
+def _put(outbox: stream.Outbox, id_: int, body: Body, urgent: bool) -> None:
     for chunk, more in stream.split(body):
-        outbox.put(common_pb2.Reply(id=id_, body=chunk, more=more), urgent)
+        outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
+
+
+def _put_error(outbox: stream.Outbox, id_: int, error: BaseException) -> None:
+    outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
 
 
 class KeptAnswers:
@@ -259,17 +263,17 @@ class KeptAnswers:
     def __init__(self, most: int):
         self._most = most
         self._bytes = 0
-        self._answers: dict[str, bytes] = {}  # the oldest first
+        self._answers: dict[str, Body] = {}  # the oldest first
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str) -> Body | None:
         return self._answers.get(key)
 
-    def put(self, key: str, body: bytes) -> None:
+    def put(self, key: str, body: Body) -> None:
         self.forget(key)
         self._answers[key] = body
-        self._bytes += len(body)
+        self._bytes += stream.size_of(body)
         while self._bytes > self._most:
             self.forget(next(iter(self._answers)))
 
     def forget(self, key: str) -> None:
-        self._bytes -= len(self._answers.pop(key, b""))
+        self._bytes -= stream.size_of(self._answers.pop(key, []))

@@ -30,9 +30,9 @@ async def call(
     channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
     """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded, or ServiceFault."""
-    stub = channel.unary_unary(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+    stub = channel.unary_unary(method.path, method.request.serialize, method.reply.parse)
     try:
-        return await stub(method.request.pack(request), timeout=timeout, wait_for_ready=True)
+        return await stub(request, timeout=timeout, wait_for_ready=True)
     except grpc.aio.AioRpcError as error:
         if (told := _told(error, name, method.name)) is not None:
             raise told from None
@@ -46,9 +46,9 @@ async def items(
 ) -> AsyncGenerator[Any, None]:
     """What the process called `name` streams in answer to one request, until it ends. Raises what the other end raised, or
     Unreachable."""
-    stub = channel.unary_stream(method.path, lambda message: message.SerializeToString(), method.reply.parse)
+    stub = channel.unary_stream(method.path, method.request.serialize, method.reply.parse)
     try:
-        async for item in stub(method.request.pack(request)):
+        async for item in stub(request):
             yield item
     except grpc.aio.AioRpcError as error:
         raise _told(error, name, method.name) or errors.Unreachable(
@@ -104,8 +104,7 @@ class Session:
             raise errors.DeadlineExceeded(self.name, "connect", f"no connection to {self.address}", timeout) from None
         method = self._channel.stream_stream(
             f"/{contract.PACKAGE}.{self._service}/Session",
-            common_pb2.CallFrame.SerializeToString,
-            common_pb2.ReplyFrame.FromString,
+            response_deserializer=common_pb2.ReplyFrame.FromString,
         )
         rpc = method()
         self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
@@ -137,7 +136,7 @@ class Session:
         withdraws the call.
         """
         id_, urgent = next(self._ids), method.priority is contract.Priority.CONTROL
-        body = method.request.pack(request).SerializeToString()
+        body = method.request.pack(request)
         milliseconds = min(max(1, int(timeout * 1000)), LONGEST)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[id_] = method.name, future
@@ -147,8 +146,8 @@ class Session:
             if key := method.key_of(request):
                 self._keys[id_] = key
             for chunk, more in stream.split(body):
-                call = common_pb2.Call(id=id_, method=method.name, timeout_ms=milliseconds, body=chunk, more=more, key=key)
-                self._outbox.put(call, urgent)
+                call = common_pb2.Call(id=id_, method=method.name, timeout_ms=milliseconds, more=more, key=key)
+                self._outbox.put(call, chunk, urgent)
         return self._answer(id_, method, future, timeout)
 
     async def _answer(self, id_: int, method: contract.Method, future: asyncio.Future[bytes], timeout: float) -> Any:
@@ -157,17 +156,20 @@ class Session:
         try:
             body = await future
         except asyncio.CancelledError:
-            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            self._withdraw(id_)
             raise
         finally:
             timer.cancel()
             self._waiting.pop(id_, None)
         return method.reply.parse(body)
 
+    def _withdraw(self, id_: int) -> None:
+        self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+
     def _expire(self, id_: int, timeout: float) -> None:
         method_name, future = self._waiting[id_]
         if not future.done():
-            self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+            self._withdraw(id_)
             future.set_exception(errors.Unanswered(self.name, method_name, "did not answer", timeout))
 
     async def call(self, method_name: str, request: Any, timeout: float) -> Any:
@@ -194,7 +196,8 @@ class Session:
         try:
             while calls := await self._outbox.frame():
                 acknowledged, self._acknowledged = self._acknowledged, []
-                await rpc.write(common_pb2.CallFrame(schema=SCHEMA_VERSION, calls=calls, acknowledged=acknowledged))
+                head = common_pb2.CallFrame(schema=SCHEMA_VERSION, acknowledged=acknowledged)
+                await rpc.write(stream.frame(head, "calls", calls))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, and says why
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+from runtime.codec import SMALL, Body, Parts, parts_of
 from runtime.errors import InvalidMessage
 
 WINDOW = 0.002  # seconds that a data message waits for company: a frame costs its sender about 0.4 ms
@@ -15,14 +17,64 @@ COMPANY = 32  # messages that fill one too: it leaves at once, and its peer work
 LARGEST = 1 << 30  # bytes of one body
 
 
-def split(body: bytes) -> Iterator[tuple[bytes, bool]]:
+def size_of(body: Body) -> int:
+    return len(body) if isinstance(body, bytes) else sum(map(len, body))
+
+
+def field(number: int, parts: Parts) -> Parts:
+    """`parts` as the field `number` of a protobuf message, of type bytes, string or message: its tag and length come before
+    it (https://protobuf.dev/programming-guides/encoding). What is appended to a serialized message is a field of it."""
+    return [_varint(number << 3 | 2) + _varint(size_of(parts)), *parts]
+
+
+def _varint(value: int) -> bytes:
+    if value <= 0x7F:
+        return bytes((value,))
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
+
+
+class Large(NamedTuple):
+    """A Call or Reply with a large body, which is beside it."""
+
+    head: Any
+    body: Parts
+
+
+def frame(head: Any, name: str, messages: Sequence[Any]) -> bytes:
+    """The serialized frame `head` with `messages`, as an `Outbox` gives them, in its field `name`. Large bodies are copied
+    here, and only here."""
+    if Large not in map(type, messages):
+        getattr(head, name).extend(messages)
+        return bytes(head.SerializeToString())
+    number, parts = head.DESCRIPTOR.fields_by_name[name].number, [head.SerializeToString()]
+    for message in messages:
+        if isinstance(message, Large):
+            body = field(message.head.BODY_FIELD_NUMBER, message.body)
+            parts += field(number, [message.head.SerializeToString(), *body])
+        else:
+            parts += field(number, [message.SerializeToString()])
+    return b"".join(parts)
+
+
+def split(body: Body) -> Iterator[tuple[Body, bool]]:
     """`(chunk, more)` pairs that make up `body`; one pair when it is small."""
-    if len(body) <= CHUNK:
+    if (isinstance(body, bytes) and len(body) <= CHUNK) or size_of(body) <= CHUNK:
         yield body, False
         return
-    view = memoryview(body)
-    for start in range(0, len(body), CHUNK):
-        yield bytes(view[start : start + CHUNK]), start + CHUNK < len(body)
+    chunk: Parts = []
+    room = CHUNK
+    for part in parts_of(body):
+        view = memoryview(part)
+        while len(view) > room:
+            yield [*chunk, view[:room]], True
+            chunk, view, room = [], view[room:], CHUNK
+        chunk.append(view)
+        room -= len(view)
+    yield chunk, False
 
 
 class Joiner:
@@ -52,6 +104,14 @@ class Joiner:
         self._sizes.pop(id_, None)
 
 
+def _fitting(messages: list[Any]) -> list[Any]:
+    """The first of them, as many as a frame takes: small ones do not fill it."""
+    if Large not in map(type, messages):
+        return messages
+    before = accumulate((size_of(each.body) if isinstance(each, Large) else 0 for each in messages), initial=0)
+    return [message for message, size in zip(messages, before, strict=False) if size < FRAME]
+
+
 class Outbox:
     """Messages waiting for the next frame. Data waits up to `WINDOW` for company, urgent messages leave at once."""
 
@@ -61,8 +121,13 @@ class Outbox:
         self._urgent = asyncio.Event()
         self._closed = False
 
-    def put(self, message: Any, urgent: bool = False) -> None:
-        self._messages.append(message)
+    def put(self, message: Any, body: Body = b"", urgent: bool = False) -> None:
+        """`message`: a Call or Reply, but for its `body`."""
+        if isinstance(body, bytes) and len(body) <= SMALL:
+            message.body = body
+            self._messages.append(message)
+        else:
+            self._messages.append(Large(message, parts_of(body)))
         self._something.set()
         if urgent or len(self._messages) >= COMPANY:
             self._urgent.set()
@@ -74,18 +139,15 @@ class Outbox:
         self._urgent.set()
 
     async def frame(self) -> list[Any]:
-        """The messages of the next frame, at least one; empty when closed."""
+        """The messages of the next frame, at least one, those with large bodies as `Large`; empty when closed."""
         await self._something.wait()
         if not self._urgent.is_set():
             loop = asyncio.get_running_loop()
             timer = loop.call_later(WINDOW, self._urgent.set)
             await self._urgent.wait()
             timer.cancel()
-        taken, size = 0, 0
-        while taken < min(len(self._messages), COMPANY) and size < FRAME:
-            size += len(self._messages[taken].body)
-            taken += 1
-        messages, self._messages = self._messages[:taken], self._messages[taken:]
+        messages = _fitting(self._messages[:COMPANY])
+        self._messages = self._messages[len(messages) :]
         if not self._messages and not self._closed:
             self._something.clear()
             self._urgent.clear()

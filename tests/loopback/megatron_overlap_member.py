@@ -55,7 +55,7 @@ def run(engine: Any, rank: int) -> list[dict[str, Any]]:
         gaps = engine.compare(make_probes(step))
         assert len(gaps) == (0 if rank else 3)
         result = comparable(engine.apply())
-        assert result.pop("grad_norm") == result.pop("actor/grad_norm") > 0
+        assert result.pop("actor/grad_norm") > 0
         found.append({"metrics": result, "gaps": gaps, "weights": published(engine, rank) if step % 2 else {}})
         if engine.backend.on_host:
             lend_device(engine)

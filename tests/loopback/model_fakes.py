@@ -85,7 +85,7 @@ class FakeModel(Losable):
         return StepResult(metrics=self.metrics(), seconds=seconds)
 
     def metrics(self) -> dict[str, float]:
-        return {"grad_norm": 1.0}
+        return {"actor/grad_norm": 1.0}
 
     async def write(self, folder: Path) -> None:
         leave_state(folder, self.name)
@@ -181,7 +181,7 @@ class FakeCritic(FakeModel):
         return b"values of " + request.payload
 
     def metrics(self) -> dict[str, float]:
-        return {"critic/loss": 0.25, "grad_norm": -1.0}
+        return {"critic/loss": 0.25, "actor/grad_norm": -1.0}
 
 
 def leave_state(folder: Path, name: str) -> None:

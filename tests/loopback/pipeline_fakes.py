@@ -362,7 +362,7 @@ class RunFolder:
     async def _execute(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None, resume: str) -> Summary:
         settings = self.config(resume)
         ledger = await LedgerWriter.open(self.path / "ledger", settings.ledger.segment_bytes)
-        trackers = Trackers(settings.trackers, self.path, "test", {})
+        trackers = Trackers(settings, self.path)
         register = cast.register()
         try:
             context = RunContext(
@@ -374,6 +374,7 @@ class RunFolder:
                 text=Numbers(),
                 stop_token_ids=(0,),
                 supervisor=FakeSupervisor(register, self.progress, self.losses, cast.regroup),
+                epoch=time.time() - time.monotonic(),
                 launched=time.monotonic(),
             )
             run = TrainingRun(context, register)

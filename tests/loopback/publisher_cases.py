@@ -12,8 +12,8 @@ import pytest
 from runtime import config
 from runtime.commands import WeightsCommitted
 from runtime.coordinator.register import ROLLOUT, Register
-from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
@@ -42,7 +42,7 @@ def make(
     in_flight: Any = "keep",
     patience: float = 20.0,
     transport: Any = "auto",
-) -> Publisher:
+) -> WeightPublisher:
     settings = config.Publication(
         transport=transport,
         transfer_timeout=transfer,
@@ -53,7 +53,7 @@ def make(
     pool = RolloutPool(Register(), dict.fromkeys(("rollout-0", "rollout-1", "rollout-2"), 1), patience)
     for rollout in cast.rollouts:
         come(pool, rollout)
-    return Publisher(cast.trainer, pool, settings, 20.0)
+    return WeightPublisher(cast.trainer, pool, settings, 20.0)
 
 
 def come(pool: RolloutPool, rollout: Any) -> None:
@@ -63,7 +63,7 @@ def come(pool: RolloutPool, rollout: Any) -> None:
 
 
 @asynccontextmanager
-async def kept(publisher: Publisher) -> AsyncIterator[None]:
+async def kept(publisher: WeightPublisher) -> AsyncIterator[None]:
     """While the publisher keeps the epoch that of the living."""
     keeping = asyncio.create_task(publisher.run())
     try:
@@ -80,7 +80,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(within())
 
 
-async def fault_of(publisher: Publisher, version: PolicyVersion = FIRST) -> ServiceFault:
+async def fault_of(publisher: WeightPublisher, version: PolicyVersion = FIRST) -> ServiceFault:
     """Publish, which is to fail."""
     with pytest.raises(ServiceFault) as raised:
         await publisher.publish(version)

@@ -5,6 +5,7 @@ Most are forked from a server that has imported torch and megatron-core once: an
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -104,6 +105,7 @@ def _be_rank(
 ) -> None:
     with _said(folder, rank).open("wb") as log:
         os.dup2(log.fileno(), 2)
+    faulthandler.enable(2)  # a rank that a signal ends says where it was
     _begin(environment)
     import torch.distributed as dist
 

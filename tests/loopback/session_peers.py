@@ -107,7 +107,7 @@ def frame(*calls: common_pb2.Call, acknowledged: Sequence[str] = (), schema: int
 
 
 def logprobs(id_: int, payload: bytes, **fields: Any) -> common_pb2.Call:
-    body = contract.METHODS["Reference", "Logprobs"].request.pack(request(payload)).SerializeToString()
+    body = contract.METHODS["Reference", "Logprobs"].request.serialize(request(payload))
     return common_pb2.Call(**{"id": id_, "method": "Logprobs", "timeout_ms": int(PATIENCE * 1000), "body": body} | fields)
 
 

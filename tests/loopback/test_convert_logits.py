@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from launcher import cli
 from launcher.conversion import conversion
 from runtime.errors import InvariantViolated
-from runtime.models.families import Layout, blocks, qwen2
+from runtime.models.families import Layout, family, qwen2
 from tests.closeness import FLOAT32, LOGITS, forward_terms
 from tests.unit.family_cases import CONFIGS, write_folder
 
@@ -91,8 +91,8 @@ def test_in_another_dtype_both_are_rounded_alike(tmp_path: Path) -> None:
 def test_a_table_that_is_wrong_both_ways_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round trip would not show it."""
 
-    def attention(*args: Any, **options: Any) -> Iterator[blocks.ParameterMapping]:
-        yield from (replace(entry, groups=1) for entry in blocks.attention(*args, **options))
+    def attention(*args: Any, **options: Any) -> Iterator[family.ParameterMapping]:
+        yield from (replace(entry, groups=1) for entry in family.attention(*args, **options))
 
     make_model(tmp_path / "hf", "qwen2")
     monkeypatch.setattr(qwen2, "attention", attention)

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.commands import Apply
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
-from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import Unreachable
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
@@ -175,7 +175,7 @@ class Stage:
         self.pool = RolloutPool(Register(), {rollout.name: 1 for rollout in self.rollouts}, 20.0)
         for rollout in self.rollouts:
             come(self.pool, rollout)
-        self.publisher = Publisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
+        self.publisher = WeightPublisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
         self.tasks: list[asyncio.Task[None]] = []
 
     async def comes(self, rollout: RolloutHere) -> None:

@@ -18,6 +18,7 @@ from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime.config import Logs
+from tests.loopback.line_views import Lines
 
 DEADLINE = 60.0
 NUMBERED = """
@@ -53,7 +54,7 @@ def supervised(
     said = [] if said is None else said
 
     async def within() -> None:
-        supervisor = Supervisor(logs, said.append, settings, show)
+        supervisor = Supervisor(logs, Lines(said, show), settings)
         try:
             await asyncio.wait_for(test(supervisor), DEADLINE)
         finally:

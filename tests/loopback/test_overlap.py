@@ -1,4 +1,4 @@
-"""Gathering and transfer at once, with a copy of the whole policy and without, over the services' own epochs."""
+"""Gathering and transfer at once, over the services' own epochs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import pytest
 import torch
 
 from runtime.commands import Apply, BeginStep, SendWeights
-from runtime.config import Publication
 from runtime.coordinator.register import ROLLOUT, UnitState
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.receiver import Reception
-from tests.loopback.test_epochs import DEADLINE, PUBLICATION, RolloutHere, Stage, run, until
-
-WITHOUT = msgspec.structs.replace(PUBLICATION, overlap=False)
-BOTH = pytest.mark.parametrize("settings", [PUBLICATION, WITHOUT], ids=["copy", "no copy"])
+from tests.loopback.test_epochs import DEADLINE, PUBLICATION, Stage, run, until
 
 
 def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]) -> None:
@@ -29,8 +25,7 @@ def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[tor
     here.trainer.engine.weights = lambda step: weights(plain(step))  # type: ignore[method-assign]
 
 
-@BOTH
-def test_the_first_bucket_arrives_before_the_last_is_gathered(settings: Publication, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = threading.Semaphore(0)
     faults = Reception._faults
 
@@ -53,11 +48,10 @@ def test_the_first_bucket_arrives_before_the_last_is_gathered(settings: Publicat
         assert (await here.publish(1)).aborts == 0
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1], [1]]
 
-    run(test, settings)
+    run(test)
 
 
-@BOTH
-def test_gathering_that_fails_in_the_middle_is_told_and_tried_again(settings: Publication) -> None:
+def test_gathering_that_fails_in_the_middle_is_told_and_tried_again() -> None:
     healthy = False
 
     def torn(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -76,11 +70,10 @@ def test_gathering_that_fails_in_the_middle_is_told_and_tried_again(settings: Pu
         await here.publish(2)
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 
-    run(test, settings)
+    run(test)
 
 
-@BOTH
-def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun(settings: Publication) -> None:
+def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun() -> None:
     torn, begun, limit = threading.Event(), threading.Event(), 3.0
 
     def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -108,11 +101,10 @@ def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun(settings: Pu
         await step
         assert [rollout.engine.swapped for rollout in here.rollouts] == [[1], [1]]
 
-    run(test, msgspec.structs.replace(settings, transfer_timeout=limit))
+    run(test, msgspec.structs.replace(PUBLICATION, transfer_timeout=limit))
 
 
-@BOTH
-def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(settings: Publication) -> None:
+def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt() -> None:
     gathering, lost = threading.Event(), threading.Event()
 
     def midway(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -131,57 +123,9 @@ def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(
         lost.set()
         assert (await publishing).aborts == 1
         assert here.rollouts[0].engine.swapped == [1]
-        assert here.trainer.engine.gathered == ([1] if settings.overlap else [1, 1])
+        assert here.trainer.engine.gathered == [1]
 
-    run(test, settings)
-
-
-def test_without_a_copy_a_newcomer_is_sent_what_is_gathered_anew() -> None:
-    async def test(here: Stage) -> None:
-        await here.publish(1)
-        for rollout in here.rollouts:  # nobody is left
-            rollout.cut()
-        await until(lambda: not here.pool.membership.living)
-        late = RolloutHere("rollout-0", WITHOUT, incarnation=1)
-        await here.comes(late)
-        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
-        assert late.engine.swapped == [1]
-        assert here.trainer.engine.gathered == [1, 1]
-
-    run(test, WITHOUT)
-
-
-def test_without_a_copy_a_newcomer_waits_for_the_version_that_is_being_made() -> None:
-    async def test(here: Stage) -> None:
-        await here.publish(1)
-        here.rollouts[1].cut()
-        await until(lambda: here.publisher.group.epoch.number == 2 and not here.publisher._lock.locked())
-        applying, applied = threading.Event(), threading.Event()
-        execute = here.trainer.rank.execute
-
-        def slowly(command: object) -> object:
-            if isinstance(command, Apply):
-                applying.set()
-                assert applied.wait(DEADLINE)
-            return execute(command)
-
-        here.trainer.rank.execute = slowly  # type: ignore[method-assign]
-        late = RolloutHere("rollout-1", WITHOUT, incarnation=1)
-        async with here.publisher._lock:  # as while the epoch before is being met
-            await here.comes(late)
-            step = asyncio.ensure_future(here.trainer.call(Apply(1)))
-            beginning = asyncio.create_task(here.publisher.begin(PolicyVersion(0, 2)))
-            await until(lambda: here.publisher._awaited)
-        transaction = await beginning
-        assert await asyncio.to_thread(applying.wait, DEADLINE)
-        applied.set()
-        await step
-        assert (await transaction.finish()).aborts == 0
-        transaction.close()
-        assert late.engine.swapped == [2]
-        assert here.trainer.engine.gathered == [1, 2]
-
-    run(test, WITHOUT)
+    run(test)
 
 
 def test_a_version_that_the_engine_has_left_behind_is_refused() -> None:
@@ -192,4 +136,4 @@ def test_a_version_that_the_engine_has_left_behind_is_refused() -> None:
             await here.trainer.call(SendWeights(PolicyVersion(0, 1), 1))
         assert here.trainer.engine.gathered == [1]
 
-    run(test, WITHOUT)
+    run(test)

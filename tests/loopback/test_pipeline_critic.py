@@ -68,7 +68,7 @@ def test_the_critics_metrics_join_the_trainers_and_replace_none(tmp_path: Path) 
     folder.run(with_critic(Cast.make()))
     assert len(folder.points()) == 3
     for point in folder.points():
-        assert (point["critic/loss"], point["grad_norm"]) == (0.25, 1.0)
+        assert (point["critic/loss"], point["actor/grad_norm"]) == (0.25, 1.0)
         assert point["timing/update_critic"] > 0
     assert any(point.get("timing/critic_model", 0.0) > 0 for point in folder.points())
 

@@ -10,7 +10,7 @@ import pytest
 
 from runtime import config
 from runtime.coordinator.attempt import WHY_ENDED
-from runtime.coordinator.dynamic_sampling import NO_SIGNAL
+from runtime.coordinator.groups import NO_SIGNAL
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.types import LogprobRequest, ScoreRequest, Scores
@@ -93,7 +93,7 @@ def test_steps_train_on_groups_with_signal_alone(tmp_path: Path, staleness: int)
     assert reference.asked == {group.group_id for group in folder.groups(Phase.RETIRED)}
     points = folder.points()
     assert sum(point["dynamic_sampling/dropped"] for point in points) == len(dropped)
-    assert all(point["grpo/score/mean"] == 0.5 for point in points)
+    assert all(point["score/mean"] == 0.5 for point in points)
     kept = [point["dynamic_sampling/kept"] for point in points if "dynamic_sampling/kept" in point]
     assert all(0 <= share <= 1 for share in kept)
     # The rewards that it had are there to be looked at.

@@ -97,7 +97,7 @@ def check_lineages(folder: RunFolder, models: list[Any], *begun: int) -> None:
     assert {i: final[i].step for i in trained} == {i: step for step, groups in lineage.items() for i in groups}
     with LedgerReader(folder.path / "ledger") as reader:
         assert reader.check_final(folder.groups_per_step)["retired"] == folder.steps * folder.groups_per_step
-    points = [point for point in folder.points() if "grad_norm" in point]
+    points = [point for point in folder.points() if "actor/grad_norm" in point]
     assert [point["step"] for point in points] == list(range(1, folder.steps + 1))
 
 

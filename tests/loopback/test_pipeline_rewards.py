@@ -36,7 +36,7 @@ def test_rules_and_model_are_summed(tmp_path: Path) -> None:
     points = folder.points()
     assert len(points) == 4
     for point in points:
-        assert (point["grpo/score/mean"], point["gsm8k_rewards/mean"], point["reward_model_rewards/mean"]) == (1.25, 1.0, 0.25)
+        assert (point["score/mean"], point["gsm8k_rewards/mean"], point["reward_model_rewards/mean"]) == (1.25, 1.0, 0.25)
     for phase in ("rule_reward", "reward_model"):
         assert any(point.get(f"timing/{phase}", 0.0) > 0 for point in points)
         assert any(f"timing/non_overlap_{phase}" in point for point in points)
@@ -71,7 +71,7 @@ def test_a_reward_model_alone_is_enough(tmp_path: Path) -> None:
     cast.reward = None
     folder.run(cast)
     for point in folder.points():
-        assert point["grpo/score/mean"] == 0.25
+        assert point["score/mean"] == 0.25
         assert "timing/rule_reward" not in point
         assert "eval/accuracy" not in point
 
@@ -87,7 +87,7 @@ def test_what_the_model_cannot_score_is_masked(tmp_path: Path) -> None:
     for batch in cast.trainer.batches.values():
         assert all(group.valid.tolist() == [1, 0] and group.rewards.tolist() == [1.25, 0.0] for group in batch)
     for point in folder.points():
-        assert (point["grpo/masked"], point["grpo/errors/model:not finite"]) == (4, 4)
+        assert (point["score/masked"], point["score/errors/model:not finite"]) == (4, 4)
     with LedgerReader(tmp_path / "ledger") as reader:
         assert all(row.scores.errors == {"model:not finite": 1} for row in reader.groups() if row.scores)
 

@@ -29,7 +29,7 @@ from runtime.rewards import remote
 from runtime.rewards.remote import RemoteScorer
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import ScoreRequest, Scores
-from services.remote_reward import SCORE, RemoteRewardClient
+from services.reward import SCORE, RemoteRewardClient
 from services.rpc import contract
 from tests.unit.reward_cases import make_request
 
@@ -73,7 +73,7 @@ class Judge:
         request: RemoteScoreRequest = SCORE.request.parse(data)
         if request.items:
             self.calls.append(request.items)
-        return SCORE.reply.pack(await self._answer(request)).SerializeToString()
+        return SCORE.reply.serialize(await self._answer(request))
 
     async def __aenter__(self) -> Judge:
         await self._server.start()

@@ -30,7 +30,7 @@ def browser() -> str:
 def test_it_is_drawn_without_a_complaint(browser: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    names = ("grpo/score/mean", "timing/all", "timing/update", "<b>_rewards/mean", "acc_rewards/mean", "staleness/mean")
+    names = ("score/mean", "timing/all", "timing/update", "<b>_rewards/mean", "acc_rewards/mean", "staleness/mean")
     points = [{"step": n, "time": 1e9, **dict.fromkeys(names, n / 7)} for n in range(1, 60)]
     (folder / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
     page = report(folder, None)

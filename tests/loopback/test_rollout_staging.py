@@ -14,15 +14,14 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.actor import Priority
-from runtime.commands import AbortWeights, CommitWeights, JoinWeights, ReceiveWeights
+from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Priority, ReceiveWeights
 from runtime.errors import InvalidMessage, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
-from runtime.weights.group import WeightGroup
+from runtime.weights.group import WeightGroup, stamp
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.rendezvous import host
-from runtime.weights.sender import WeightSender, in_thread, stamp
+from runtime.weights.sender import WeightSender, in_thread
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.loopback.weight_cases import settles

@@ -16,11 +16,11 @@ import torch
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup
+from runtime.weights.group import WeightGroup, stamp
 from runtime.weights.plan import GroupAddress, Manifest, roots
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import SendResult, WeightSender, in_thread, stamp
+from runtime.weights.sender import SendResult, WeightSender, in_thread
 from tests.loopback.weight_aborts import connected
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, expected, same, settles, threads_and_files, transport_and_encoding
 
@@ -93,9 +93,8 @@ def bits(staged: Staged) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("manifest", [SHARED, STAGES], ids=["replicas", "stages"])
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "shared"])
-def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest, whole: bool) -> None:
-    senders = [WeightSender(manifest, number=number, whole=whole) for number in range(2)]
+def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest) -> None:
+    senders = [WeightSender(manifest, number=number) for number in range(2)]
     receivers = [WeightReceiver(manifest) for _ in range(2)]
     for step in (1, 2):
         receptions = post(groups, receivers, step)

@@ -89,10 +89,10 @@ def test_a_body_above_one_mebibyte_is_cut_up_both_ways() -> None:
                 assert await session.call("Logprobs", request(payload), PATIENCE) == payload
             async with raw_stream(address) as rpc:
                 body = logprobs(1, payload).body
-                pieces = list(stream.split(body))
+                pieces = list(stream.split([body]))
                 assert len(pieces) == 5
                 for chunk, more in pieces:
-                    await rpc.write(frame(logprobs(1, b"", body=chunk, more=more)))
+                    await rpc.write(frame(logprobs(1, b"", body=b"".join(chunk), more=more)))
                 parts = await replies(rpc, 5)
                 assert all(len(part.body) <= stream.CHUNK for part in parts)
                 assert [part.more for part in parts] == [True] * 4 + [False]

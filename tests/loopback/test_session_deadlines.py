@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runtime import errors
-from runtime.actor import Actor, Request
 from runtime.types import LogprobRequest
+from services.models import Actor, Request
 from tests.loopback.session_peers import (
     PATIENCE,
     Peer,

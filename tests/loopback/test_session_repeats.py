@@ -108,9 +108,9 @@ def test_a_call_that_was_withdrawn_is_done_anew() -> None:
 def test_kept_answers_are_bounded_by_their_bytes() -> None:
     answers = KeptAnswers(10)
     for key, body in (("a", b"1234"), ("b", b"1234"), ("a", b"12"), ("c", b"1234")):
-        answers.put(key, body)
-    assert [answers.get(key) for key in "abc"] == [b"12", b"1234", b"1234"]
-    answers.put("d", b"1")
-    assert [answers.get(key) for key in "abcd"] == [b"12", None, b"1234", b"1"]
-    answers.put("e", b"x" * 11)
+        answers.put(key, [body])
+    assert [answers.get(key) for key in "abc"] == [[b"12"], [b"1234"], [b"1234"]]
+    answers.put("d", [b"1"])
+    assert [answers.get(key) for key in "abcd"] == [[b"12"], None, [b"1234"], [b"1"]]
+    answers.put("e", [b"x" * 11])
     assert not answers._answers

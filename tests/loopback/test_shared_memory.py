@@ -23,8 +23,8 @@ import xxhash
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights import shared, shared_memory
-from runtime.weights.group import Link
+from runtime.weights import shared_memory
+from runtime.weights.group import Link, arena, file_of, memory_file
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
@@ -84,17 +84,17 @@ def members() -> Iterator[list[Member]]:
 def test_buckets_of_any_size_arrive_from_files_that_change(pair: list[Link]) -> None:
     sizes, before = (1, 63, (1 << 20) - 1, 1 << 20, (3 << 20) + 5), mappings()
     for seed in range(2):  # a sender's buckets may be made anew while the group stays
-        buffers = shared.arena(sizes)
-        for buffer in buffers:
+        sources = arena(sizes)
+        for buffer in sources:
             buffer.copy_(torch.randint(0, 256, buffer.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8))
-        sent = [pair[0].send(index, buffer) for index, buffer in enumerate(buffers)]
-        for index, buffer in enumerate(buffers):
+        sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
+        for index, buffer in enumerate(sources):
             arrived = torch.zeros_like(buffer)
             pair[1].receive(index, arrived).wait(PATIENCE)
             assert torch.equal(arrived, buffer)
         for transfer in sent:
             transfer.wait(PATIENCE)
-        del buffers, buffer
+        del sources, buffer
     assert len(mappings() - before) == 1  # the receiver's, of the last file
 
 
@@ -131,15 +131,14 @@ def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
 
 
 def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:
-    pair[0].send(3, shared.allocate(64))
+    pair[0].send(3, memory_file(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 3, 64 bytes at 0, for bucket 0, 32 bytes"):
         pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(PATIENCE)
 
 
 def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    file_of = shared.file_of
-    monkeypatch.setattr(shared, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
-    pair[0].send(0, shared.allocate(64))
+    monkeypatch.setattr(shared_memory, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
+    pair[0].send(0, memory_file(64))
     with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
         pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(PATIENCE)
 
@@ -151,7 +150,7 @@ def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch:
         copyto(target, source)
         target[-1] ^= 1
 
-    bucket = shared.allocate((3 << 20) + 5)
+    bucket = memory_file((3 << 20) + 5)
     bucket.copy_(torch.arange(bucket.numel()) % 251)
     arrived = torch.zeros_like(bucket)
     pair[0].send(0, bucket)
@@ -183,9 +182,9 @@ class Held:
 def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "LANES", 2)
     held = Held(monkeypatch, 64)
-    buffers = shared.arena((64, 128))
-    sent = [pair[0].send(index, buffer) for index, buffer in enumerate(buffers)]
-    copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(buffers)]
+    sources = arena((64, 128))
+    sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
+    copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(sources)]
     second = copies[1].digest.result(PATIENCE)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="waited in vain for rollout-0"):
         sent[0].wait(0.1)
@@ -197,7 +196,7 @@ def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkey
 
 
 def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    held, (buffer,) = Held(monkeypatch, 64), shared.arena((64,))
+    held, (buffer,) = Held(monkeypatch, 64), arena((64,))
     buffer.fill_(1)
     arrived = torch.zeros_like(buffer)
     pair[0].send(0, buffer)
@@ -219,7 +218,7 @@ def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
     try:
         copy = in_thread("wait", lambda: rollout.receive(0, torch.empty(64, dtype=torch.uint8)).wait(PATIENCE))
         assert not threading.Event().wait(3.2)
-        trainer.send(0, shared.allocate(64))
+        trainer.send(0, memory_file(64))
         assert copy.result(PATIENCE) is not None
     finally:
         trainer.abort()
@@ -231,7 +230,7 @@ def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
 
 def test_who_ends_is_named_whoever_is_waited_for() -> None:
     trainer, *others = links(3)
-    buffer = shared.allocate(64)
+    buffer = memory_file(64)
     transfer = trainer.send(0, buffer)
     others[0].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
     others[0].abort()
@@ -316,7 +315,7 @@ def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None
 
 
 def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
-    buffer = shared.allocate(8 << 20)
+    buffer = memory_file(8 << 20)
 
     def one_epoch(posted: bool) -> None:
         trainer, *others = links(3)

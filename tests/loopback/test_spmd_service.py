@@ -19,14 +19,14 @@ from runtime.data.prompts import StreamState
 from runtime.errors import InvalidMessage
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
-from runtime.trainer.critic_rank import CriticRank
+from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
+from services.models import SpmdService
 from services.rpc import contract
 from services.rpc.client import GroupClient
 from services.rpc.server import Server
 from services.rpc.session import Session
-from services.spmd_service import SpmdService
 from tests.loopback.session_peers import PATIENCE, run
 
 RANKS = 2

@@ -18,6 +18,7 @@ from runtime.cluster.restarts import Allowance
 from runtime.config import Restarts
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION
+from tests.loopback.line_views import Lines
 
 DEADLINE = 60.0
 LIVES = "import time; time.sleep(600)"
@@ -46,7 +47,7 @@ def supervised(tmp_path: Path, test: Callable[[Supervisor], Awaitable[None]]) ->
     said: list[str] = []
 
     async def within() -> None:
-        supervisor = Supervisor(tmp_path, said.append)
+        supervisor = Supervisor(tmp_path, Lines(said))
         try:
             await asyncio.wait_for(test(supervisor), DEADLINE)
         finally:
@@ -84,7 +85,7 @@ def test_one_that_dies_is_started_again_alone_with_a_log_of_its_own(tmp_path: Pa
         assert trainer.running
         assert second.running
         assert second.log.name == "rollout-0.1.log"
-        assert supervisor.culprit() is None
+        assert supervisor.cause_of_failure() is None
         assert not failing.done()
         trainer.process.kill()
         assert await failing is trainer
@@ -141,11 +142,11 @@ def test_out_of_attempts_it_is_told_of_and_the_others_are_watched_on(tmp_path: P
     assert line.startswith("rollout-0: run: ended with exit code 1")
 
 
-def test_of_one_that_is_judged_elsewhere_every_death_is_told(tmp_path: Path) -> None:
+def test_of_one_that_is_decided_elsewhere_every_death_is_told(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         told: list[Child] = []
         supervisor.on_exit = told.append
-        supervisor.enable_restarts({}, judged=["trainer-0"])
+        supervisor.enable_restarts({}, decided_elsewhere=["trainer-0"])
         part = await supervisor.start(spec("trainer-0", DIES))
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 1)
@@ -293,7 +294,7 @@ def test_one_that_came_late_holds_up_no_end(tmp_path: Path) -> None:
     async def test(supervisor: Supervisor) -> None:
         supervisor.enable_restarts(allowed())
         late = await supervisor.start(spec("rollout-1", LIVES))
-        supervisor.replace_nobody()
+        supervisor.stop_restarts()
         await supervisor.wait_all(0.1)
         assert not late.running
 
@@ -307,7 +308,7 @@ def test_at_the_end_nobody_is_started_again(tmp_path: Path) -> None:
         failing = asyncio.create_task(supervisor.first_failure())
         await fewer(supervisor, 1)
         failing.cancel()
-        supervisor.replace_nobody()
+        supervisor.stop_restarts()
         await supervisor.wait_all(1.0)
         assert supervisor.children == []
 

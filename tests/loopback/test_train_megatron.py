@@ -31,7 +31,7 @@ def expected(folder: Path) -> dict[str, Any]:
 def test_tensor_parallel_is_the_torch_engine(folder: Path, expected: dict[str, Any]) -> None:
     found = train(folder, TENSOR)
     assert len(found["metrics"]) == STEPS
-    assert len({metrics["grad_norm"] for metrics in found["metrics"]}) == STEPS
+    assert len({metrics["actor/grad_norm"] for metrics in found["metrics"]}) == STEPS
     assert_equal(found, expected)
     assert_published(folder, TENSOR, found)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -17,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ NONE, KILL, STOP, PAUSE, RAISE, RECEIVED, SENT, JOIN, CUT = (
 AT_A_MOMENT = (KILL, STOP, PAUSE, JOIN, CUT)
 FAULTS = (*AT_A_MOMENT, RAISE, RECEIVED, SENT)
 MOMENTS = ("before", *PHASES)
-SAID = {RAISE: "on purpose", RECEIVED: "checksum", SENT: "checksum"}  # in an abort's reason, unless another's came first
+# What the aborts of a publication say of the fault in one of them: the reason is that of whoever was heard first.
+SAID = {RAISE: ("on purpose",), RECEIVED: ("checksum",), SENT: ("checksum", "has changed in memory")}
 SHARE = 1 / 3  # of publications with a fault
 
 
@@ -92,6 +94,20 @@ class Record:
     def check(self, holds: bool, what: str) -> None:
         if not holds:
             self.violations.append(f"publication {len(self.outcomes) + 1}: {what}")
+
+
+@contextmanager
+def logged_aborts() -> Iterator[list[str]]:
+    """The reasons of all aborts meanwhile: a publication that is aborted twice keeps only its last."""
+    reasons: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: reasons.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sluice")
+    logger.addHandler(handler)
+    try:
+        yield reasons
+    finally:
+        logger.removeHandler(handler)
 
 
 class Trial:
@@ -179,7 +195,8 @@ class Trial:
         publishing = asyncio.create_task(here.publisher.publish(version))
         injecting = asyncio.create_task(self._inject(due, moment, publishing)) if due else None
         try:
-            figures: PublicationFigures = await asyncio.wait_for(publishing, SLACK + self._allowed())
+            with logged_aborts() as aborts:
+                figures: PublicationFigures = await asyncio.wait_for(publishing, SLACK + self._allowed())
         except Exception as error:
             record.violations.append(f"version {version}: {fault} ({moment}): {error!r}")
             raise
@@ -192,7 +209,7 @@ class Trial:
         record.check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
         if here.renewing.done():
             here.renewing.result()
-        if SAID.get(fault, NONE) in here.publisher.abort:
+        if any(words in abort for words in SAID.get(fault, ()) for abort in aborts):
             self._named.add(fault)
         lost = len(here.losses) - losses
         record.outcomes.append(Outcome(fault, moment, figures.aborts, lost, seconds))

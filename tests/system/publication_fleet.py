@@ -19,8 +19,8 @@ import msgspec
 from runtime import config as settings
 from runtime.commands import AbortWeights, CommitWeights, HostWeights, JoinWeights, ResendWeights, SendWeights
 from runtime.coordinator.register import Register, Unit, UnitChange
-from runtime.coordinator.rollout_pool import RolloutPool
-from runtime.coordinator.weight_sync import Publisher
+from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.status import Registration
 from services.rpc.client import GroupClient, RoleClient
 from services.rpc.server import Server
@@ -182,7 +182,7 @@ class Fleet:
         self.pool.register.subscribe(self._look)
         for one in rollouts:
             self.arrive(one)
-        self.publisher = Publisher(trainer.port, self.pool, self.config.publication, START)
+        self.publisher = WeightPublisher(trainer.port, self.pool, self.config.publication, START)
         self.renewing = asyncio.create_task(self.publisher.run())
 
     async def close(self) -> None:

@@ -33,12 +33,11 @@ from runtime.rollout.torch.decoder_weights import DecoderWeights
 from runtime.telemetry.startup import Phases
 from runtime.types import PolicyVersion
 from runtime.weights import rendezvous  # noqa: F401
+from runtime.weights.gloo_mesh import _sockets as open_sockets
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
-from runtime.weights.sender import WeightSender
-from runtime.weights.sending import SendingMember
-from runtime.weights.sockets import _sockets as open_sockets
+from runtime.weights.sender import SendingMember, WeightSender
 from services.process import Service, ServiceProcess
 from services.rollout import RolloutService
 from services.trainer import TrainerService

@@ -79,7 +79,11 @@ class Live:
     def steps(self) -> int:
         """Steps done so far, by its metrics."""
         path = self.folder / "metrics.jsonl"
-        return max((point["step"] for point in points(self.folder) if "grad_norm" in point), default=0) if path.exists() else 0
+        return (
+            max((point["step"] for point in points(self.folder) if "actor/grad_norm" in point), default=0)
+            if path.exists()
+            else 0
+        )
 
     def reaches(self, step: int, timeout: float = START) -> None:
         def there() -> bool:
@@ -210,7 +214,7 @@ def points(folder: Path) -> list[dict[str, Any]]:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The points of training steps alone."""
-    return [point for point in points(folder) if "grad_norm" in point]
+    return [point for point in points(folder) if "actor/grad_norm" in point]
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def test_two_ranks_of_trainer_and_critic_report_what_one_does(tiny: Path, tmp_pa
         for ranks in (1, 2)
     )
     (one,), (two,) = steps(single.folder), steps(double.folder)
-    names = ("critic/returns/mean", "grpo/score/mean", "response_length/mean")
-    names += ("critic/vf_loss", "critic/grad_norm", "grad_norm", "actor/entropy")
+    names = ("critic/returns/mean", "score/mean", "response_length/mean")
+    names += ("critic/vf_loss", "critic/grad_norm", "actor/grad_norm", "actor/entropy")
     assert_metrics({name: two[name] for name in names}, {name: one[name] for name in names})
 
 
@@ -105,7 +105,7 @@ def test_groups_without_signal_are_replaced(tiny: Path, tmp_path: Path, rules: R
     assert told["groups"]["retired"] == 16
     assert told["dropped"]["no signal"] >= 4
     for point in steps(run.folder):
-        assert point["grad_norm"] > 0
+        assert point["actor/grad_norm"] > 0
         assert point["staleness/max"] <= 2
 
 

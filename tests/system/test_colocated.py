@@ -21,9 +21,9 @@ def test_rollouts_and_trainer_take_turns(config: Path, tmp_path: Path, staleness
     assert summary(run.folder)["groups"] == {"retired": 16, "dropped": 0}
     points = steps(run.folder)
     assert {point["staleness/max"] for point in points} == set(map(float, range(staleness + 1)))
-    timed = {"timing/resharding_to_train", "timing/ref_onload", "timing/ref_offload"}
+    timed = {"timing/onload", "timing/ref_onload", "timing/ref_offload"}
     assert all(timed <= point.keys() for point in points[:: 1 + staleness])
-    assert all("timing/resharding_to_infer" in point for point in points[staleness :: 1 + staleness])
+    assert all("timing/weight_sync" in point for point in points[staleness :: 1 + staleness])
     assert all(point["mismatch/max"] < 1e-4 for point in points[:: 1 + staleness])  # each version arrived whole
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime.models import value_model
-from runtime.models.packed_attention import Packing
+from runtime.models import hf_policy
+from runtime.models.hf_policy import Packing
 from tests.system.classic_member import TOKENS, Case, run
 from tests.unit.family_cases import CONFIGS, write_folder
 from tests.unit.test_convert import load_folder, same, sluice
@@ -123,7 +123,7 @@ class TestRewardHead:
 @torch.no_grad()
 def critic_values(folder: Path) -> torch.Tensor:
     """[TOKENS, 1], by transformers' body and head."""
-    critic = value_model.load_critic(str(folder)).eval()
+    critic = hf_policy.load_critic(str(folder)).eval()
     every = torch.arange(len(TOKENS))
     packing = Packing(rows=[every[None]], cells=every)
     values = critic(torch.tensor([TOKENS]), every, position_ids=every[None], packing=packing)

@@ -24,7 +24,7 @@ def test_five_steps_on_the_real_file(gsm8k: Path, tiny: Path, tmp_path: Path) ->
     assert [point["step"] for point in steps(run.folder)] == [1, 2, 3, 4, 5]
     for point in steps(run.folder):
         assert point["samples"] == 64
-        assert point["grpo/masked"] == 0  # every reply could be judged
+        assert point["score/masked"] == 0  # every reply could be judged
     rows = [json.loads(line) for line in gsm8k.read_text().splitlines()]
     with LedgerReader(run.folder / "ledger") as reader:
         for group in reader.groups():

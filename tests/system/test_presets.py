@@ -53,7 +53,7 @@ def check(folder: Path, group_size: int, steps_done: int = STEPS) -> list[dict[s
     assert [point["step"] for point in found] == list(range(1, steps_done + 1))
     for point in found:
         assert point["samples"] == GROUPS * group_size
-        assert point["grpo/masked"] == 0
+        assert point["score/masked"] == 0
         assert point["staleness/max"] <= 2
     assert summary(folder)["groups"]["retired"] == steps_done * GROUPS
     return found
@@ -88,7 +88,7 @@ def test_dapo_with_rewards_that_differ(tmp_path: Path) -> None:
     run = rehearsed(tmp_path, "atlas/dapo_qwen3_32b_a3", math17k, "model=tiny:qwen3", "services=one_machine", LETTERS)
     found = check(run.folder, 8)
     assert set(types(run.folder)) == {"qwen3"}
-    assert all(point["grad_norm"] > 0 for point in found)
+    assert all(point["actor/grad_norm"] > 0 for point in found)
 
 
 EMBEDDED = ("services=one_machine",)
@@ -102,7 +102,7 @@ def test_dapo_of_a_mixture_of_experts(tmp_path: Path, layout: tuple[str, ...]) -
     run = rehearsed(tmp_path, "dapo_qwen3_30b_a3b", math17k, "model=tiny:qwen3_moe", *layout, LETTERS)
     found = check(run.folder, 8)
     assert set(types(run.folder)) == {"qwen3_moe"}
-    assert all(point["grad_norm"] > 0 for point in found)
+    assert all(point["actor/grad_norm"] > 0 for point in found)
     # Before any token is of two versions, both engines have the same weights.
     assert found[0]["mismatch/tokens"] > 0
     assert found[0]["mismatch/max"] < 1e-4
@@ -115,7 +115,7 @@ def test_a_reward_model_is_made_too(tmp_path: Path) -> None:
     run = rehearsed(tmp_path, "gsm8k_qwen25_1_5b", gsm8k, *overrides)
     found = check(run.folder, 4)
     assert set(types(run.folder)) == {"llama"}
-    assert all(point["grpo/score/max"] > point["grpo/score/min"] for point in found)
+    assert all(point["score/max"] > point["score/min"] for point in found)
 
 
 def test_a_family_that_is_none_starts_nothing(tmp_path: Path) -> None:

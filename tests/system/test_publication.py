@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from tests.system.runs import START, check_gone, eventually, started, steps, trained
 from tests.system.test_faults import LONG
-from tests.system.test_losses import BACK, RESTARTS, ends_well, sees
+from tests.system.test_losses import RESTARTS, ends_well, sees
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -55,16 +55,3 @@ def test_deltas_are_a_small_part_of_the_weights(config: Path, tmp_path: Path) ->
     took = {point["step"]: point["publication/bytes"] for point in steps(run.folder) if "publication/bytes" in point}
     assert took[4] >= whole  # with version 0 the fifth, and the second that is whole
     assert all(bytes_ < whole / 2 for step, bytes_ in took.items() if step != 4)
-
-
-def test_a_rollout_that_is_killed_in_the_middle_comes_back_where_memory_is_tight(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, *RESTARTS, "publication.overlap=false", folder=tmp_path / "run") as run:
-        run.reaches(2)
-        trainer, staying = run.member("trainer-0").pid, run.member("rollout-0").pid
-        run.member("rollout-1").kill()
-        sees(run, lambda point: point["publication/epoch"] >= 2, "an epoch without the dead rollout")
-        sees(run, lambda point: point["rollout/serving"] == 2 and point["publication/epoch"] >= 3, "the rollout's return")
-        assert (run.member("trainer-0").pid, run.member("rollout-0").pid) == (trainer, staying)
-        assert sum(point["rollout/lost"] for point in steps(run.folder)) == 1
-        run.reaches(run.steps() + 3, BACK)
-        ends_well(run)

@@ -114,14 +114,14 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
     names = {
         "timing/all",
         "timing/update",
-        "timing/resharding_to_infer",
+        "timing/weight_sync",
         "e2e_tps",
         "update_tps",
-        "grad_norm",
+        "actor/grad_norm",
         "actor/pg_loss",
         "actor/kl_loss",
         "actor/lr",
-        "grpo/score/mean",
+        "score/mean",
         "gsm8k_rewards/mean",
         "response_length/mean",
         "staleness/mean",
@@ -141,7 +141,7 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
         assert all(math.isfinite(value) for value in point.values() if isinstance(value, float))
         # Tokens over time and accelerators: a trainer, two rollouts, a reference.
         tokens = (point["response_length/mean"] + point["prompt_length/mean"]) * 64 / 4
-        for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("vllm_tps", "rollout")):
+        for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("rollout_tps", "rollout")):
             if f"timing/{phase}" in point:
                 assert point[name] == pytest.approx(tokens / point[f"timing/{phase}"])
 

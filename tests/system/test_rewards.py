@@ -19,7 +19,7 @@ from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply
 from runtime.types import GroupPayload
-from services.remote_reward import SCORE
+from services.reward import SCORE
 from tests.system.runs import check_gone, one_line, sluice, started, steps, trained, write_config
 
 pytestmark = pytest.mark.timeout(240)
@@ -62,7 +62,7 @@ def judge() -> Iterator[str]:
     def score(data: bytes, context: grpc.ServicerContext) -> bytes:
         items = SCORE.request.parse(data).items
         assert all(item.prompt and item.label for item in items)
-        return SCORE.reply.pack(RemoteScoreReply([RemoteResult(value=item.tokens) for item in items])).SerializeToString()
+        return SCORE.reply.serialize(RemoteScoreReply([RemoteResult(value=item.tokens) for item in items]))
 
     server = grpc.server(ThreadPoolExecutor(2))
     handlers = {"Score": grpc.unary_unary_rpc_method_handler(score)}
@@ -87,9 +87,9 @@ def test_rules_remote_reward_and_model_add_up(
     assert len(points) == 4
     for point in points:
         parts = point["length_rewards/mean"] - 0.25 * point["tokens_rewards/mean"] + 0.5 * point["reward_model_rewards/mean"]
-        assert point["grpo/score/mean"] == pytest.approx(parts, abs=1e-4)
+        assert point["score/mean"] == pytest.approx(parts, abs=1e-4)
         assert point["tokens_rewards/mean"] == pytest.approx(point["response_length/mean"])
-        assert point["grpo/masked"] == 0
+        assert point["score/masked"] == 0
     for phase in ("rule_reward", "reward_model"):
         assert any(point.get(f"timing/{phase}", 0.0) > 0 for point in points)
     check_scores(run.folder, reward_model)
@@ -127,7 +127,7 @@ def test_a_reward_model_alone_trains_and_is_named_when_it_is_killed(tiny: Path, 
         assert "SIGKILL" in line
         check_gone(run.folder)
     for point in steps(run.folder):
-        assert point["grpo/score/mean"] == pytest.approx(point["reward_model_rewards/mean"], abs=1e-5)
+        assert point["score/mean"] == pytest.approx(point["reward_model_rewards/mean"], abs=1e-5)
 
 
 def test_a_run_does_not_start_without_its_remote_reward(tiny: Path, tmp_path: Path, rule: dict[str, Any]) -> None:

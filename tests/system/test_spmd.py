@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 RUN = 150.0
 STEPS = 3
-COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "grad_norm", "grpo/score/mean")
+COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "score/mean")
 SMOOTH = {
     "learning_rate": 1e-2,
     "eps": 1e-2,
@@ -72,6 +72,6 @@ def test_two_ranks_have_the_losses_of_one(tiny: Path, tmp_path: Path) -> None:
     points = list(zip(steps(one.folder), steps(two.folder), strict=True))
     assert len(points) == STEPS
     for alone, shared in points:
-        assert alone["grad_norm"] > 1e-3
+        assert alone["actor/grad_norm"] > 1e-3
         assert_compared(shared, alone)
     assert points[-1][0]["actor/kl_loss"] > 1e-5  # the weights have moved

@@ -26,6 +26,7 @@ pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START = 300.0  # vLLM takes its time
 STEPS = 150  # in the first of which vLLM is killed
+GROUPS = 8  # of a step: more than one rollout is sent at once, so that both have work however fast they are
 FLEETS = [{"slots": 16}, {"engine": "vllm", "slots": 8, "python": str(VLLM_PYTHON)}]
 CLOSE = 1e-4  # log-probabilities of float32, between engines
 
@@ -43,7 +44,7 @@ def common(folder: Path) -> set[int]:
 def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", hidden_size=64)  # vLLM's attention wants heads of 32
     config = write_config(tmp_path / "config.yaml", tiny, services={"rollout": FLEETS}, deadlines={"start": START})
-    overrides = (f"training.steps={STEPS}", "publication.in_flight=recompute")
+    overrides = (f"training.steps={STEPS}", f"training.groups_per_step={GROUPS}", "publication.in_flight=recompute")
     with started(config, *overrides, folder=tmp_path / "run") as run:
         run.reaches(3, START)
         family = everyone(run)
@@ -55,7 +56,7 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies
         check_gone(run.folder)
     found, points = summary(run.folder), steps(run.folder)
     assert [point["step"] for point in points] == list(range(1, STEPS + 1))
-    assert found["groups"] == {"retired": STEPS * 4, "dropped": 0}
+    assert found["groups"] == {"retired": STEPS * GROUPS, "dropped": 0}
     assert all(point["mismatch/probes"] for point in points)  # of both, but while one is away
     assert max(point["mismatch/max"] for point in points) < CLOSE
 

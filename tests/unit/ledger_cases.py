@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +31,7 @@ def with_ledger(folder: Path, use: Callable[[LedgerWriter], Awaitable[T]], segme
 
 
 def buffer_on(ledger: LedgerWriter, step: int = 0, per_step: int = 2, staleness: int = 2) -> Buffer:
-    return Buffer(needs=NEEDS, groups_per_step=per_step, staleness=staleness, journal=ledger, step=step)
+    return Buffer(needs=NEEDS, groups_per_step=per_step, staleness=staleness, journal=ledger, clock=time.time, step=step)
 
 
 def make_ready(buffer: Buffer, *group_ids: int) -> None:

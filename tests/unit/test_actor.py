@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
-from runtime.actor import Actor, Priority, Request
+from runtime.commands import Priority
+from services.models import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
 # ----------------------------------------------------------------------------------------------------- order

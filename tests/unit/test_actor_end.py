@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from runtime.actor import Actor, Priority, Request
+from runtime.commands import Priority
 from runtime.errors import Cancelled, ServiceFault
+from services.models import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
 # --------------------------------------------------------------------------------------------------------------- faults

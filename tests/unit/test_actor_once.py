@@ -9,8 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.actor import Actor, Priority, Request
+from runtime.commands import Priority
 from runtime.errors import ServiceFault
+from services.models import Actor, Request
 from tests.unit.actor_desk import Desk, run, running, settle
 
 operations = st.one_of(

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.advantages import group_norm
-from runtime.algorithms.aggregation import dr_grpo, masked_sample, seq_mean_token_mean, seq_mean_token_sum, token_mean
+from runtime.algorithms.advantages import group_norm, token_rewards
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -30,9 +29,26 @@ from runtime.algorithms.interfaces import (
     advantage,
     policy_loss,
 )
-from runtime.algorithms.kl import AdaptiveKl, FixedKl, absolute, importance_weighted, k1, k2, k3, k3_clamped, k3_plain
-from runtime.algorithms.losses import clipped_surrogate, decoupled, ppo, token_logprobs
-from runtime.algorithms.token_returns import token_rewards
+from runtime.algorithms.losses import (
+    AdaptiveKl,
+    FixedKl,
+    absolute,
+    clipped_surrogate,
+    decoupled,
+    dr_grpo,
+    importance_weighted,
+    k1,
+    k2,
+    k3,
+    k3_clamped,
+    k3_plain,
+    masked_sample,
+    ppo,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    token_logprobs,
+    token_mean,
+)
 from runtime.errors import UserError
 
 pytestmark = pytest.mark.numeric

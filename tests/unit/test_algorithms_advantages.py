@@ -15,14 +15,16 @@ from runtime.algorithms.advantages import (
     group_norm,
     has_signal,
     missing_eos_penalty,
+    returns_to_go,
     rloo,
     soft_overlong_penalty,
+    token_gae,
+    token_rewards,
     value_targets,
+    whiten,
 )
 from runtime.algorithms.evaluation import pass_at_k
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions
-from runtime.algorithms.sums import whiten
-from runtime.algorithms.token_returns import gae, returns_to_go, token_rewards
 
 pytestmark = pytest.mark.numeric
 
@@ -82,7 +84,7 @@ class TestReturns:
 
 class TestGae:
     def test_by_hand(self):
-        advantages, returns = gae(matrix([0, 0, 1]), matrix([0.5, 0.4, 0.2]), matrix([1, 1, 1]), gamma=0.9, lam=0.8)
+        advantages, returns = token_gae(matrix([0, 0, 1]), matrix([0.5, 0.4, 0.2]), matrix([1, 1, 1]), gamma=0.9, lam=0.8)
         last = 1 - 0.2
         middle = 0.9 * 0.2 - 0.4 + 0.72 * last
         first = 0.9 * 0.4 - 0.5 + 0.72 * middle
@@ -93,7 +95,7 @@ class TestGae:
     @given(batches(), st.floats(0, 1), st.floats(0, 1))
     def test_tokens_outside_the_mask_are_as_if_not_there(self, batch, gamma: float, lam: float):
         rewards, values, mask = batch
-        advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+        advantages, returns = token_gae(rewards, values, mask, gamma=gamma, lam=lam)
         for row in range(len(mask)):
             expected = plain_gae(rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma, lam)
             np.testing.assert_allclose(advantages[row].numpy(), expected[0], rtol=1e-12, atol=1e-12)
@@ -110,7 +112,7 @@ class TestGae:
 
     def test_whitening_changes_advantages_alone(self):
         rewards, values, mask = matrix([0, 1, 0], [0, 0, 2]), matrix([0.1, 0.2, 9], [0.3, 9, 0.5]), matrix([1, 1, 0], [1, 0, 1])
-        plain, returns = gae(rewards, values, mask, gamma=1.0, lam=0.9)
+        plain, returns = token_gae(rewards, values, mask, gamma=1.0, lam=0.9)
         inputs = AdvantageInputs(
             rewards=rewards.sum(1),
             groups=torch.zeros(2, dtype=torch.int64),

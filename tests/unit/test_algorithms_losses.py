@@ -12,9 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.corrections import geometric_mask, icepop, interpolated_proximal, sequence_tis, token_tis
 from runtime.algorithms.interfaces import CORRECTIONS, POLICY_LOSSES, CorrectionOptions, LossInputs, LossOptions
-from runtime.algorithms.losses import cispo, clipped_value_loss, gspo, ppo, sapo
+from runtime.algorithms.losses import (
+    cispo,
+    clipped_value_loss,
+    geometric_mask,
+    gspo,
+    icepop,
+    interpolated_proximal,
+    ppo,
+    sapo,
+    sequence_tis,
+    token_tis,
+)
 
 pytestmark = pytest.mark.numeric
 

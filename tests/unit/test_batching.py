@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.config import Optimizer
-from runtime.trainer.batching import balance, balance_each, length_buckets, micro_batches
+from runtime.trainer.rows import balance, balance_each, cut_by_length, length_buckets
 from runtime.trainer.step import learning_rate
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=40)
@@ -18,12 +18,12 @@ LENGTHS = st.lists(st.integers(1, 100), max_size=40)
 
 def test_micro_batches_are_cut_by_padded_size():
     # 2 x 5, then 2 x 8, then the 9 alone: three rows of 9 would be 27 tokens.
-    assert micro_batches([8, 3, 9, 5, 7], budget=16) == [[1, 3], [4, 0], [2]]
+    assert cut_by_length([8, 3, 9, 5, 7], budget=16) == [[1, 3], [4, 0], [2]]
 
 
 @given(LENGTHS, st.integers(1, 300))
 def test_micro_batches_hold_everything_once_and_fit(lengths: list[int], budget: int):
-    batches = micro_batches(lengths, budget)
+    batches = cut_by_length(lengths, budget)
     flat = list(itertools.chain.from_iterable(batches))
     assert sorted(flat) == list(range(len(lengths)))
     assert [lengths[i] for i in flat] == sorted(lengths)

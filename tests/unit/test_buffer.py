@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import numpy as np
 import pytest
 
+from runtime.coordinator import staleness
 from runtime.coordinator.buffer import Buffer
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
-from runtime.ledger.states import Mark
+from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 
@@ -254,3 +256,44 @@ def test_events_wake_the_stages() -> None:
         return await asyncio.wait_for(task, 60)
 
     assert asyncio.run(scenario()) == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_counted_is_what_is_there(seed: int) -> None:
+    """After any changes, in any order: the counts that are kept are those that a look at every group gives."""
+    chance, h, admitted = random.Random(seed), Harness(staleness=2, per_step=2), 0
+    buffer = h.buffer
+    for _ in range(800):
+        in_phase = {phase: [group for group in buffer if group.state.phase == phase] for phase in Phase}
+        choice = chance.choice(("dispatch", "dispatch", "generated", "scored", "scored", "lose", "drop", "take", "train"))
+        if choice == "dispatch" and buffer.capacity(99, 999):
+            waiting = buffer.waiting()
+            group_id = waiting[0].group_id if waiting else admitted
+            admitted += not waiting
+            h.dispatch(group_id)
+        elif choice == "generated" and in_phase[Phase.GENERATING]:
+            group = chance.choice(in_phase[Phase.GENERATING])
+            buffer.generated(generated(group.group_id, buffer.committed))
+        elif choice == "scored" and in_phase[Phase.GENERATED]:
+            buffer.scored(scores(chance.choice(in_phase[Phase.GENERATED]).group_id))
+        elif choice in ("lose", "drop") and (found := [group for group in buffer if group.taken is None and group.deadline]):
+            group = chance.choice(found)
+            buffer.lose(group.group_id) if choice == "lose" else buffer.drop(group.group_id, "by chance")
+        elif choice == "take":
+            buffer.take(buffer.step, whole=chance.random() < 0.5)
+        elif choice == "train" and buffer.step > buffer.committed:
+            h.train(buffer.committed)
+        ready = [group for group in buffer if group.state.phase == Phase.READY and group.taken is None]
+        generating = [group for group in buffer if group.state.phase == Phase.GENERATING]
+        opened = [group for group in buffer if group.deadline is not None and group.taken is None]
+        holding = sum(group.state.phase != Phase.ADMITTED for group in buffer)
+        filled = sum(group.taken == buffer.step for group in buffer)
+        of_step = [staleness.OpenGroup(g.deadline, g.group_id, g in ready) for g in opened if g.deadline is not None]
+        assert buffer.takeable == len(staleness.select(of_step, buffer.step, buffer.places, 2))
+        assert buffer.generating == len(generating)
+        assert ids(buffer.waiting()) == sorted(group.group_id for group in buffer if group.state.phase == Phase.ADMITTED)
+        missing = (9 - buffer.step) * 2 - filled - len(opened)
+        assert buffer.capacity(99, 9) == max(0, min(99 - len(generating), 3 * 2 - holding, missing))
+        counts = buffer.counts()
+        assert all(counts[phase.value] == sum(group.state.phase == phase for group in buffer) for phase in list(Phase)[:5])
+    assert buffer.committed > 2

@@ -87,10 +87,6 @@ TURNS = {"rollout": {"colocate": "trainer"}}
             "services.rollout.1.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none",
         ),
         (
-            {"services": TURNS, "publication": {"overlap": False}},
-            "publication.overlap: false sends a rollout that comes late no version while the trainer is off; must be true",
-        ),
-        (
             {"services": TURNS, "publication": {"backend": "nccl"}},
             "publication.backend: nccl takes one member a device, and rollouts lie on the trainer's; must be auto or gloo",
         ),

@@ -25,6 +25,11 @@ def test_each_mode_goes_with_each_staleness(sound: dict[str, Any], in_flight: st
             {"staging": "inplace"},
             "publication.staging: no longer a key: there is one way now, what shadow was; leave the key out",
         ),
+        (
+            {"overlap": False},
+            "publication.overlap: no longer a key: the trainer keeps a copy of what it sends in host memory, as true had it; "
+            "leave the key out",
+        ),
         ({"transport": "filesystem"}, "publication.transport: filesystem is no longer a value: write files"),
         (
             {"transport": "delta"},

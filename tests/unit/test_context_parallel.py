@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.models.packed_attention import Packing, packed_attention
+from runtime.models.hf_policy import Packing, packed_attention
 from runtime.trainer.megatron.context import packing_of, tokens_of
 
 pytestmark = pytest.mark.numeric

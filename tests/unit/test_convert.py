@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from launcher import cli
-from runtime.models import value_model
+from runtime.models import hf_policy
 from runtime.models.families import Layout
 from runtime.weights.tensor_files import TensorWriter
 from tests.unit.family_cases import CONFIGS, make_family, write_folder
@@ -160,7 +160,7 @@ class TestValueHead:
         save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
         assert to_core(tmp_path / "hf", tmp_path / "core", "--value-head", "--tensor-parallel", "4") == 0
         assert to_hf(tmp_path / "core", tmp_path / "back") == 0
-        critic = value_model.load_critic(str(tmp_path / "back"))
+        critic = hf_policy.load_critic(str(tmp_path / "back"))
         assert torch.equal(critic.score.weight, tensors["score.weight"])
 
 

@@ -11,8 +11,7 @@ import torch
 from runtime.errors import UserError
 from runtime.models.hf_config import read_config
 from runtime.rollout.torch import decoder as decoder_module
-from runtime.rollout.torch.decoder import Decoder, Span
-from runtime.rollout.torch.kv_cache import KVCache, kv_bytes
+from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes
 from tests.closeness import assert_close, forward_terms
 from tests.unit.tiny_models import FAMILIES, VOCABULARY, WITH_EXPERTS, save_model
 

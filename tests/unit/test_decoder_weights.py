@@ -14,8 +14,8 @@ from runtime.errors import InvalidMessage
 from runtime.models.hf_config import read_config
 from runtime.rollout.torch.decoder import Decoder
 from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
+from runtime.weights.group import allocate, views
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
-from runtime.weights.sender import allocate, views
 from tests.closeness import assert_close, forward_terms
 from tests.unit.test_decoder import CPU, LAYERS, load, whole_logits
 from tests.unit.tiny_models import FAMILIES, WITH_EXPERTS, save_model

@@ -12,7 +12,7 @@ from rich.console import Console
 from runtime.config import RowFormat
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import EvaluationResult, Judged, SetResult
+from runtime.evaluation.results import EvaluatedProblem, EvaluationResult, SetResult
 from runtime.evaluation.sets import EvaluationData
 from runtime.evaluation.table import render
 from runtime.types import PolicyVersion
@@ -32,9 +32,9 @@ def settings(samples: int = 4, k: tuple[int, ...] = (1, 2, 4)) -> EvaluationData
     )
 
 
-def judged(verdicts: str, answers: str = "", tokens: int = 10, truncated: int = 0) -> Judged:
+def evaluated(verdicts: str, answers: str = "", tokens: int = 10, truncated: int = 0) -> EvaluatedProblem:
     """A letter a sample: + right, - wrong, ? failed; and its answer, . for none."""
-    return Judged(
+    return EvaluatedProblem(
         correct=[{"+": True, "-": False, "?": None}[verdict] for verdict in verdicts],
         answers=[None if answer == "." else answer for answer in answers],
         tokens=[tokens + index for index in range(len(verdicts))],
@@ -50,10 +50,10 @@ def test_figures_of_whole_problems() -> None:
         settings(),
         "gsm8k",
         [
-            judged("++--", "1123", 10, truncated=1),
-            judged("----", "2222", 20),
-            judged("++++", "7777", 30),
-            judged("+---", "9.88", 0),
+            evaluated("++--", "1123", 10, truncated=1),
+            evaluated("----", "2222", 20),
+            evaluated("++++", "7777", 30),
+            evaluated("+---", "9.88", 0),
         ],
     )
     assert (found.problems, found.samples, found.scored, found.errors, found.left_out, found.notes) == (4, 4, 16, {}, {}, [])
@@ -68,7 +68,9 @@ def test_figures_of_whole_problems() -> None:
 
 
 def test_a_reply_without_a_verdict_is_counted_and_in_no_share() -> None:
-    found = evaluation.set_result(settings(), "gsm8k", [judged("++??", "1122"), judged("-+-+", "2323"), judged("????", "....")])
+    found = evaluation.set_result(
+        settings(), "gsm8k", [evaluated("++??", "1122"), evaluated("-+-+", "2323"), evaluated("????", "....")]
+    )
     assert found.pass_at == pytest.approx({1: (1 + 0.5) / 2, 2: (1 + 5 / 6) / 2, 4: 1.0})
     assert found.maj_at == {2: 0.5, 4: 0.0}  # a tie of 2 and 3 goes to 2, which was there first
     assert (found.scored, found.errors, found.left_out) == (6, {"timeout": 6}, {1: 1, 2: 1, 4: 2})
@@ -76,21 +78,21 @@ def test_a_reply_without_a_verdict_is_counted_and_in_no_share() -> None:
 
 
 def test_votes_skip_replies_without_a_verdict() -> None:
-    found = evaluation.set_result(settings(3, (1, 2)), "gsm8k", [judged("-?+", "311")])
+    found = evaluation.set_result(settings(3, (1, 2)), "gsm8k", [evaluated("-?+", "311")])
     assert found.maj_at == {2: 0.0}  # of the answers 3 and 1, the first
 
 
 def test_nothing_could_be_judged() -> None:
-    found = evaluation.set_result(settings(2, (1, 2)), "gsm8k", [judged("??", "..")])
+    found = evaluation.set_result(settings(2, (1, 2)), "gsm8k", [evaluated("??", "..")])
     assert (found.pass_at, found.maj_at, found.standard_error) == ({1: 0.0}, {}, None)
     assert found.notes == ["no reply has a verdict"]
 
 
 def test_a_rule_without_answers_has_no_majority_and_it_is_said() -> None:
-    found = evaluation.set_result(settings(), "mine", [judged("++--")])
+    found = evaluation.set_result(settings(), "mine", [evaluated("++--")])
     assert found.maj_at == {}
     assert found.notes == ["no maj@k: the rule mine names no answers"]
-    assert evaluation.set_result(settings(1, (1,)), "mine", [judged("+")]).notes == []
+    assert evaluation.set_result(settings(1, (1,)), "mine", [evaluated("+")]).notes == []
 
 
 def result(step: int, *sets: SetResult) -> EvaluationResult:
@@ -100,7 +102,7 @@ def result(step: int, *sets: SetResult) -> EvaluationResult:
 
 
 def some(name: str, verdicts: str) -> SetResult:
-    found = evaluation.set_result(settings(), "gsm8k", [judged(verdicts, "1122"), judged("++++", "5555")])
+    found = evaluation.set_result(settings(), "gsm8k", [evaluated(verdicts, "1122"), evaluated("++++", "5555")])
     found.name = name
     return found
 

@@ -73,7 +73,7 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
     async def until_done() -> None:
         found = Watching(config.Config(run=Run(name="a", dir=str(folder))), view, LocalNode("here", Machine()))
         coordinator: Any = Coordinator()
-        found.supervisor, found._coordinator, found._agent = Supervisor(folder, view.say), coordinator, Heeding(heeded.append)
+        found.supervisor, found._coordinator, found._agent = Supervisor(folder, view), coordinator, Heeding(heeded.append)
 
         async def watch(address: str) -> AsyncIterator[Progress]:
             for progress in course:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -189,7 +190,7 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
     async def run(ledger: LedgerWriter) -> None:
         with pytest.raises(UserError, match="in use by another coordinator"):
             await LedgerWriter.open(tmp_path, 100)
-        other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges())
+        other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges(), clock=time.time)
         make_ready(other, 5)
         other._journal = ledger
         other.take(0)

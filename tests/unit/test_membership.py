@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.membership import Epoch, Membership
 from runtime.coordinator.register import ROLLOUT, Member, Register
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
@@ -14,14 +13,16 @@ from runtime.coordinator.weight_sync_protocol import (
     Action,
     Commit,
     Committed,
+    Epoch,
     Event,
     Failed,
+    Membership,
     MemberUnreachable,
     PhaseSeconds,
     Sent,
+    SyncAttempt,
     Tick,
     Verified,
-    WeightSync,
 )
 from runtime.coordinator.weight_sync_protocol import Prepared as Ready
 from runtime.errors import InvariantViolated
@@ -133,7 +134,7 @@ def test_a_commit_is_of_this_epoch_goes_on_and_leaves_nobody_behind() -> None:
 
 def test_an_epoch_needs_somebody() -> None:
     _, membership = of()
-    assert not membership.stale  # nobody is there whom another epoch would have
+    assert membership.stale  # what is published next waits for somebody
     with pytest.raises(InvariantViolated, match=r"^an epoch needs a living member$"):
         membership.open()
 
@@ -152,7 +153,7 @@ class World:
         self.rollouts, self.membership = of(A, B)
         self.now = 0.0
         self.version = PolicyVersion(0, 1)
-        self.machine: WeightSync | None = None
+        self.machine: SyncAttempt | None = None
         self.epoch = Epoch(0, ())
         self.versions: dict[Member, PolicyVersion] = {}
         self.dead: set[Member] = set()
@@ -198,7 +199,7 @@ class World:
         self.attempt += 1
         self.epoch = membership.epoch
         names = [member.name for member in self.epoch.members]
-        self.machine = WeightSync(self.version, names, "trainer", SECONDS, self.now)
+        self.machine = SyncAttempt(self.version, names, "trainer", SECONDS, self.now)
         for name in names:
             self.feed(Ready(name))
         if self.machine is not None:
@@ -232,7 +233,7 @@ class World:
             elif isinstance(action, Abort):
                 self.post(*(Aborted(name) for name in action.members if by_name.get(name) not in self.dead))
 
-    def conclude(self, machine: WeightSync) -> None:
+    def conclude(self, machine: SyncAttempt) -> None:
         self.machine = None
         for member in self.epoch.members:
             if member.name in machine.lost:

@@ -18,17 +18,17 @@ CHILD = "import sys; held = b'x' * (48 << 20); print('ready', flush=True); sys.s
 
 def test_the_most_of_each_process_outlives_it() -> None:
     names: dict[int, str] = {}
-    peak = PeakMemory("launcher", lambda: names)
-    before = peak.sample()
+    peak = PeakMemory("launcher")
+    before = peak.sample(names)
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     names[child.pid] = "role-0"
     with child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         held = memory.of([child.pid])
         assert 48 << 20 <= held.pss_bytes <= held.rss_bytes < 96 << 20
-        assert peak.sample().pss_bytes >= before.pss_bytes + (48 << 20)
+        assert peak.sample(names).pss_bytes >= before.pss_bytes + (48 << 20)
     assert memory.of([child.pid]) == Memory()
-    assert peak.sample().pss_bytes < peak.pss_bytes
+    assert peak.sample(names).pss_bytes < peak.pss_bytes
     assert peak.pss_bytes >= before.pss_bytes + (48 << 20)
     assert peak.by_process.keys() == {"launcher", "role-0"}
     assert peak.by_process["role-0"].rss_bytes >= 48 << 20
@@ -38,12 +38,12 @@ def test_the_most_of_each_process_outlives_it() -> None:
 def test_what_a_child_started_is_accounted_to_it() -> None:
     within = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], stdin=sys.stdin)"
     names: dict[int, str] = {}
-    peak = PeakMemory("launcher", lambda: names)
+    peak = PeakMemory("launcher")
     child = subprocess.Popen([sys.executable, "-c", within, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     names[child.pid] = "role-0"
     with child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        peak.sample()
+        peak.sample(names)
         assert peak.by_process["role-0"].pss_bytes >= 48 << 20
 
 

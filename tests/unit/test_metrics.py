@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from runtime.config import Config, Critic, Run
 from runtime.telemetry import metrics
+from runtime.telemetry.metric_names import mindspeed, ours, score_prefixes
 from runtime.telemetry.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
 from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
 
@@ -51,7 +53,7 @@ def figures(**changes: object) -> StepFigures:
         "scores": [scored([1.0, 0.5], [1, 1], accuracy=[1, 0], format=[0, 1]), scored([0.0, 9.0], [1, 0], accuracy=[0, 9])],
         "staleness": [0, 2, 2, 1],
         "timing": {"timing/all": 0.5, "timing/rollout": 0.4, "timing/update": 0.2},
-        "trained": StepResult(metrics={"actor/pg_loss": -0.1, "grad_norm": 0.3}, seconds=0.2),
+        "trained": StepResult(metrics={"actor/pg_loss": -0.1, "actor/grad_norm": 0.3}, seconds=0.2),
         "world_size": 4,
         "queues": {"ready": 3},
         "idle": {"trainer": 0.25},
@@ -68,7 +70,7 @@ def test_throughput_recomputed_from_its_parts() -> None:
     tokens = (response_mean + prompt_mean) * 2 * 2 / 4
     assert found["e2e_tps"] == pytest.approx(float(tokens / Fraction(1, 2)), rel=1e-12)
     assert found["update_tps"] == pytest.approx(float(tokens / Fraction(1, 5)), rel=1e-12)
-    assert found["vllm_tps"] == pytest.approx(float(tokens / Fraction(2, 5)), rel=1e-12)
+    assert found["rollout_tps"] == pytest.approx(float(tokens / Fraction(2, 5)), rel=1e-12)
     from_names = (found["response_length/mean"] + found["prompt_length/mean"]) * found["samples"] / 4 / found["timing/all"]  # type: ignore[operator]
     assert found["e2e_tps"] == pytest.approx(from_names)
 
@@ -85,10 +87,10 @@ def test_a_step_has_every_name_that_applies() -> None:
         "response_length/max": 8.0,
         "response_length/min": 2.0,
         "response_length/clip_ratio": 0.25,
-        "grpo/masked": 1.0,
-        "grpo/score/mean": 0.5,
-        "grpo/score/max": 1.0,
-        "grpo/score/min": 0.0,
+        "score/masked": 1.0,
+        "score/mean": 0.5,
+        "score/max": 1.0,
+        "score/min": 0.0,
         "accuracy_rewards/mean": pytest.approx(1 / 3),
         "format_rewards/mean": 0.5,
         "staleness/mean": 1.25,
@@ -96,9 +98,9 @@ def test_a_step_has_every_name_that_applies() -> None:
         "staleness/histogram": {0: 1, 1: 1, 2: 2},
         "e2e_tps": 40.0,
         "update_tps": pytest.approx(100.0),
-        "vllm_tps": pytest.approx(50.0),
+        "rollout_tps": pytest.approx(50.0),
         "actor/pg_loss": -0.1,
-        "grad_norm": 0.3,
+        "actor/grad_norm": 0.3,
         "queue/ready": 3.0,
         "idle/trainer": 0.25,
         "publication/seconds": 0.1,
@@ -125,11 +127,14 @@ def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
     assert uneven == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
 
 
-def test_scores_have_the_names_of_the_algorithms_that_the_run_is_like() -> None:
-    found = step_metrics(figures(scores_as=["grpo/score", "critic/score"]))
+def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
+    found = step_metrics(figures())
+    theirs = mindspeed(found, score_prefixes(Config(run=Run(name="a"), critic=Critic())))
     for part in ("mean", "max", "min"):
-        assert found[f"critic/score/{part}"] == found[f"grpo/score/{part}"]
-    assert not any(name.startswith("dapo/") for name in found)
+        assert theirs[f"grpo/score/{part}"] == theirs[f"critic/score/{part}"] == found[f"score/{part}"]
+    assert theirs["vllm_tps"] == found["rollout_tps"] and theirs["grad_norm"] == theirs["actor/grad_norm"] == 0.3
+    assert not any(name.startswith(("dapo/", "score/")) for name in theirs)
+    assert ours(theirs) == ours(found) == found
 
 
 def test_groups_of_different_sizes_weigh_by_sample() -> None:
@@ -142,18 +147,18 @@ def test_masked_samples_are_counted_by_reason() -> None:
     one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 1}
     found = metrics.score_metrics([one, other])
     assert {name: value for name, value in found.items() if "errors" in name} == {
-        "grpo/errors/timeout": 2.0,
-        "grpo/errors/remote:UNAVAILABLE": 1.0,
+        "score/errors/timeout": 2.0,
+        "score/errors/remote:UNAVAILABLE": 1.0,
     }
     other.errors = {f"remote:{i}": 1 for i in range(100)}
     named = [name for name in metrics.score_metrics([one, one, other]) if "errors" in name]
-    assert named[:2] == ["grpo/errors/timeout", "grpo/errors/remote:UNAVAILABLE"]
+    assert named[:2] == ["score/errors/timeout", "score/errors/remote:UNAVAILABLE"]
     assert len(named) == 8
 
 
 def test_masked_samples_never_count_as_zero() -> None:
-    assert metrics.score_metrics([scored([5.0, 5.0], [0, 0], accuracy=[5, 5])]) == {"grpo/masked": 2.0}
-    assert metrics.score_metrics([scored([2.0, 7.0], [1, 0])])["grpo/score/mean"] == 2.0
+    assert metrics.score_metrics([scored([5.0, 5.0], [0, 0], accuracy=[5, 5])]) == {"score/masked": 2.0}
+    assert metrics.score_metrics([scored([2.0, 7.0], [1, 0])])["score/mean"] == 2.0
     # A rule whose samples were all masked has no mean, even where another group's samples are valid.
     found = metrics.score_metrics([scored([1.0], [1], a=[1]), scored([1.0], [0], b=[1])])
     assert "b_rewards/mean" not in found and found["a_rewards/mean"] == 1.0
@@ -164,13 +169,13 @@ def test_failures_of_rules_are_counted_by_reason() -> None:
     one = structs.replace(one, errors={"timeout": 1})
     other = structs.replace(other, errors={"timeout": 2, "exception:ValueError": 1})
     found = metrics.score_metrics([one, other])
-    assert (found["grpo/errors/timeout"], found["grpo/errors/exception:ValueError"]) == (3.0, 1.0)
+    assert (found["score/errors/timeout"], found["score/errors/exception:ValueError"]) == (3.0, 1.0)
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, publication=None))
-    assert found["update_tps"] == found["vllm_tps"] == 0.0
-    assert not {"staleness/mean", "grpo/score/mean", "publication/seconds"} & found.keys()
+    assert found["update_tps"] == found["rollout_tps"] == 0.0
+    assert not {"staleness/mean", "score/mean", "publication/seconds"} & found.keys()
 
 
 def test_idle_fraction() -> None:

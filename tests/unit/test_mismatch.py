@@ -118,7 +118,7 @@ def test_a_probe_is_compared_under_the_weights_before_the_update(policy: str, ro
         joined = (alone[f"mismatch/{name}"] * fresh + probed[f"mismatch/{name}"] * 2 * size) / total
         assert metrics[f"mismatch/{name}"] == pytest.approx(joined, rel=1e-4, abs=1e-5), name
     # The update is the same: a comparison leaves no gradient.
-    for name in ("grad_norm", "actor/pg_loss"):
+    for name in ("actor/grad_norm", "actor/pg_loss"):
         assert metrics[name] == alone[name]
 
 

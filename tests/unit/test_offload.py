@@ -7,7 +7,7 @@ import torch
 
 from runtime.commands import Offload, Onload
 from runtime.models.offload import HostOffload
-from runtime.scoring.offloadable_scorer import OffloadableScorer
+from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.types import Logprobs
 
 

@@ -11,7 +11,7 @@ import torch
 from runtime.config import Trainer
 from runtime.errors import UserError
 from runtime.process import platform
-from runtime.trainer import group_rank
+from runtime.trainer import rank
 
 CPU = torch.device("cpu")
 
@@ -79,10 +79,8 @@ def test_a_groups_backend_is_the_roles(
 ) -> None:
     seen = []
     monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
-    monkeypatch.setattr(
-        group_rank.dist, "init_process_group", lambda name, timeout: seen.append((name, timeout.total_seconds()))
-    )
-    group_rank.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
+    monkeypatch.setattr(rank.dist, "init_process_group", lambda name, timeout: seen.append((name, timeout.total_seconds())))
+    rank.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
     assert seen == [(joined, 7.0)]
 
 
@@ -101,7 +99,7 @@ def test_a_groups_backend_that_its_device_has_not_is_one_line(
 ) -> None:
     monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
     with pytest.raises(UserError) as refused:
-        group_rank.join_group("trainer", Trainer(engine=engine, backend=backend), 2, 7.0)
+        rank.join_group("trainer", Trainer(engine=engine, backend=backend), 2, 7.0)
     assert str(refused.value) == f"services.trainer.backend: '{backend}' does not work on {kind}; must be one of {allowed}"
 
 

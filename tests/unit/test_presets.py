@@ -16,7 +16,7 @@ from runtime.cluster.placement import NodeOffer, offers, place
 from runtime.config import model_checks
 from runtime.config.loading import load, resolve
 from runtime.config.model_checks import memory_of_ranks, spread_models
-from runtime.models.tiny_family import described
+from runtime.models.tiny_model import described
 from tests.unit.model_dimensions import CONFIGS
 
 ROOT = Path(__file__).parents[2]

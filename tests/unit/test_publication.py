@@ -17,9 +17,9 @@ from runtime.coordinator.weight_sync_protocol import (
     Prepared,
     Send,
     Sent,
+    SyncAttempt,
     Tick,
     Verified,
-    WeightSync,
 )
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
@@ -29,21 +29,21 @@ SECONDS = PhaseSeconds(prepare=10, transfer=20, verify=30, commit=40, abort=5)
 MEMBERS = ("rollout-0", "rollout-1")
 
 
-def start(now: float = 100.0) -> WeightSync:
-    return WeightSync(VERSION, MEMBERS, "trainer", SECONDS, now)
+def start(now: float = 100.0) -> SyncAttempt:
+    return SyncAttempt(VERSION, MEMBERS, "trainer", SECONDS, now)
 
 
-def feed(publication: WeightSync, *events: Event, now: float = 100.0) -> list[Action]:
+def feed(publication: SyncAttempt, *events: Event, now: float = 100.0) -> list[Action]:
     return [action for event in events for action in publication.handle(event, now)]
 
 
-def up_to_transfer() -> WeightSync:
+def up_to_transfer() -> SyncAttempt:
     publication = start()
     feed(publication, *map(Prepared, MEMBERS))
     return publication
 
 
-def up_to_commit() -> WeightSync:
+def up_to_commit() -> SyncAttempt:
     publication = up_to_transfer()
     feed(publication, Sent(), *map(Verified, MEMBERS))
     return publication
@@ -139,7 +139,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
 @pytest.mark.parametrize("members", [(), ("a", "a"), ("trainer",)])
 def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
     with pytest.raises(InvariantViolated, match="a publication from trainer to the members"):
-        WeightSync(VERSION, members, "trainer", SECONDS, 0.0)
+        SyncAttempt(VERSION, members, "trainer", SECONDS, 0.0)
 
 
 names = st.sampled_from(("rollout-0", "rollout-1", "rollout-2", "trainer", "stranger"))
@@ -158,7 +158,7 @@ events = st.one_of(
 @given(st.lists(st.tuples(events, st.floats(0, 12)), max_size=40), st.booleans())
 def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event, float]], orderly: bool) -> None:
     members = ("rollout-0", "rollout-1", "rollout-2")
-    publication = WeightSync(VERSION, members, "trainer", SECONDS, 0.0)
+    publication = SyncAttempt(VERSION, members, "trainer", SECONDS, 0.0)
     now = 0.0
     actions: list[Action] = []
     verified: set[str] = set()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Elements(HTMLParser):
 
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:
-    scores = {"grpo/score/mean": number / 10, "staleness/histogram": {"0": 3, "1": 1}, "staleness/max": 1.0}
+    scores = {"score/mean": number / 10, "staleness/histogram": {"0": 3, "1": 1}, "staleness/max": 1.0}
     return {"step": number, "time": 1e9 + number, "timing/all": 0.5, "timing/update": 0.25, "samples": 8.0, **scores, **metrics}
 
 
@@ -127,7 +128,7 @@ def test_only_its_own_scripts_may_run_and_they_send_nothing(tmp_path: Path) -> N
 
 def test_nothing_that_a_run_names_acts_as_html(tmp_path: Path) -> None:
     points = [
-        step(n, **{f"{HOSTILE}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"grpo/errors/{HOSTILE}": 1.0}) for n in (1, 2)
+        step(n, **{f"{HOSTILE}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"score/errors/{HOSTILE}": 1.0}) for n in (1, 2)
     ]
     folder = made(tmp_path, points, run=config.Run(name=HOSTILE))
     text = report(folder, None).read_text(encoding="utf-8")
@@ -217,7 +218,7 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
 
     async def keep() -> None:
         ledger = await LedgerWriter.open(folder / run_files.LEDGER, 1 << 20)
-        buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=1, staleness=1, journal=ledger, clock=time.time)
         for number in range(3):
             buffer.admit(ticket(number))
         buffer.drop(0, "no signal")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.telemetry.report import panels, thinning
-from runtime.telemetry.report.lineages import course
+from runtime.telemetry.report.lineages import history
 from runtime.telemetry.report.panels import Panel, Series
 
 
@@ -26,7 +26,7 @@ def evaluated(number: int, accuracy: float) -> dict[str, Any]:
 
 class TestLineages:
     def test_a_run_that_never_went_back_is_one(self) -> None:
-        found = course([evaluated(0, 0.1), *(step(n, incarnation=0) for n in range(1, 4)), evaluated(3, 0.2)])
+        found = history([evaluated(0, 0.1), *(step(n, incarnation=0) for n in range(1, 4)), evaluated(3, 0.2)])
         assert [point["step"] for point in found.steps] == [1, 2, 3]
         assert [point["eval/accuracy"] for point in found.evaluations] == [0.1, 0.2]
         assert (len(found.lineages), found.done_again, found.returns) == (1, 0, [])
@@ -40,7 +40,7 @@ class TestLineages:
             for which, done in enumerate(tries)
             for n in done
         ]
-        found = course(points)
+        found = history(points)
         assert [point["mark"] for point in found.steps] == [1, 2, 23, 24]
         assert [(each.incarnation, each.first, each.last, each.kept) for each in found.lineages] == [
             (0, 1, 6, 2),
@@ -50,18 +50,18 @@ class TestLineages:
         assert (found.done_again, found.returns) == (5, [4, 2])
 
     def test_a_run_that_goes_on_where_it_stopped_has_two_by_their_incarnations(self) -> None:
-        found = course([step(1, incarnation=0), step(2, incarnation=0), step(3, incarnation=4)])
+        found = history([step(1, incarnation=0), step(2, incarnation=0), step(3, incarnation=4)])
         assert (len(found.lineages), len(found.steps), found.done_again, found.returns) == (2, 3, 0, [2])
         assert found.lineages[1].incarnation == 4 and found.lineages[0].times == (1001.0, 1002.0)
 
     def test_evaluations_of_steps_that_were_done_again_go_with_them(self) -> None:
         """The checkpoint's own stays; one that comes late is that of the lineage that goes on."""
         first = [*(step(n) for n in (1, 2, 3, 4)), *(evaluated(n, n / 10) for n in (2, 3, 4))]
-        found = course([*first, step(3), evaluated(3, 0.9)])
+        found = history([*first, step(3), evaluated(3, 0.9)])
         assert [(point["step"], point["eval/accuracy"]) for point in found.evaluations] == [(2, 0.2), (3, 0.9)]
 
     def test_nothing_was_logged(self) -> None:
-        found = course([])
+        found = history([])
         assert (found.steps, found.evaluations, found.lineages, found.done_again) == ([], [], [], 0)
 
 
@@ -90,12 +90,12 @@ class TestThinning:
 
 
 def drawn(points: list[dict[str, Any]]) -> dict[str, Panel]:
-    return {panel.title: panel for section in panels.sections(course(points)) for panel in section.panels}
+    return {panel.title: panel for section in panels.sections(history(points)) for panel in section.panels}
 
 
 class TestPanels:
     def test_gaps_are_kept_and_what_was_never_measured_is_said(self) -> None:
-        points = [step(n, **{"grpo/score/mean": None if n == 2 else float(n)}) for n in range(1, 5)]
+        points = [step(n, **{"score/mean": None if n == 2 else float(n)}) for n in range(1, 5)]
         found = drawn(points)
         (reward,) = found["Reward"].series
         assert reward.steps.tolist() == [1, 2, 3, 4]
@@ -135,9 +135,7 @@ class TestPanels:
     def test_long_runs_are_thinned_and_smoothed(self) -> None:
         values = np.sin(np.arange(10_000) / 700)
         values[4321] = 40.0
-        (curve,) = drawn([step(n + 1, **{"grpo/score/mean": value}) for n, value in enumerate(values.tolist())])[
-            "Reward"
-        ].series
+        (curve,) = drawn([step(n + 1, **{"score/mean": value}) for n, value in enumerate(values.tolist())])["Reward"].series
         assert len(curve.steps) <= thinning.MOST_POINTS and curve.values.max() == 40.0
         assert curve.smooth is not None and len(curve.smooth) == len(curve.steps) and curve.smooth.max() < 2.0
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from runtime.telemetry.report import published, tables
-from runtime.telemetry.report.lineages import course
+from runtime.telemetry.report.lineages import history
 from runtime.telemetry.report.published import PublishedFigure
 from runtime.telemetry.report.record import Ended, RecordedSettings, RunRecord
 from tests.unit.model_dimensions import CONFIGS
@@ -51,7 +51,7 @@ TWO = [
 
 class TestFacts:
     def told(self, points: list[dict[str, Any]], **changes: Any) -> dict[str, tuple[str, str]]:
-        found = tables.facts(record(**changes), course(points))
+        found = tables.facts(record(**changes), history(points))
         return {fact.name: (fact.value, fact.detail) for fact in found}
 
     def test_rates_are_over_all_steps_together(self) -> None:
@@ -111,7 +111,7 @@ class TestPublished:
             step(1, 1.0, samples=10.0, e2e_tps=300.0, world_size=16.0, **{"prompt_length/mean": 100.0}),
             step(2, 3.0, samples=30.0, e2e_tps=100.0, world_size=16.0, **{"prompt_length/mean": 200.0}),
         ]
-        found = tables.comparison([row], record(), course(points))
+        found = tables.comparison([row], record(), history(points))
         assert found is not None and found.head == ["", "this run", "Theirs"]
         cells = {name: (own, theirs) for name, own, theirs in found.rows}
         assert cells["Algorithm"] == ("grpo", "grpo")
@@ -121,13 +121,13 @@ class TestPublished:
         assert cells["Prompt tokens, mean"] == ("175", "not published")
         assert cells["Reply tokens, mean"] == ("not measured", "not published")
         assert cells["Tokens/s and device, end to end"] == ("150", "220")
-        assert tables.comparison([], record(), course(points)) is None
+        assert tables.comparison([], record(), history(points)) is None
 
     def test_rows_of_the_same_algorithm_come_first(self) -> None:
         rows = [
             PublishedFigure(name=f"their {kind}", algorithm=kind, model="M", hardware="A3") for kind in ("ppo", "dapo", "grpo")
         ]
-        found = tables.comparison(rows, record(), course([]))
+        found = tables.comparison(rows, record(), history([]))
         assert found is not None and found.head[1:] == ["this run", "their grpo", "their ppo", "their dapo"]
 
     @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ class TestPublished:
 
 def test_lineages_tell_what_counts() -> None:
     points = [step(n, 1.0, time=0.0) for n in (1, 2, 3, 4)] + [step(n, 1.0, time=60.0) for n in (3, 4, 5)]
-    found = tables.lineages(course(points))
+    found = tables.lineages(history(points))
     assert found is not None
     assert [row[:4] for row in found.rows] == [["0", "1 to 4", "1 to 2", "3 to 4"], ["1", "3 to 5", "3 to 5", "none"]]
     assert found.rows[1][4] == "1970-01-01 00:01:00 UTC"
-    assert tables.lineages(course(points[:4])) is None
+    assert tables.lineages(history(points[:4])) is None
 
 
 def test_groups_are_told_with_the_reasons() -> None:
@@ -161,7 +161,10 @@ def test_groups_are_told_with_the_reasons() -> None:
 
 
 def test_failures_add_up_over_steps() -> None:
-    points = [step(1, 1.0, **{"grpo/errors/timeout": 2.0}), step(2, 1.0, **{"grpo/errors/timeout": 3.0, "grpo/errors/x": 1.0})]
-    found = tables.failures(course(points))
+    points = [
+        step(1, 1.0, **{"score/errors/timeout": 2.0}),
+        step(2, 1.0, **{"score/errors/timeout": 3.0, "score/errors/x": 1.0}),
+    ]
+    found = tables.failures(history(points))
     assert found is not None and found.rows == [["timeout", "5"], ["x", "1"]]
-    assert tables.failures(course(TWO)) is None
+    assert tables.failures(history(TWO)) is None

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from runtime import config
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.models import tiny_model
-from runtime.scoring.model_scorer import ModelScorer
-from runtime.scoring.reward_model import TorchRewardModel
+from runtime.scoring.reward_model import ModelScorer, TorchRewardModel
 from runtime.trainer.step import critic_trainer
 from runtime.types import Scores
 from tests.closeness import LOGITS, assert_close, forward_terms

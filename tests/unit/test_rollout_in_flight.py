@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from runtime import codec, config
-from runtime.actor import Priority
-from runtime.commands import AbortWeights, CommitWeights, WeightsCommitted
+from runtime.commands import AbortWeights, CommitWeights, Priority, WeightsCommitted
 from runtime.errors import ServiceFault
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch import slots as rollout_slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from launcher.commands import samples
 from runtime import codec, config
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.dynamic_sampling import NO_SIGNAL
+from runtime.coordinator.groups import NO_SIGNAL
 from runtime.data.handlers import Problem
 from runtime.errors import UserError
 from runtime.evaluation import generations
@@ -61,7 +62,7 @@ def run(tmp_path: Path) -> Path:
 
     async def write() -> None:
         ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
-        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger, clock=time.time)
         for group_id, replies in enumerate((("5", "6"), ("4", "5"))):
             buffer.admit(ticket(group_id))
             buffer.dispatch(group_id, "rollout-0")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.rollout.torch.sampling import RowSampling, as_row, sample, uniforms
+from runtime.rollout.torch.slots import RowSampling, as_row, sample, uniforms
 from runtime.types import SamplingParams
 from tests.closeness import assert_close
 

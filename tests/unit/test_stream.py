@@ -19,7 +19,7 @@ from tests.unit.clock import run_by_clock
 @pytest.mark.parametrize(("size", "chunks"), [(0, 1), (1, 1), (stream.CHUNK, 1), (stream.CHUNK + 1, 2), (3 * stream.CHUNK, 3)])
 def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
     body = np.random.default_rng(0).bytes(size)
-    pieces = list(stream.split(body))
+    pieces = [(b"".join(chunk), more) for chunk, more in stream.split([body[: size // 3], body[size // 3 :]])]
     assert [more for _, more in pieces] == [True] * (chunks - 1) + [False]
     assert all(len(chunk) <= stream.CHUNK for chunk, _ in pieces)
     joiner = stream.Joiner()
@@ -59,12 +59,28 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # --------------------------------------------------------------------------------------------------------------- frames
 
 
-def call(id_: int, size: int = 0) -> common_pb2.Call:
-    return common_pb2.Call(id=id_, body=bytes(size))
+def call(id_: int, size: int = 0) -> tuple[common_pb2.Call, bytes]:
+    return common_pb2.Call(id=id_), bytes(size)
 
 
 def ids(calls: list[Any]) -> list[int]:
-    return [call.id for call in calls]
+    return [getattr(call, "head", call).id for call in calls]
+
+
+@pytest.mark.parametrize("size", [0, 127, 128, 1 << 14, 1 << 21])
+def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
+    bodies = [np.random.default_rng(number).bytes(size) for number in range(3)]
+
+    async def test() -> None:
+        outbox = stream.Outbox()
+        for number, body in enumerate(bodies):
+            outbox.put(common_pb2.Reply(id=number), [memoryview(body)[:9], memoryview(body)[9:]] if number else body)
+        messages = await outbox.frame()
+        frame = common_pb2.ReplyFrame.FromString(stream.frame(common_pb2.ReplyFrame(schema=7), "replies", messages))
+        whole = [common_pb2.Reply(id=number, body=body) for number, body in enumerate(bodies)][: len(messages)]
+        assert frame == common_pb2.ReplyFrame(schema=7, replies=whole)
+
+    run_by_clock(test())
 
 
 def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +89,11 @@ def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         loop, outbox = asyncio.get_running_loop(), stream.Outbox()
         before = loop.time()
-        outbox.put(call(1))
-        loop.call_later(0.01, outbox.put, call(2))
+        outbox.put(*call(1))
+        loop.call_later(0.01, outbox.put, *call(2))
         assert ids(await outbox.frame()) == [1, 2]
         assert loop.time() - before == pytest.approx(0.05)
-        outbox.put(call(3))
+        outbox.put(*call(3))
         before = loop.time()
         assert ids(await outbox.frame()) == [3]
         assert loop.time() - before == pytest.approx(0.05)
@@ -90,12 +106,12 @@ def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest
 
     async def test() -> None:
         outbox = stream.Outbox()
-        outbox.put(call(1))
+        outbox.put(*call(1))
         frame = asyncio.create_task(outbox.frame())
         await asyncio.sleep(0)
-        outbox.put(call(2), urgent=True)
+        outbox.put(*call(2), urgent=True)
         assert ids(await frame) == [1, 2]
-        outbox.put(call(3))  # the urgency is over
+        outbox.put(*call(3))  # the urgency is over
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(outbox.frame(), 0.02)
 
@@ -106,7 +122,7 @@ def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.Mo
     async def test() -> None:
         outbox = stream.Outbox()
         for number in range(5):
-            outbox.put(call(number, stream.CHUNK))
+            outbox.put(*call(number, stream.CHUNK))
         assert ids(await outbox.frame()) == [0, 1, 2, 3]
         monkeypatch.setattr(stream, "WINDOW", 60.0)
         assert ids(await outbox.frame()) == [4]
@@ -120,7 +136,7 @@ def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.Monkey
     async def test() -> None:
         outbox = stream.Outbox()
         for number in range(stream.COMPANY + 1):
-            outbox.put(call(number))
+            outbox.put(*call(number))
         assert ids(await outbox.frame()) == list(range(stream.COMPANY))
         assert ids(await outbox.frame()) == [stream.COMPANY]
 
@@ -132,7 +148,7 @@ def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.
 
     async def test() -> None:
         outbox = stream.Outbox()
-        outbox.put(call(1))
+        outbox.put(*call(1))
         outbox.close()
         assert ids(await outbox.frame()) == [1]
         assert await outbox.frame() == []

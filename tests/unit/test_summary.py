@@ -144,7 +144,7 @@ def test_the_table_says_why_groups_were_dropped() -> None:
 
 
 def test_samples_that_no_scorer_could_judge_are_told_with_the_reasons() -> None:
-    found = summary({"grpo/masked": 4.0, "grpo/errors/timeout": 1.0, "grpo/errors/exception:ZeroDivisionError": 3.0})
+    found = summary({"score/masked": 4.0, "score/errors/timeout": 1.0, "score/errors/exception:ZeroDivisionError": 3.0})
     assert (found.masked, found.score_errors) == (8, {"exception:ZeroDivisionError": 6, "timeout": 2})
     assert "8 of 128 samples, left out of the loss (6 exception:ZeroDivisionError, 2 timeout)" in text_of(found)
     assert "not scored" not in text_of(summary())

@@ -41,7 +41,26 @@ def test_no_module_has_a_timeout_of_its_own() -> None:
                 if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in WAITS:
                     given = [*node.args, *(one.value for one in node.keywords)]
                     found += [f"{path}:{node.lineno}" for one in given if isinstance(one, ast.Constant) and _seconds(one.value)]
+                found += [f"{path}:{one.lineno}" for name, one in _named(node) if "timeout" in name and _is_number(one)]
     assert found == []
+
+
+def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """The arguments that a call gives by name, or a function's parameters, with their defaults."""
+    if isinstance(node, ast.Call):
+        return [(each.arg or "", each.value) for each in node.keywords]
+    if isinstance(node, ast.arguments):
+        plain = [*node.posonlyargs, *node.args]
+        pairs = [
+            *zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True),
+            *zip(node.kwonlyargs, node.kw_defaults, strict=True),
+        ]
+        return [(parameter.arg, default) for parameter, default in pairs if default is not None]
+    return []
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and node.value not in (0, 1)
 
 
 def _seconds(value: object) -> bool:

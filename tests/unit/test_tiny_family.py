@@ -18,7 +18,7 @@ from runtime.config import Config, Critic, Model, Parallel, RewardModel, Rewards
 from runtime.config.loading import load, preset_names, resolve
 from runtime.config.model_checks import layout_of
 from runtime.errors import ConfigError, UserError
-from runtime.models import tiny_family
+from runtime.models import tiny_model
 from runtime.models.families import FAMILIES, family_for
 
 ALL = "tiny:llama, tiny:qwen2, tiny:qwen3, tiny:qwen3_moe"
@@ -27,7 +27,7 @@ ALL = "tiny:llama, tiny:qwen2, tiny:qwen3, tiny:qwen3_moe"
 def made(cache: Path, family: str) -> Config:
     """One whose four models are all of that family."""
     name = f"tiny:{family}"
-    return tiny_family.made(
+    return tiny_model.made(
         Config(
             run=Run(name="a"),
             model=Model(path=name, reference=name),
@@ -84,7 +84,7 @@ def test_its_sizes_divide_by_every_layout_of_ours(preset: str) -> None:
     """So that a configuration that spreads its model can be rehearsed spread."""
     path = Path(__file__).parents[2] / "configs" / "models" / f"{preset}.yaml"
     family = "qwen3_moe" if "a3b" in preset else "qwen3" if "qwen3" in preset else "qwen2"
-    shape = family_for(tiny_family.described(f"tiny:{family}") or {}).shape
+    shape = family_for(tiny_model.described(f"tiny:{family}") or {}).shape
     for role in ("trainer", "critic", "reference"):
         parallel = yaml.safe_load(path.read_text())[role].get("parallel", {})
         sizes = {key: parallel.get(key, 1) for key in ("tensor", "pipeline", "expert")}
@@ -168,7 +168,7 @@ def larger(folder: Path) -> Path:
     """A model of another vocabulary."""
     model = folder / "larger"
     model.mkdir()
-    described = {**(tiny_family.described("tiny:qwen2") or {}), "vocab_size": 151936}
+    described = {**(tiny_model.described("tiny:qwen2") or {}), "vocab_size": 151936}
     (model / "config.json").write_text(json.dumps(described))
     (model / "model.safetensors").touch()
     return model

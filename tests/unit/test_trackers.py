@@ -9,12 +9,12 @@ import re
 import struct
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from runtime import run_files
-from runtime.config import Tracker
+from runtime.config import Config, Critic, MetricNames, Run, Tracker, Training
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.telemetry import trackers
 from runtime.telemetry.event_file import EventFile, masked_crc32c
@@ -22,14 +22,22 @@ from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Backend, Trackers, read_jsonl
 
 POINTS: list[tuple[int, Metrics]] = [
-    (1, {"grpo/score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
-    (2, {"grpo/score/mean": math.nan, "staleness/histogram": {}, "actor/lr": 1e-6}),
+    (1, {"score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
+    (2, {"score/mean": math.nan, "staleness/histogram": {}, "actor/lr": 1e-6}),
 ]
 
 
-def run(configured: list[Tracker], folder: Path, points: list[tuple[int, Metrics]] = POINTS, timeout: float = 10.0) -> None:
+def settings(*trackers: Tracker, names: Literal["own", "mindspeed"] = "own", **sections: Any) -> Config:
+    return Config(
+        run=Run(name="a-run"), training=Training(steps=2), trackers=[*trackers], metrics=MetricNames(names=names), **sections
+    )
+
+
+def run(
+    configured: list[Tracker], folder: Path, points: list[tuple[int, Metrics]] = POINTS, timeout: float = 10.0, **rest: Any
+) -> None:
     async def session() -> None:
-        tracking = Trackers(configured, folder, "a-run", {"training": {"steps": 2}})
+        tracking = Trackers(settings(*configured, **rest), folder)
         try:
             for step, metrics in points:
                 await tracking.log(step, metrics)
@@ -78,8 +86,8 @@ def test_json_lines(tmp_path: Path) -> None:
     run([Tracker(name="jsonl")], tmp_path / "run")
     first, second = (json.loads(line) for line in (tmp_path / "run" / run_files.METRICS).read_text().splitlines())
     assert first.pop("time") <= second.pop("time")
-    assert first == {"step": 1, "grpo/score/mean": 0.5, "staleness/histogram": {"0": 3, "2": 1}}
-    assert second == {"step": 2, "grpo/score/mean": None, "staleness/histogram": {}, "actor/lr": 1e-6}
+    assert first == {"step": 1, "score/mean": 0.5, "staleness/histogram": {"0": 3, "2": 1}}
+    assert second == {"step": 2, "score/mean": None, "staleness/histogram": {}, "actor/lr": 1e-6}
 
 
 def test_json_lines_are_flushed_step_by_step(tmp_path: Path) -> None:
@@ -97,6 +105,37 @@ def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     backend.log(1, 7.0, {"a": 2.0})
     backend.close()
     assert read_jsonl(path)[:2] == [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "time": 7.0, "a": 2.0, "b": 1.0}]
+
+
+def test_other_trackers_get_mindspeeds_names_where_the_configuration_says_so(tmp_path: Path) -> None:
+    point: Metrics = {
+        "score/mean": 0.5,
+        "score/errors/timeout": 1.0,
+        "actor/grad_norm": 2.0,
+        "rollout_tps": 3.0,
+        "actor/lr": 4.0,
+    }
+    run([Tracker(name="jsonl"), Tracker(name="tensorboard")], tmp_path, [(1, point)], names="mindspeed", critic=Critic())
+    assert [{**point, "step": 1}] == [
+        {name: value for name, value in each.items() if name != "time"} for each in read_jsonl(tmp_path / run_files.METRICS)
+    ]
+    (events,) = (tmp_path / run_files.TENSORBOARD).iterdir()
+    written = events.read_bytes()
+    for name in (b"grpo/score/mean", b"critic/score/mean", b"grpo/errors/timeout", b"vllm_tps", b"actor/lr"):
+        assert name in written
+    assert written.count(b"grad_norm") == 2  # alone, and the actor's
+    assert b"dapo/" not in written and b"rollout_tps" not in written
+
+
+def test_points_of_an_earlier_version_are_read_under_our_names(tmp_path: Path) -> None:
+    path = tmp_path / run_files.METRICS
+    path.write_text(
+        '{"step":1,"grpo/score/mean":0.5,"critic/score/mean":0.5,"grpo/masked":1.0,"grpo/errors/timeout":1.0,"vllm_tps":7.0,'
+        '"grad_norm":2.0,"actor/grad_norm":2.0,"timing/resharding_to_infer":3.0,"critic/advantages/max":4.0,"actor/lr":5.0}\n'
+    )
+    expected = {"score/mean": 0.5, "score/masked": 1.0, "score/errors/timeout": 1.0, "rollout_tps": 7.0, "actor/grad_norm": 2.0}
+    expected |= {"timing/weight_sync": 3.0, "advantages/max": 4.0, "actor/lr": 5.0}
+    assert read_jsonl(path) == [{"step": 1, **expected}]
 
 
 def test_reading_what_is_not_there_or_not_metrics(tmp_path: Path) -> None:
@@ -143,7 +182,7 @@ def test_tensorboard_messages_parse_as_events(tmp_path: Path) -> None:
     assert version.file_version == "brain.Event:2"
     assert first.step == 1 and first.wall_time > 1e9
     score, staleness = first.summary.value
-    assert (score.tag, score.simple_value) == ("grpo/score/mean", 0.5)
+    assert (score.tag, score.simple_value) == ("score/mean", 0.5)
     histogram = staleness.histo
     assert (histogram.min, histogram.max, histogram.num, histogram.sum, histogram.sum_squares) == (0, 2, 4, 2, 4)
     assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0.5, 1.5, 2.5], [3, 0, 1])
@@ -175,7 +214,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run([Tracker(name="wandb", mode="offline")], tmp_path, timeout=60)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()
-    assert b"grpo/score/mean" in content and b"histogram" in content and b"a-run" in content
+    assert b"score/mean" in content and b"histogram" in content and b"a-run" in content
 
 
 def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +223,13 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     run([Tracker(name="swanlab", mode="offline")], tmp_path, timeout=60)
     content = b"".join(path.read_bytes() for path in (tmp_path / "swanlab").rglob("*") if path.is_file())
-    assert b"grpo/score/mean" in content and b"staleness/histogram/2" in content
+    assert b"score/mean" in content and b"staleness/histogram/2" in content
 
 
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'sluice-rl\[swanlab\]'"):
-        Trackers([Tracker(name="jsonl"), Tracker(name="swanlab")], tmp_path, "a-run", {})
+        Trackers(settings(Tracker(name="jsonl"), Tracker(name="swanlab")), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -200,7 +239,7 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 def test_a_slow_tracker_holds_back_the_caller_but_not_the_loop(fake: Fake, tmp_path: Path) -> None:
     async def session() -> list[str]:
         order = []
-        tracking = Trackers([Tracker(name="jsonl")], tmp_path, "a-run", {})
+        tracking = Trackers(settings(Tracker(name="jsonl")), tmp_path)
 
         async def log_all() -> None:
             for step in range(6):
@@ -222,7 +261,7 @@ def test_a_slow_tracker_holds_back_the_caller_but_not_the_loop(fake: Fake, tmp_p
 
 def test_a_stuck_tracker_is_named_after_the_deadline(fake: Fake, tmp_path: Path) -> None:
     async def session() -> None:
-        tracking = Trackers([Tracker(name="tensorboard")], tmp_path, "a-run", {})
+        tracking = Trackers(settings(Tracker(name="tensorboard")), tmp_path)
         with pytest.raises(DeadlineExceeded, match=r"tracker tensorboard: log: 2 points behind \(deadline 0.05 s\)"):
             for step in range(6):
                 await tracking.log(step, {}, timeout=0.05)
@@ -252,7 +291,7 @@ def test_a_failed_tracker_is_told_at_the_next_call(
     fake.failure = failure
 
     async def session() -> None:
-        tracking = Trackers([Tracker(name="jsonl")], tmp_path, "a-run", {})
+        tracking = Trackers(settings(Tracker(name="jsonl")), tmp_path)
         for step in range(3):  # one in hand, two queued: full
             await tracking.log(step, {})
         waiting = asyncio.create_task(tracking.log(3, {}, timeout=60.0))

@@ -76,8 +76,8 @@ def test_reinforce_plus_plus_under_sequence_tis_is_that_of_a_plain_loop(policy: 
     groups = make_groups(0)
     loss, norm = plain_reinforce(policy, groups, CAP)
     got = run_step(policy_trainer(make_config(policy, algorithm=algorithm, training=training)), groups).metrics
-    found = {name: got[name] for name in ("actor/pg_loss", "grad_norm")}
-    assert_metrics(found, {"actor/pg_loss": loss, "grad_norm": norm})
+    found = {name: got[name] for name in ("actor/pg_loss", "actor/grad_norm")}
+    assert_metrics(found, {"actor/pg_loss": loss, "actor/grad_norm": norm})
     assert 0 < got["correction/weight"] <= CAP
     assert 0 < got["correction/altered"] < 1
     assert "actor/kl_loss" not in got  # the KL is in the rewards, not in the loss
@@ -103,7 +103,7 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
         engine = policy_trainer(make_config(policy, algorithm=algorithm, optimizer=SMOOTH, training=training))
         results.append((comparable(run_step(engine, *cuts)), weights(engine)))
     assert_metrics(results[1][0], results[0][0])
-    norm = results[0][0]["grad_norm"]
+    norm = results[0][0]["actor/grad_norm"]
     assert norm > 0
     assert_updated(results[1][1], results[0][1], engine._config.training.optimizer, norm=norm)
 
@@ -169,7 +169,7 @@ def test_every_option_changes_the_gradient(policy: str, algorithm: dict[str, Any
     norms = []
     for section in (algorithm, {**algorithm, key: value}):
         config = make_config(policy, algorithm=section, sampling={"max_new_tokens": 12})
-        norms.append(run_step(policy_trainer(config), groups).metrics["grad_norm"])
+        norms.append(run_step(policy_trainer(config), groups).metrics["actor/grad_norm"])
     assert norms[0] != pytest.approx(norms[1], rel=1e-4)
 
 
@@ -192,7 +192,7 @@ class TestHeldGroups:
         once = run_step(engine, make_groups(2)).metrics
         assert once["response_length/mean"] > 0
         nothing = run_step(engine).metrics
-        assert nothing["grad_norm"] == 0
+        assert nothing["actor/grad_norm"] == 0
         assert "response_length/mean" not in nothing
 
     def test_a_new_step_forgets_what_was_held(self, policy: str):
@@ -260,10 +260,10 @@ def test_length_penalties_are_added_to_the_rewards(policy: str):
     penalised = make_config(policy, algorithm=penalties, sampling=sampling)
     got = run_step(policy_trainer(penalised), groups).metrics
     expected = run_step(policy_trainer(make_config(policy, sampling=sampling)), shaped).metrics
-    names = ("actor/pg_loss", "grad_norm")
+    names = ("actor/pg_loss", "actor/grad_norm")
     assert_metrics({name: got[name] for name in names}, {name: expected[name] for name in names})
-    assert got["grpo/length_penalty"] < 0
-    assert got["grpo/score/mean"] != pytest.approx(expected["grpo/score/mean"])  # scores stay those of the rules
+    assert got["score/length_penalty"] < 0
+    assert got["score/mean"] != pytest.approx(expected["score/mean"])  # scores stay those of the rules
 
 
 def preset_config(folder: Path, policy: str, **algorithm: Any) -> Any:
@@ -287,7 +287,7 @@ def test_presets_give_distinct_losses_on_one_batch(policy: str, tmp_path: Path):
     for name in names:
         metrics = run_step(policy_trainer(preset_config(tmp_path, policy, preset=name)), groups).metrics
         losses.append(metrics["actor/pg_loss"])
-        norms.append(metrics["grad_norm"])
+        norms.append(metrics["actor/grad_norm"])
     for values in (losses, norms):
         ordered = np.sort(values)
         assert np.isfinite(ordered).all()
@@ -328,4 +328,4 @@ def test_an_option_of_a_loss_reaches_the_gradient(policy: str, tmp_path: Path):
         ).metrics
         for scale in (1.0, 2.0)
     ]
-    assert norms[1]["grad_norm"] == 2 * norms[0]["grad_norm"] > 0
+    assert norms[1]["actor/grad_norm"] == 2 * norms[0]["actor/grad_norm"] > 0

@@ -116,7 +116,7 @@ def padded_step(policy: str, groups: list[TrainGroup], algorithm: Algorithm) -> 
     if algorithm.kl_coefficient:
         loss = loss + algorithm.kl_coefficient * means["actor/kl_loss"]
     gradient = torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))])
-    return {**{name: mean.item() for name, mean in means.items()}, "grad_norm": gradient.norm().item()}, gradient
+    return {**{name: mean.item() for name, mean in means.items()}, "actor/grad_norm": gradient.norm().item()}, gradient
 
 
 @pytest.mark.parametrize("terms", [{}, LOSS_TERMS], ids=["plain", "kl and entropy"])
@@ -169,8 +169,8 @@ def test_other_tokens_in_one_sequence_reach_no_other(policy: str, samples: range
         results.append(step_and_gradient(make_engine(policy, {"loss": "ppo"}), groups))
     (before, gradient), (after, other_gradient) = results
     assert before["actor/entropy"] != after["actor/entropy"]  # the altered sequences themselves did change
-    assert before["grad_norm"] > 0
-    for name in ("actor/pg_loss", "grad_norm"):
+    assert before["actor/grad_norm"] > 0
+    for name in ("actor/pg_loss", "actor/grad_norm"):
         assert before[name] == after[name], name
     assert torch.equal(gradient, other_gradient)
 

@@ -13,7 +13,7 @@ import torch
 from runtime import codec
 from runtime.config import Config, Trainer
 from runtime.errors import UserError
-from runtime.models import hf_policy, packed_attention
+from runtime.models import hf_policy
 from runtime.trainer import objective
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
@@ -64,7 +64,7 @@ class Oracle:
         names = ("actor/pg_loss", "actor/kl_loss", "actor/entropy")
         metrics = {name: mean.item() for name, mean in zip(names, means, strict=True)}
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
-        metrics["grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        metrics["actor/grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         return metrics, gradients
 
 
@@ -86,12 +86,12 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, tied: bool):
     expected, gradients = Oracle(path).gradients(groups, config)
     got = comparable(run_step(engine, groups))
     assert_metrics({name: got[name] for name in expected}, expected)
-    assert expected["grad_norm"] > 0.5  # so that clipping is at work
+    assert expected["actor/grad_norm"] > 0.5  # so that clipping is at work
     assert before.keys() == gradients.keys()
     predicted = {}
     for name in before:
         # Adam's first step: m / (1 - β1) = g, v / (1 - β2) = g².
-        gradient = gradients[name] * 0.5 / expected["grad_norm"]
+        gradient = gradients[name] * 0.5 / expected["actor/grad_norm"]
         decayed = before[name].double() * (1 - 1e-3 * 0.1 * (gradient.ndim >= 2))
         predicted[name] = decayed - 1e-3 * gradient / (gradient.abs() + SMOOTH["eps"])
     assert_updated(weights(engine), predicted, config.training.optimizer)
@@ -154,7 +154,7 @@ def test_a_step_without_any_advantage_is_still_a_step(policy: str):
         group.rewards = np.zeros_like(group.rewards)
     engine = policy_trainer(make_config(policy))
     before = weights(engine)
-    assert comparable(run_step(engine, groups))["grad_norm"] == 0
+    assert comparable(run_step(engine, groups))["actor/grad_norm"] == 0
     assert_same(weights(engine), before)
     assert engine.step == 1
 
@@ -190,7 +190,7 @@ def test_experts_that_transformers_holds_under_other_names_are_refused(tmp_path:
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
     expected = comparable(run_step(policy_trainer(make_config(policy)), groups))
-    monkeypatch.setattr(packed_attention, "_UNGROUPED", {"cpu"})
+    monkeypatch.setattr(hf_policy, "_UNGROUPED", {"cpu"})
     assert_metrics(comparable(run_step(policy_trainer(make_config(policy)), groups)), expected)
 
 
@@ -212,8 +212,8 @@ def test_metrics(policy: str):
     metrics = comparable(run_step(engine, groups))
     assert metrics["response_length/mean"] == pytest.approx(np.mean(lengths))
     assert (metrics["response_length/max"], metrics["response_length/min"]) == (max(lengths), min(lengths))
-    assert metrics["grpo/score/mean"] == pytest.approx(rewards.mean())
-    assert metrics["grpo/score/min"] == pytest.approx(rewards.min())
+    assert metrics["score/mean"] == pytest.approx(rewards.mean())
+    assert metrics["score/min"] == pytest.approx(rewards.min())
     assert metrics["actor/lr"] == pytest.approx(2.5e-3)
     assert metrics["actor/pg_clipfrac"] == 0
     assert metrics["staleness/token_mean"] == 0

@@ -88,7 +88,7 @@ class TestSeveralUpdates:
             result = run_step(engine, groups[:1], groups[1:])
             plain.step(groups, step, oracle.group_norm(groups))
             updates += len(plain.norms)
-            assert_close(result.metrics["grad_norm"], np.mean(plain.norms), terms=updates * STEP)
+            assert_close(result.metrics["actor/grad_norm"], np.mean(plain.norms), terms=updates * STEP)
         assert_equals(engine, plain.model, made.training.optimizer, updates)
         assert engine.step == 4
 
@@ -152,7 +152,7 @@ class TestPpo:
             assert_close(told, [np.mean(plain), max(plain), min(plain)], terms=len(plain))
             assert metrics["critic/values/min"] < metrics["critic/values/mean"] < metrics["critic/values/max"]
             white = list(oracle.whitened(advantages).values())
-            told = [taken[f"critic/advantages/{part}"] for part in ("mean", "max", "min")]
+            told = [taken[f"advantages/{part}"] for part in ("mean", "max", "min")]
             assert_close(told, [np.mean(white), max(white), min(white)], terms=2 * len(white))  # mean and deviation
         assert_equals(actor, plain_actor.model, made.training.optimizer, len(plain_actor.norms))
         assert_equals(critic, plain_critic.model, made.critic.optimizer, len(plain_critic.norms))

@@ -17,7 +17,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
-from runtime.trainer.critic_rank import CriticRank
+from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 

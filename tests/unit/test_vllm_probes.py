@@ -35,7 +35,9 @@ def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(tmp_path: 
     for name in ("prepare_environment", "check_version"):
         monkeypatch.setattr(rollout_vllm, name, lambda *_: None)
     path, cpu = make_policy(tmp_path), torch.device("cpu")
-    engine = VLLMRolloutEngine(path, name="rollout-0", device=cpu, dtype=torch.float32, slots=SLOTS, max_model_len=64)
+    engine = VLLMRolloutEngine(
+        path, name="rollout-0", device=cpu, dtype=torch.float32, slots=SLOTS, max_model_len=64, swap_timeout=1.0
+    )
     core: Any = engine._core
     assert core.own["max_num_seqs"] == SLOTS + 1
     engine.submit([request(1, n=3, prompt=(1,)), request(2, n=2, prompt=(2,))])

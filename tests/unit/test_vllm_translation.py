@@ -16,9 +16,9 @@ import torch
 from runtime.config import loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import InvalidMessage
-from runtime.rollout.vllm import arguments, relay, sampling
+from runtime.rollout.vllm import arguments, relay
 from runtime.types import GroupRequest, SamplingParams
-from runtime.weights import shared
+from runtime.weights.group import Location, locate, memory_file
 
 
 def request(temperature: float) -> GroupRequest:
@@ -28,7 +28,7 @@ def request(temperature: float) -> GroupRequest:
 
 def test_sampling_options_keep_their_meaning() -> None:
     ours = SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, stop_token_ids=(5, 6))
-    assert sampling.as_vllm(ours, 11) == {
+    assert arguments.as_vllm(ours, 11) == {
         "max_tokens": 9,
         "temperature": 0.7,
         "top_p": 0.9,
@@ -44,20 +44,20 @@ def test_sampling_options_keep_their_meaning() -> None:
 
 def test_every_sample_has_a_seed_of_its_own() -> None:
     seeds = [0, 1, 2**32 - 1, 2**32, 2**63]
-    drawn = [sampling.sample_seed(seed, sample) for seed, sample in itertools.product(seeds, range(50))]
+    drawn = [arguments.sample_seed(seed, sample) for seed, sample in itertools.product(seeds, range(50))]
     assert len(set(drawn)) == len(drawn)
     assert all(0 <= seed < 2**63 for seed in drawn)
-    assert sampling.sample_seed(5, 1) == sampling.sample_seed(5, 1)
+    assert arguments.sample_seed(5, 1) == arguments.sample_seed(5, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
 def test_temperatures_that_vllm_takes(temperature: float) -> None:
-    sampling.check_temperature(request(temperature))
+    arguments.check_temperature(request(temperature))
 
 
 def test_a_temperature_that_vllm_would_change() -> None:
     with pytest.raises(InvalidMessage, match=r"group 7: temperature is 0\.005"):
-        sampling.check_temperature(request(0.005))
+        arguments.check_temperature(request(0.005))
 
 
 def test_arguments_that_sluice_sets() -> None:
@@ -119,13 +119,13 @@ def test_a_good_configuration(tmp_path: Path) -> None:
 
 READER = """
 import json, sys
-from runtime.weights.shared import Location, Mapped
+from runtime.weights.group import Location, Mapped
 mapped = Mapped()
 print([mapped.tensor(Location(*fields)).double().sum().item() for fields in json.loads(sys.argv[1])])
 """
 
 
-def read_elsewhere(locations: list[shared.Location]) -> str:
+def read_elsewhere(locations: list[Location]) -> str:
     done = subprocess.run(
         [sys.executable, "-c", READER, json.dumps(locations)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -134,23 +134,23 @@ def read_elsewhere(locations: list[shared.Location]) -> str:
 
 
 def test_another_process_reads_what_was_staged() -> None:
-    buffer = shared.allocate(4096)
+    buffer = memory_file(4096)
     assert not buffer.any()
     staged: dict[str, Any] = {
         "a": buffer[64:104].view(torch.float32).view(2, 5).fill_(2.5),
         "b": buffer[128:136].view(torch.bfloat16).fill_(1.0),
         "elsewhere": torch.arange(6.0).view(2, 3).t(),
     }
-    locations, copies = shared.locate(staged)
+    locations, copies = locate(staged)
     assert len(copies) == 1  # what lies in a shared buffer is not copied
     assert read_elsewhere(locations) == "[25.0, 4.0, 15.0]"
 
 
 def test_a_buffer_goes_with_its_last_view() -> None:
-    buffer = shared.allocate(64)
+    buffer = memory_file(64)
     view = buffer[8:16]
     del buffer
-    locations, copies = shared.locate({"view": view})
+    locations, copies = locate({"view": view})
     assert copies == []
     held = Path(locations[0].path)
     assert "sluice-weights" in str(held.readlink())

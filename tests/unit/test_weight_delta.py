@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from runtime.types import PolicyVersion
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
-from runtime.weights.group import Link
+from runtime.weights.group import Link, allocate, stamp, views
 from runtime.weights.plan import ITEM_BYTES, Manifest, TensorSpec, plan_buckets
-from runtime.weights.sender import allocate, stamp, views
 
 
 class Wire(Link):

@@ -11,9 +11,9 @@ import torch
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
-from runtime.weights.group import WeightGroup
+from runtime.weights.group import WeightGroup, checksum
 from runtime.weights.plan import Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
-from runtime.weights.sender import WeightSender, checksum, in_thread
+from runtime.weights.sender import WeightSender
 
 COUNT = 24
 MANIFEST = Manifest(tuple(TensorSpec(f"t{index}", "float32", (3, 5)) for index in range(COUNT)), 128)  # two to a bucket
@@ -86,9 +86,9 @@ def assert_sent(group: Memory, sender: WeightSender, version: int = 1) -> None:
             assert torch.equal(found, tensor(entry.tensor, version))
 
 
-@pytest.fixture(params=[True, False], ids=["whole", "shared"])
-def sender(request: pytest.FixtureRequest) -> WeightSender:
-    return WeightSender(MANIFEST, whole=request.param)
+@pytest.fixture
+def sender() -> WeightSender:
+    return WeightSender(MANIFEST)
 
 
 def test_a_bucket_leaves_before_the_next_one_is_gathered(sender: WeightSender) -> None:
@@ -126,23 +126,6 @@ def test_a_bucket_with_a_buffer_of_its_own_leaves_before_those_before_it_are_tak
     assert_sent(group, sender)
 
 
-def test_what_is_gathered_waits_for_a_buffer_while_the_wire_is_slow(sender: WeightSender) -> None:
-    group = Memory(sender.buckets)
-    group.may_take.clear()
-    sender.begin(DEADLINE)
-    sending = sender.send(group, VERSION, DEADLINE)
-
-    def wire() -> None:
-        assert group.gone[0].wait(DEADLINE)
-        group.may_take.set()
-
-    waking = in_thread("wire", wire)
-    sender.fill(tensors())
-    sending.result(DEADLINE)
-    waking.result(DEADLINE)
-    assert_sent(group, sender)
-
-
 def test_a_bucket_waits_for_all_its_tensors_in_whatever_order_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensors lie in the last bucket."""
 
@@ -154,20 +137,19 @@ def test_a_bucket_waits_for_all_its_tensors_in_whatever_order_they_come(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(sender_module, "plan_buckets", reversed_plan)
-        for whole in (True, False):
-            sender = WeightSender(MANIFEST, whole=whole)
-            group = Memory(sender.buckets)
+        sender = WeightSender(MANIFEST)
+        group = Memory(sender.buckets)
 
-            def last_of_all(group: Memory = group) -> Iterator[torch.Tensor]:
-                for index, one in enumerate(tensors()):
-                    assert not group.sent or index == COUNT - 1
-                    yield one
+        def last_of_all() -> Iterator[torch.Tensor]:
+            for index, one in enumerate(tensors()):
+                assert not group.sent or index == COUNT - 1
+                yield one
 
-            sender.begin(DEADLINE)
-            sending = sender.send(group, VERSION, DEADLINE)
-            sender.fill(last_of_all())
-            sending.result(DEADLINE)
-            assert_sent(group, sender)
+        sender.begin(DEADLINE)
+        sending = sender.send(group, VERSION, DEADLINE)
+        sender.fill(last_of_all())
+        sending.result(DEADLINE)
+        assert_sent(group, sender)
 
 
 def test_a_lost_receiver_ends_the_transfer_and_everything_is_gathered_all_the_same(sender: WeightSender) -> None:
@@ -219,7 +201,7 @@ def test_a_bucket_that_is_not_gathered_in_time_ends_the_transfer(sender: WeightS
     assert group.aborted
 
 
-def test_only_whole_buffers_can_be_sent_twice() -> None:
+def test_a_version_can_be_sent_twice() -> None:
     sender = WeightSender(MANIFEST)
     sender.begin(DEADLINE)
     sender.fill(tensors())
@@ -245,28 +227,6 @@ def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent() -> N
     sender.send(again, PolicyVersion(0, 2), DEADLINE).result(DEADLINE)
     assert_sent(again, sender, 2)
     assert sender.intact
-
-
-def test_shared_buffers_take_less_memory() -> None:
-    def memory(sender: WeightSender) -> int:
-        return sum({buffer.data_ptr(): buffer.nbytes for buffer in sender._buffers}.values())
-
-    whole, shared = memory(WeightSender(MANIFEST)), memory(WeightSender(MANIFEST, whole=False))
-    assert shared == whole * (sender_module.DEPTH + 1) // (COUNT // 2)
-
-
-def test_what_lies_between_the_tensors_is_zero_in_every_bucket() -> None:
-    sender = WeightSender(MANIFEST, whole=False)
-    for version in range(2):  # buffers have had other buckets by the second
-        for buffer in sender._buffers:
-            buffer.fill_(255)
-        group = Memory(sender.buckets)
-        sender.begin(DEADLINE)
-        sending = sender.send(group, PolicyVersion(0, version), DEADLINE)
-        sender.fill(tensors(version))
-        sending.result(DEADLINE)
-        for bucket, buffer in zip(sender.buckets, group.sent, strict=True):
-            assert all(not buffer[gap].any() for gap in bucket.padding)
 
 
 def test_what_is_gathered_is_taken_without_its_graph() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import codec, commands, errors, status
-from runtime.actor import Priority
 from runtime.cluster import nodes
+from runtime.commands import Priority
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
     SCHEMA_VERSION,
@@ -31,7 +32,7 @@ from runtime.types import (
     ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
-from services.rpc import contract
+from services.rpc import contract, stream
 from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
@@ -219,7 +220,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Trainer", "Accumulate"): (commands.Accumulate(7, GROUPS), None),
     ("Trainer", "Apply"): (
         commands.Apply(7, (b"one", b"two")),
-        StepResult(metrics={"grad_norm": 0.5}, seconds=1.25, probes=[0.1, 0.2]),
+        StepResult(metrics={"actor/grad_norm": 0.5}, seconds=1.25, probes=[0.1, 0.2]),
     ),
     ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
     ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
@@ -268,7 +269,7 @@ def test_every_method_has_an_example() -> None:
 
 @pytest.mark.parametrize(("side", "value"), SIDES)
 def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any) -> None:
-    assert same(side.parse(side.pack(value).SerializeToString()), value)
+    assert same(side.parse(side.serialize(value)), value)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
 )
 def test_what_is_empty_or_zero_arrives_too(key: tuple[str, str], request_: Any, reply: Any) -> None:
     for side, value in ((contract.METHODS[key].request, request_), (contract.METHODS[key].reply, reply)):
-        assert same(side.parse(side.pack(value).SerializeToString()), value)
+        assert same(side.parse(side.serialize(value)), value)
 
 
 @settings(max_examples=40)
@@ -308,7 +309,66 @@ def test_any_manifest_arrives(tensors: list[TensorSpec], bucket_bytes: int) -> N
         contract.METHODS["Rollout", "JoinWeights"].request,
         commands.JoinWeights(ADDRESS, Manifest(tuple(tensors), bucket_bytes)),
     )
-    assert side.parse(side.pack(command).SerializeToString()) == command
+    assert side.parse(side.serialize(command)) == command
+
+
+def payloads(value: Any) -> list[bytes]:
+    return [one.payload for one in [value, *getattr(value, "groups", [])] if hasattr(one, "payload")]
+
+
+BULK = [
+    (("Rollout", "Generate"), "reply", lambda payload: generated(payload)),
+    (("Reward", "Score"), "request", lambda payload: ScoreRequest(group_id=1, label="", payload=payload)),
+    (("Reference", "Logprobs"), "request", lambda payload: LogprobRequest(group_id=1, payload=payload)),
+    (
+        ("ReferenceGroup", "Logprobs"),
+        "request",
+        lambda payload: commands.ComputeLogprobs([LogprobRequest(group_id=1, payload=payload)]),
+    ),
+    (
+        ("Critic", "Values"),
+        "request",
+        lambda payload: commands.ComputeValues([ValueRequest(group_id=1, tokens=9, payload=payload)]),
+    ),
+    (("Trainer", "Accumulate"), "request", lambda payload: commands.Accumulate(1, [trained(payload)])),
+]
+
+
+def generated(payload: bytes) -> GeneratedGroup:
+    return GeneratedGroup(
+        group_id=1,
+        prompt_tokens=1,
+        response_tokens=[1],
+        truncated=0,
+        oldest=VERSION,
+        newest=VERSION,
+        payload=payload,
+    )
+
+
+def trained(payload: bytes) -> TrainGroup:
+    return TrainGroup(group_id=1, tokens=9, payload=payload, rewards=np.ones(1, np.float32), valid=np.ones(1, np.uint8))
+
+
+@pytest.mark.parametrize(("key", "direction", "value"), BULK)
+def test_a_payload_is_copied_once_into_its_frame(key: tuple[str, str], direction: str, value: Any) -> None:
+    payload = np.random.default_rng(0).bytes(1 << 19)
+    side = getattr(contract.METHODS[key], direction)
+    tracemalloc.start()
+    try:
+        body = side.pack(value(payload))
+        packed = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        messages = [stream.Large(common_pb2.Reply(id=1), chunk) for chunk, _ in stream.split(body)]
+        frame = stream.frame(common_pb2.ReplyFrame(), "replies", messages)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert any(part is payload for part in body)  # no copy on the way to the frame
+    assert packed < len(payload) / 16
+    assert peak < 17 / 16 * len(payload)
+    arrived = side.parse(common_pb2.ReplyFrame.FromString(frame).replies[0].body)
+    assert any(one == payload for one in payloads(arrived))
 
 
 def matches(message: Any, value: Any) -> bool:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from services.rpc import contract
+from services.rpc.client import GROUPS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/timeouts.md"
@@ -44,7 +45,7 @@ def _commands() -> list[str]:
                 else f"`{row.deadline}`"
             )
             rows.append(
-                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in _GROUPS else ''} | {row.key} |"
+                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in GROUPS else ''} | {row.key} |"
             )
     return [
         *("## Commands", ""),
@@ -52,9 +53,6 @@ def _commands() -> list[str]:
         *("", "| command | deadline | ranks of a group that get it | repeated when the same |", "| --- | --- | --- | --- |"),
         *rows,
     ]
-
-
-_GROUPS = ("Trainer", "Critic", "ReferenceGroup")
 
 
 def _named() -> list[str]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from runtime.config import Config, Model, Run, Warmup
-from runtime.models import tiny_family
+from runtime.models import tiny_model
 from runtime.types import PolicyVersion
 from tests.vllm.rig import Rig
 
@@ -51,7 +51,7 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
 def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:
     """As `tiny:qwen3_moe` has them, in the names of a checkpoint's files, where each expert has tensors of its own."""
     tiny = Config(run=Run(name="a"), model=Model(path="tiny:qwen3_moe"), warmup=Warmup(cache=str(tmp_path / "cache")))
-    rig = Rig(Path(tiny_family.made(tiny).model.path))
+    rig = Rig(Path(tiny_model.made(tiny).model.path))
     try:
         for _ in range(3):
             (samples,) = rig.generate(rig.request())

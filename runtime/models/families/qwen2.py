@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.models.families.blocks import ParameterMapping, attention, dense
-from runtime.models.families.family import Family
+from runtime.models.families.family import Family, ParameterMapping, attention, dense
 
 
 class Qwen2(Family):

@@ -8,8 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from runtime.errors import UserError
-from runtime.models.families.blocks import ParameterMapping, attention, dense, experts
-from runtime.models.families.family import Family
+from runtime.models.families.family import Family, ParameterMapping, attention, dense, experts
 from runtime.models.families.shape import ExpertShape, ModelShape, number, read_shape
 
 

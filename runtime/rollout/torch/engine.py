@@ -19,13 +19,10 @@ from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.offload import HostOffload
 from runtime.process import platform
-from runtime.rollout.engine import EngineStats, RolloutEngine
-from runtime.rollout.groups import check_request, finished_group, make_sample
-from runtime.rollout.torch.decoder import Decoder
+from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
+from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
-from runtime.rollout.torch.kv_cache import KVCache
-from runtime.rollout.torch.sampling import RowSampling, as_row, sample, uniforms
-from runtime.rollout.torch.slots import Slots
+from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, uniforms
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")

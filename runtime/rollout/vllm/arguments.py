@@ -6,6 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
+from runtime.errors import InvalidMessage
+from runtime.types import GroupRequest, SamplingParams
+
 KEY = "services.rollout.engine_args"
 
 # What Sluice sets itself, and the key that decides it; "" where nothing else works.
@@ -46,3 +51,43 @@ def unknown_faults(arguments: Mapping[str, Any], known: Sequence[str]) -> Iterat
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             yield f"{KEY}.{name}: this vLLM has no such argument" + (f"; nearest is '{near[0]}'" if near else "")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sluice's sampling options in vLLM's terms. Pure: nothing here imports vLLM.
+
+
+# vLLM silently raises lower temperatures to this one.
+LEAST_TEMPERATURE = 0.01
+
+
+def check_temperature(request: GroupRequest) -> None:
+    """Raises InvalidMessage for a temperature that vLLM would change."""
+    temperature = request.sampling.temperature
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise InvalidMessage(
+            f"group {request.group_id}: temperature is {temperature}; vLLM samples at 0 or at {LEAST_TEMPERATURE} and above"
+        )
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of one sample's own generator, in [0, 2**63): streams of different (seed, sample) are independent."""
+    # Two words of 32 bits, as SeedSequence would otherwise give (2**32, 0) the entropy of (0, 1, 0).
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, sample]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def as_vllm(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` with the same meaning. vLLM's filters come in our order: min-p, top-k, top-p."""
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the stop tokens are those of the request alone
+        "logprobs": 0,  # the sampled token's own
+        "detokenize": False,
+    }

@@ -30,12 +30,11 @@ from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, 
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
-from runtime.rollout.engine import EngineStats, RolloutEngine
-from runtime.rollout.groups import check_request, finished_group, make_sample
-from runtime.rollout.vllm.sampling import as_vllm, check_temperature, sample_seed
+from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
+from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
-from runtime.weights import shared
+from runtime.weights.group import Location, locate
 
 _INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
@@ -78,7 +77,7 @@ class VLLMRolloutEngine(RolloutEngine):
         max_model_len: int,
         tensor_parallel: int = 1,
         engine_args: Mapping[str, Any] | None = None,
-        swap_timeout: float = 30.0,
+        swap_timeout: float,
         sleeps: bool = False,
         version: PolicyVersion = _INITIAL,
         worker: str = _WORKER,
@@ -109,7 +108,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._level = Level.AWAKE
         self._sleeps = sleeps
         self.torn = False  # the weights are of no version
-        self._staged: tuple[list[shared.Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
+        self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
         check_version()
@@ -240,7 +239,7 @@ class VLLMRolloutEngine(RolloutEngine):
         """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
         self._check_weights(tensors)
         self._staged = None
-        self._staged = await asyncio.to_thread(shared.locate, {**self._tied(tensors), **tensors})
+        self._staged = await asyncio.to_thread(locate, {**self._tied(tensors), **tensors})
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
@@ -263,7 +262,7 @@ class VLLMRolloutEngine(RolloutEngine):
         finally:
             del copies  # not before: the workers read them
 
-    async def _swap(self, locations: Sequence[shared.Location], version: PolicyVersion, recompute: bool) -> None:
+    async def _swap(self, locations: Sequence[Location], version: PolicyVersion, recompute: bool) -> None:
         if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
             await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())

@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.rollout.vllm.arguments import own_faults, unknown_faults
 from runtime.rollout.vllm.leftovers import Leftovers
 from runtime.rollout.vllm.relay import OutputRelay
-from runtime.weights.shared import Location
+from runtime.weights.group import Location
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.process import platform
-from runtime.weights.shared import Location, Mapped
+from runtime.weights.group import Location, Mapped
 
 log = logging.getLogger("vllm.sluice")
 

@@ -24,7 +24,7 @@ class RecordedLineage:
 
 
 @dataclass(frozen=True)
-class Course:
+class LoggedHistory:
     """What came to be of a run. `steps` and `evaluations` are points by step, in order; `done_again` counts the steps of
     `lineages` that are not among them."""
 
@@ -42,7 +42,7 @@ class Course:
         return [lineage.first - 1 for lineage in self.lineages[1:]]
 
 
-def course(points: Sequence[Point]) -> Course:
+def history(points: Sequence[Point]) -> LoggedHistory:
     """`points` as they were logged. A lineage begins where the incarnation changes, or where steps are counted back."""
     lineages: list[RecordedLineage] = []
     steps: dict[int, Point] = {}
@@ -65,4 +65,4 @@ def course(points: Sequence[Point]) -> Course:
         newest.last = newest.kept = step
         newest.times = (newest.times[0], time)
         steps[step] = point
-    return Course([steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)], lineages)
+    return LoggedHistory([steps[step] for step in sorted(steps)], [evaluations[step] for step in sorted(evaluations)], lineages)

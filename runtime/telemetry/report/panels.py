@@ -12,7 +12,7 @@ import numpy as np
 
 from runtime.telemetry.metrics import WITHIN_UPDATE
 from runtime.telemetry.report import thinning
-from runtime.telemetry.report.lineages import STEP_ENDED, Course, Point
+from runtime.telemetry.report.lineages import STEP_ENDED, LoggedHistory, Point
 
 SMOOTHED_FROM = 30  # steps; below, a mean over several of them hides more than it shows
 WINDOW = 10
@@ -66,11 +66,11 @@ class _Wanted:
 
 
 _LEARNING = (
-    _Wanted("Reward", "reward", {"grpo/score/mean": "mean of the batch"}, needed=True),
+    _Wanted("Reward", "reward", {"score/mean": "mean of the batch"}, needed=True),
     _Wanted("Reply length", "tokens", {f"response_length/{part}": part for part in ("mean", "max", "min")}, needed=True),
     _Wanted("Prompt length", "tokens", {f"prompt_length/{part}": part for part in ("mean", "max", "min")}),
     _Wanted("Replies cut off by length", "share", {"response_length/clip_ratio": "cut off"}, share=True),
-    _Wanted("Samples left out of the loss", "samples", {"grpo/masked": "masked"}, smooth=False),
+    _Wanted("Samples left out of the loss", "samples", {"score/masked": "masked"}, smooth=False),
 )
 _OPTIMISATION = (
     _Wanted("Policy loss", "", {"actor/pg_loss": "policy loss"}, needed=True),
@@ -80,7 +80,9 @@ _OPTIMISATION = (
         {"actor/kl_loss": "in the loss", "actor/kl": "to the reference, by token", "actor/ppo_kl": "to the sampler"},
     ),
     _Wanted("Entropy", "nats", {"actor/entropy": "entropy"}, needed=True),
-    _Wanted("Gradient norm, before clipping", "", {"grad_norm": "policy", "critic/grad_norm": "critic"}, needed=True, log=True),
+    _Wanted(
+        "Gradient norm, before clipping", "", {"actor/grad_norm": "policy", "critic/grad_norm": "critic"}, needed=True, log=True
+    ),
     _Wanted("Learning rate", "", {"actor/lr": "policy", "critic/lr": "critic"}, smooth=False),
     _Wanted(
         "Tokens that a limit decided",
@@ -118,7 +120,7 @@ _SPEED = (
     _Wanted(
         "Tokens a second and accelerator",
         "tokens/s",
-        {"e2e_tps": "end to end", "update_tps": "update", "vllm_tps": "generation"},
+        {"e2e_tps": "end to end", "update_tps": "update", "rollout_tps": "generation"},
         needed=True,
     ),
     _Wanted("Idle", "share", {"idle/trainer": "trainer", "idle/rollout": "rollouts"}, needed=True, share=True),
@@ -137,16 +139,16 @@ _SPEED = (
 )
 
 
-def sections(course: Course) -> list[PanelSection]:
+def sections(history: LoggedHistory) -> list[PanelSection]:
     """All that is drawn of a run, in order."""
-    columns = MetricColumns(course.steps)
+    columns = MetricColumns(history.steps)
     learning = _panels(_LEARNING, columns)
-    learning[1:1] = [_accuracy(course.evaluations)]
+    learning[1:1] = [_accuracy(history.evaluations)]
     rules = {metric: match[1] for metric in columns.names if (match := _RULE.fullmatch(metric))}
     if len(rules) > 1:
         learning[2:2] = _panels([_Wanted("Reward by rule, before weights", "value", dict(sorted(rules.items())))], columns)
     off_policy, speed = _panels(_OFF_POLICY, columns), _panels(_SPEED, columns)
-    off_policy[1:1] = [_histogram(course.steps)]
+    off_policy[1:1] = [_histogram(history.steps)]
     speed[0:0] = [_phases(columns)]
     speed[2:2] = [_rates(columns)]
     return [

@@ -17,7 +17,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
 from runtime.ledger.reader import LedgerReader
-from runtime.telemetry import startup
+from runtime.telemetry import metric_names, startup
 from runtime.telemetry.report.lineages import Point
 
 
@@ -171,7 +171,7 @@ def _points(path: Path) -> tuple[list[Point], bool]:
             raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
         if fault := _fault(point):
             raise UserError(f"{path}: line {number} is not a point of metrics: {fault}")
-        points.append(point)
+        points.append(metric_names.ours(point))
     return points, bool(rest)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from runtime.evaluation.results import EvaluationResult, SetResult
-from runtime.telemetry.report.lineages import STEP_ENDED, Course, Point
+from runtime.telemetry.metric_names import SCORE_ERRORS
+from runtime.telemetry.report.lineages import STEP_ENDED, LoggedHistory, Point
 from runtime.telemetry.report.published import PublishedFigure
 from runtime.telemetry.report.record import RecordedSettings, RunRecord
 
@@ -36,12 +37,12 @@ class Fact:
     detail: str = ""
 
 
-def facts(record: RunRecord, course: Course) -> list[Fact]:
+def facts(record: RunRecord, history: LoggedHistory) -> list[Fact]:
     """Of the steps that count. What was not measured says so."""
-    steps, planned = course.steps, record.settings.training.steps
+    steps, planned = history.steps, record.settings.training.steps
     seconds = total(steps, STEP_ENDED)
     done = int(steps[-1]["step"]) if steps else 0
-    accuracies = [(point["step"], point["eval/accuracy"]) for point in course.evaluations if _has(point, "eval/accuracy")]
+    accuracies = [(point["step"], point["eval/accuracy"]) for point in history.evaluations if _has(point, "eval/accuracy")]
     first, last = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
     before = ""
     if first is not None and last is not None:
@@ -70,12 +71,12 @@ def throughput(steps: Sequence[Point]) -> float | None:
     return weighted(steps, "e2e_tps", STEP_ENDED)
 
 
-def lineages(course: Course) -> Table | None:
+def lineages(history: LoggedHistory) -> Table | None:
     """None for a run that never went back to a checkpoint."""
-    if len(course.lineages) < 2:
+    if len(history.lineages) < 2:
         return None
     rows = []
-    for each in course.lineages:
+    for each in history.lineages:
         kept = f"{each.first:,} to {each.kept:,}" if each.kept >= each.first else "none"
         again = f"{max(each.kept + 1, each.first):,} to {each.last:,}" if each.kept < each.last else "none"
         rows.append([str(each.incarnation), f"{each.first:,} to {each.last:,}", kept, again, *map(moment, each.times)])
@@ -126,11 +127,10 @@ def groups(record: RunRecord) -> Table:
     return Table("Groups", ["State", "Groups"], rows)
 
 
-def failures(course: Course) -> Table | None:
+def failures(history: LoggedHistory) -> Table | None:
     """Why scorers failed, over all steps; None when none did."""
-    prefix = "grpo/errors/"
-    names = sorted({name for point in course.steps for name in point if name.startswith(prefix)})
-    rows = [[name.removeprefix(prefix), f"{total(course.steps, name):,.0f}"] for name in names]
+    names = sorted({name for point in history.steps for name in point if name.startswith(SCORE_ERRORS)})
+    rows = [[name.removeprefix(SCORE_ERRORS), f"{total(history.steps, name):,.0f}"] for name in names]
     return Table("Failures of scorers", ["Reason", "Times"], rows) if rows else None
 
 
@@ -143,11 +143,11 @@ def algorithm(settings: RecordedSettings) -> str:
     return "grpo" if settings.algorithm.advantage == "group_norm" else settings.algorithm.advantage
 
 
-def comparison(rows: Sequence[PublishedFigure], record: RunRecord, course: Course) -> Table | None:
+def comparison(rows: Sequence[PublishedFigure], record: RunRecord, history: LoggedHistory) -> Table | None:
     """Published rows of the run's model beside the run, those of its algorithm first; None when there are none."""
     if not rows:
         return None
-    settings, steps = record.settings, course.steps
+    settings, steps = record.settings, history.steps
     kind = algorithm(settings)
     rows = sorted(rows, key=lambda row: row.algorithm != kind)
     own = [

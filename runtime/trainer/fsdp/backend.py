@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Optimizer
 from runtime.errors import UserError
-from runtime.models import hf_policy, value_model
+from runtime.models import hf_policy
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,
+    MicroBatch,
     ModelBackend,
     RankInfo,
     TrainedRole,
@@ -26,7 +27,6 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
-from runtime.trainer.batch import MicroBatch
 from runtime.trainer.fsdp import lora, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.statistics import Reduced, StepStatistics
@@ -49,7 +49,7 @@ class FsdpBackend(ModelBackend):
         self._compute = compute_dtype(config, rank_info.device)
         adapted = None
         if self._has_value_head:
-            self.model: Any = value_model.load_critic(self._source)
+            self.model: Any = hf_policy.load_critic(self._source)
         else:
             self.model = hf_policy.load_policy(self._source)
             self._wire_dtype = wire_dtype(config)
@@ -188,7 +188,7 @@ class FsdpBackend(ModelBackend):
     def _save(self, folder: Path, saved: state.TrainingState) -> None:
         state.save(folder, saved, self._source)
         if self._has_value_head and self.rank_info.rank == 0:
-            value_model.describe(folder / "model", self.model.architecture)
+            hf_policy.describe_critic(folder / "model", self.model.architecture)
 
     def load(self, folder: Path) -> TrainingPosition:
         return state.load(folder, self._state(TrainingPosition(0, None)))

@@ -15,6 +15,7 @@ from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,
+    MicroBatch,
     ModelBackend,
     RankInfo,
     TrainedRole,
@@ -22,7 +23,6 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
-from runtime.trainer.batch import MicroBatch
 from runtime.trainer.megatron import state, vocab_parallel
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses

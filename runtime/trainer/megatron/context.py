@@ -16,10 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime.models.packed_attention import Packing
-from runtime.trainer import batch as train_batch
-from runtime.trainer import batching
-from runtime.trainer.batch import BUCKET_RATIO, MicroBatch
+from runtime.models.hf_policy import Packing
+from runtime.trainer.backend import BUCKET_RATIO, MicroBatch, padded
+from runtime.trainer.rows import length_buckets
 
 Bucket = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -46,7 +45,7 @@ def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> C
     """This rank's part of `batch`, of a multiple of `multiple` tokens."""
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     before = batch.input_ids.shape[1]
-    batch = train_batch.padded(batch, 2 * count * multiple)
+    batch = padded(batch, 2 * count * multiple)
     total, device = batch.input_ids.shape[1], batch.input_ids.device
     sequences = np.concatenate([batch.sequences, [[before, total - before, 0, 0]]])  # what is padding attends to itself
     where = np.concatenate([tokens_of(each, count, total) for each in range(count)])
@@ -110,7 +109,7 @@ def _buckets(stretches: np.ndarray) -> Iterator[Bucket]:
     for before in np.unique(stretches[:, 2]):
         alike = stretches[stretches[:, 2] == before]
         alike = alike[np.argsort(alike[:, 1], kind="stable")]
-        sizes = batching.length_buckets(alike[:, 1].tolist(), BUCKET_RATIO)
+        sizes = length_buckets(alike[:, 1].tolist(), BUCKET_RATIO)
         for bucket in np.split(alike, np.cumsum(sizes)[:-1]):
             place, tokens, _, prompt_begin, prompt, begin = (column[:, None] for column in bucket.T)
             cell = np.arange(tokens.max())

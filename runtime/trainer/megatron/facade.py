@@ -114,12 +114,54 @@ def _put_on_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = facade  # type: ignore[attr-defined]
+    _coalesce_nothing(sys.modules["megatron.core.distributed.param_and_grad_buffer"])
     # There is no dropout whose generators recomputation would have to restore.
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0)
     random._set_cuda_rng_state = lambda *_, **__: None
     dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
     dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+
+def _coalesce_nothing(buffers: Any) -> None:
+    """What `buffers`, megatron-core's, sum and gather beside computation goes to gloo one by one.
+
+    With torch 2.13 coalesced gathers in the two threads of a group now and then corrupt the process's memory ("malloc():
+    unaligned tcache chunk detected"). Both threads keep the name of what they did last in one string, without a lock, and of
+    those names "ALLGATHER_COALESCED" is too long to lie within the string: the address sanitizer saw one freed twice.
+    """
+    open_: list[_Works] = []
+
+    @contextlib.contextmanager
+    def apart(*_: Any, **__: Any) -> Iterator[_Works]:
+        open_.append(_Works())
+        try:
+            yield open_[-1]
+        finally:
+            open_.pop()
+
+    def begun_by(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any, **options: Any) -> Any:
+            if (work := collective(*args, **options)) is not None:
+                open_[-1].works.append(work)
+            return work
+
+        return begin
+
+    buffers._coalescing_manager = apart
+    buffers.dist_all_gather_func = begun_by(dist.all_gather_into_tensor)
+    buffers.dist_reduce_scatter_func = begun_by(dist.reduce_scatter_tensor)
+
+
+class _Works:
+    """What is under way, in the place of torch's handle for what is coalesced."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 def _on_host(tensor: torch.Tensor | None, as_numpy: bool = False, **_: Any) -> Any:

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime import timeouts
 from runtime.config import Trainer
 from runtime.errors import InvariantViolated, UserError
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES, Family
 from runtime.models.families.family import EMBEDDING
 from runtime.models.hf_config import ModelConfig
-from runtime.models.packed_attention import Packing
-from runtime.trainer import batch as train_batch
+from runtime.models.hf_policy import Packing
+from runtime.trainer.backend import empty_batch
 from runtime.trainer.megatron import facade
 
 TOKENS = 64  # of the one sequence that both models read
@@ -62,7 +63,7 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
     from runtime.trainer.megatron.model import PackedModel, transformer_config
 
     alone, cpu = Trainer(), torch.device("cpu")
-    grid = ProcessGrid(alone, cpu, seed=0, timeout=60.0)
+    grid = ProcessGrid(alone, cpu, seed=0, timeout=timeouts.CONVERSION_GRID)
     try:
         with facade.moving(cpu):
             described = transformer_config(shape, family.shape.experts, alone, torch.float32)
@@ -75,7 +76,7 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
         weights.clear()
         every = torch.arange(TOKENS)
         packing = Packing(rows=[every[None]], cells=every)
-        nothing = train_batch.nothing((), cpu)
+        nothing = empty_batch((), cpu)
         logits: torch.Tensor = model(
             replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
         )

@@ -19,10 +19,10 @@ from runtime.config import Spread, Trainer
 from runtime.errors import UserError
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig
+from runtime.models.hf_policy import packed_attention
 from runtime.models.limits import uncut
-from runtime.models.packed_attention import packed_attention
 from runtime.rollout.torch import decoder
-from runtime.trainer.batch import MicroBatch
+from runtime.trainer.backend import MicroBatch
 
 
 class Norm(torch.nn.RMSNorm):

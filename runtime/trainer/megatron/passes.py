@@ -12,9 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from runtime.config import Spread
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES
-from runtime.trainer import batch as train_batch
-from runtime.trainer.backend import BatchOutputs
-from runtime.trainer.batch import MicroBatch
+from runtime.trainer.backend import BatchOutputs, MicroBatch, padded
 from runtime.trainer.megatron import context, facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
@@ -95,7 +93,7 @@ class MegatronPasses:
         """What this rank computes of `batch`."""
         if self.grid.context > 1:
             return context.part_of(batch, self.grid.context_group, self._multiple)
-        return train_batch.padded(batch, self._multiple)
+        return padded(batch, self._multiple)
 
     def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """`parts`, float32 of these sizes, on every stage."""

@@ -40,7 +40,7 @@ ENGINE = "megatron"
 def prepare(
     folder: Path, updates: MegatronOptimizer, position: TrainingPosition, source: str, writer: Writer
 ) -> Callable[[], None]:
-    """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not: `Writer.write`.
+    """Copy what is saved to the host. Returns what writes each rank's part, while training goes on or not.
 
     Collective. Configuration and tokenizer are `source`'s.
     """
@@ -59,7 +59,7 @@ def prepare(
     dist_checkpointing.save(_saved(updates), str(target), writer)
     if dist.get_rank() == 0:
         hf_policy.write_description(source, target, None, but=(OWN,))
-    return writer.write
+    return writer.take()
 
 
 def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
@@ -149,11 +149,7 @@ def _tensors(tree: Any) -> Iterator[ShardedTensor]:
 
 
 class Writer(core.TorchDistSaveShardedStrategy):
-    """What `dist_checkpointing.save` calls to write tensors. It leaves that to `write`."""
-
-    write: Callable[[], None]
-    """Collective over `group`, in any thread; returns when all ranks have written all to disk. Raises ServiceFault, phase
-    "save", naming rank and file."""
+    """What `dist_checkpointing.save` calls to write tensors. It leaves that to what `take` returns."""
 
     def __init__(self, group: Any, name: str, deadline: float):
         """`group` is of gloo, spans all ranks, waits for `deadline` seconds, and has no other use; `name` is the role."""
@@ -162,7 +158,14 @@ class Writer(core.TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         by_key, _, _ = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        self.write = partial(self._write, core.mcore_to_pyt_state_dict(by_key, False), Path(checkpoint_dir))
+        self._saved = core.mcore_to_pyt_state_dict(by_key, False), Path(checkpoint_dir)
+
+    def take(self) -> Callable[[], None]:
+        """What writes the tensors that were saved: collective over `group`, in any thread. It returns when all ranks have
+        written all to disk, and raises ServiceFault, phase "save", naming rank and file."""
+        saved = self._saved
+        del self._saved  # its memory is free once it is written
+        return partial(self._write, *saved)
 
     def _write(self, state: dict[str, Any], folder: Path) -> None:
         began = time.monotonic()

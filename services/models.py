@@ -1,0 +1,281 @@
+"""How the services of models carry out commands: ranks of a group under one torchrun, processes around a frozen model, and
+actors, of which a rollout is one.
+
+the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+from runtime.commands import Priority
+from runtime.config import Config, Spread
+from runtime.errors import Cancelled, ServiceFault
+from runtime.types import PolicyVersion
+from services import process
+from services.rpc import contract
+from services.rpc.server import Handler
+
+if TYPE_CHECKING:
+    from runtime.trainer.rank import GroupRank
+
+
+MakeRank = Callable[[Config, int, int], "GroupRank"]
+
+
+class SpmdService(process.Service):
+    """A rank, or the only one: its engine, in a thread of its own. Every rank is given each command, in the same order, and
+    carries it out on its share of the data.
+
+    A command is carried out even when its caller withdraws it: the other ranks carry it out as well.
+    """
+
+    def __init__(self, role: str, service: str, make_rank: MakeRank, config: Config, name: str, rank: int):
+        """`service`: its name in proto/. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
+        super().__init__(config, f"{name.rpartition('-')[0]}-{rank}" if rank else name, rank)
+        self.role, self.service = role, service
+        spread: Spread = getattr(config.services, role)
+        self.libraries = process.TRANSFORMERS if spread.engine == "torch" else process.TORCH
+        self._make_rank = make_rank
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._worker: GroupRank
+        self._busy_seconds = 0.0
+
+    def load(self) -> None:
+        # The engine is made in its own thread, as some of torch's state belongs to the thread.
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self._worker = self._thread.submit(self._make_rank, self.config, self.rank, ranks).result()
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._worker.version
+
+    def gauges(self) -> dict[str, float]:
+        return {"busy_seconds_total": self._busy_seconds, "steps_total": self._worker.version.step}
+
+    def handler(self, method: contract.Method) -> Handler:
+        return getattr(self, method.handler, self.execute)
+
+    def execute(self, command: Any) -> asyncio.Future[Any]:
+        """Put it in line now. The engine's answer; of one that goes on beside the next commands, what comes of it."""
+        loop = asyncio.get_running_loop()
+        return loop.create_task(_answer(loop.run_in_executor(self._thread, self._carry_out, command)))
+
+    def _carry_out(self, command: Any) -> Any:
+        before = time.monotonic()
+        try:
+            return self._worker.execute(command)
+        finally:
+            self._busy_seconds += time.monotonic() - before
+
+
+async def _answer(carried_out: asyncio.Future[Any]) -> Any:
+    answer = await asyncio.shield(carried_out)
+    return await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a process around a frozen model does, forward only: the reference's replicas and the reward model.
+
+
+MOST = 256  # questions that are answered in one go
+
+
+class FrozenModelService(process.Service):
+    """Everything that was asked while the model computed is computed next, in one go, in a thread of its own."""
+
+    def __init__(self, config: Config, name: str, rank: int):
+        super().__init__(config, name, rank)
+        self._thread = ThreadPoolExecutor(1, "model")
+        self._asked: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._computing: asyncio.Task[None] | None = None
+        self._busy_seconds = 0.0
+        self._groups = 0
+
+    @abstractmethod
+    def answers(self, requests: Sequence[Any]) -> Sequence[Any]:
+        """What is replied to each request, a group; in the thread."""
+
+    def ask(self, request: Any) -> asyncio.Future[Any]:
+        """The answer, behind what was asked before. Cancelling it withdraws the question."""
+        future = asyncio.get_running_loop().create_future()
+        self._asked.append((request, future))
+        if self._computing is None or self._computing.done():
+            self._computing = asyncio.create_task(self._compute())
+        return future
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compute(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._asked:
+            taken, self._asked = self._asked[:MOST], self._asked[MOST:]
+            wanted = [(request, future) for request, future in taken if not future.done()]
+            if not wanted:
+                continue
+            before = time.monotonic()
+            try:
+                answers = await loop.run_in_executor(self._thread, self.answers, [request for request, _ in wanted])
+            except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
+                answers = [error] * len(wanted)
+            for (_, future), answer in zip(wanted, answers, strict=True):
+                if future.done():
+                    continue
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+            self._groups += len(wanted)
+            self._busy_seconds += time.monotonic() - before
+
+    def gauges(self) -> dict[str, float]:
+        return {"groups_total": self._groups, "busy_seconds_total": self._busy_seconds}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An actor: one task that alone touches what it owns, and the requests that wait for it. A rollout is one.
+#
+# Senders get a future per request. The task hands requests to the behaviour, control before data and otherwise in order of
+# arrival; between requests it lets the behaviour advance its own work (a decode step, say), which is told to return early
+# once a request waits. A request whose caller gave up while it waited is never handed over. A behaviour may keep a request
+# and reply later.
+#
+# Invariant: every request taken in is answered exactly once, with a value or an exception; a late answer is dropped.
+
+
+class Request:
+    """A message on its way through an actor."""
+
+    __slots__ = ("future", "message")
+
+    def __init__(self, message: Any):
+        self.message = message
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def reply(self, value: Any = None) -> None:
+        if not self.future.done():
+            self.future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    async def answer(self, work: Awaitable[Any]) -> None:
+        """Reply with what `work` returns, or fail with what it raises: for what is done beside the actor."""
+        try:
+            self.reply(await work)
+        except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the request
+            self.fail(error)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self.future.done()
+
+
+class Behaviour(Protocol):
+    """What an actor does with its requests."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `advance` has something to do."""
+
+    async def receive(self, requests: Sequence[Request]) -> None:
+        """Take requests of one priority; answer each now or later. An exception fails those not yet answered."""
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        """Do a piece of the actor's own work; return soon once `interrupted()` (safe to call from any thread)."""
+
+
+class Actor:
+    """Runs `behaviour` behind its requests. `batch` is the most data requests that are handed over at once.
+
+    An exception out of `advance` ends the actor: every request fails with it, and `run` raises it.
+    """
+
+    def __init__(self, name: str, behaviour: Behaviour, *, batch: int = 1):
+        self.name = name
+        self._behaviour = behaviour
+        self._batch = batch
+        self._lanes: tuple[deque[Request], deque[Request]] = (deque(), deque())
+        self._mail = asyncio.Event()
+        self._pending = 0
+        self._open: set[Request] = set()
+        self._end: Exception | None = None  # why nothing is taken in any more
+
+    def send(self, message: Any, priority: Priority = Priority.DATA) -> asyncio.Future[Any]:
+        """Put a message in line; the future is its answer. Cancelling the future withdraws the request.
+
+        Raises ServiceFault when the actor was stopped or has failed.
+        """
+        if self._end is not None:
+            raise ServiceFault(self.name, "receive", f"has ended: {self._end}")
+        request = Request(message)
+        self._open.add(request)
+        request.future.add_done_callback(lambda _: self._forget(request))
+        self._lanes[priority].append(request)
+        self._pending += 1
+        self._mail.set()
+        return request.future
+
+    def interrupted(self) -> bool:
+        """Whether a request waits. A plain attribute read, so that an engine's thread may ask between two steps."""
+        return self._pending > 0
+
+    async def run(self) -> None:
+        """Serve until cancelled. Requests still unanswered then fail with Cancelled."""
+        end: Exception = Cancelled(f"{self.name} was stopped")
+        try:
+            while True:
+                await self._serve_mail()
+                if self._behaviour.busy:
+                    await self._behaviour.advance(self.interrupted)
+                elif not self._pending:
+                    self._mail.clear()
+                    await self._mail.wait()
+        except Exception as error:
+            end = error
+            raise
+        finally:
+            self._end = end
+            self._fail(list(self._open), end)
+
+    async def _serve_mail(self) -> None:
+        while requests := self._take():
+            try:
+                await self._behaviour.receive(requests)
+            except Exception as error:  # noqa: BLE001 - the error goes to whoever sent the requests
+                self._fail(requests, error)
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        for request in requests:
+            request.fail(error)
+
+    def _take(self) -> list[Request]:
+        """The next requests: one of control, or up to a batch of data."""
+        for lane, most in zip(self._lanes, (1, self._batch), strict=True):
+            taken: list[Request] = []
+            while lane and len(taken) < most:
+                request = lane.popleft()
+                self._pending -= 1
+                if not request.abandoned:
+                    taken.append(request)
+            if taken:
+                return taken
+        return []
+
+    def _forget(self, request: Request) -> None:
+        if not request.future.cancelled():
+            request.future.exception()  # marks it as seen: the caller may be gone
+        self._open.discard(request)
