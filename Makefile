@@ -12,7 +12,7 @@ TRL_PIP := $(TRL)/bin/python -m pip install --quiet --disable-pip-version-check 
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run test test-numeric test-all check format proto reference install install-dev install-vllm install-trl clean accept-ascend accept-cuda \
-	accept-cpu contract-wheels cluster-demo docs mutants
+	accept-cpu contract-wheels cluster-demo docs mutants swarm swarm-bugs
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -52,6 +52,14 @@ mutants: .venv/installed-mutants
 	rm -rf mutants
 	$(TEST_ENV) $(BIN)/mutmut run > mutants.log
 	$(BIN)/mutmut results
+
+# Seeds of faults over random configurations, on a virtual clock; what breaks is printed as a command that replays it.
+SEEDS ?= 20000
+swarm: install-dev
+	$(TEST_ENV) $(BIN)/python -W ignore -m tests.swarm.swarm --seeds $(SEEDS)
+
+swarm-bugs: install-dev
+	$(TEST_ENV) $(BIN)/python -m tests.swarm.planted
 
 proto: install-dev
 	$(BIN)/python -m grpc_tools.protoc -I services/rpc/generated=proto --python_out=. --pyi_out=. proto/*.proto

@@ -1,0 +1,73 @@
+"""What things cost in a simulation: lengths in tokens, durations in seconds. Pure: who draws brings the chance."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+
+class Distribution(Protocol):
+    def draw(self, chance: random.Random) -> float:
+        """One value."""
+
+
+class Fixed(Struct, frozen=True):
+    value: float
+
+    def draw(self, chance: random.Random) -> float:
+        return self.value
+
+
+class LogNormal(Struct, frozen=True):
+    median: float
+    sigma: float  # of the logarithm
+
+    def draw(self, chance: random.Random) -> float:
+        return self.median * math.exp(self.sigma * chance.gauss(0.0, 1.0))
+
+
+class Pareto(Struct, frozen=True):
+    """P(x > v) = (least / v)^shape, cut at `most`."""
+
+    least: float
+    shape: float
+    most: float = math.inf
+
+    def draw(self, chance: random.Random) -> float:
+        return min(self.most, self.least * chance.paretovariate(self.shape))
+
+
+class Empirical(Struct, frozen=True):
+    """One of the values that were measured, each as likely as the others; times `scale`."""
+
+    values: Sequence[float]
+    scale: float = 1.0
+
+    def draw(self, chance: random.Random) -> float:
+        return self.scale * self.values[chance.randrange(len(self.values))]
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """Of one run. Seconds, unless it says otherwise; a decode step of B sequences takes `decode_step + B · decode_sequence`."""
+
+    prompt_tokens: int = 16
+    reply_tokens: Distribution = LogNormal(8.0, 0.5)  # tokens, cut at sampling.max_new_tokens
+    decode_step: float = 1e-3
+    decode_sequence: float = 5e-5
+    prefill_token: float = 1e-5
+    score: Distribution = Fixed(2e-3)  # of a group, by one of `rewards.workers`
+    score_token: float = 0.0
+    reference_token: float = 1e-5
+    train_token: float = 5e-5
+    update: float = 2e-3  # of the optimizer, whatever the batch
+    weights_bytes: float = 4e6
+    bandwidth: float = 1e9  # bytes a second, from the trainer to each rollout
+    swap: float = 1e-3  # of a rollout to a version that it has
+    save: float = 1e-2
+    start: Distribution = Fixed(2.0)  # of a process, until it registers
+    delay: Distribution = Fixed(2e-4)  # of a message, one way
+    storage: Distribution = Fixed(5e-4)  # of what the coordinator writes or reads

@@ -1,0 +1,117 @@
+"""Continuous batching in a simulation: slots, a queue, and decode steps that take longer the more sequences they have.
+
+Between two events all sequences advance alike, a token in `decode_step + B · decode_sequence` seconds. So the engine keeps one
+count of tokens for all: a sequence that begins at count c ends at c plus its length, and one timer waits for the nearest end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+from runtime.simulation.costs import Costs
+
+
+class SimulatedEngine:
+    """`pause` and `go_on` are counted: it decodes while nobody has paused it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, costs: Costs, slots: int):
+        self.busy = 0.0  # seconds
+        self._loop, self._costs, self._slots = loop, costs, slots
+        self._queue: deque[tuple[object, int, int, Callable[[], None], Callable[[], None]]] = deque()
+        self._running: list[tuple[float, int, object, Callable[[], None]]] = []
+        self._tokens = 0.0  # that a sequence would have by now that had begun with the engine
+        self._since = loop.time()
+        self._prefill = 0.0  # seconds that come before the next token
+        self._pauses = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._numbers = count()
+        self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def submit(self, owner: object, prompt: int, tokens: int, begun: Callable[[], None], done: Callable[[], None]) -> None:
+        """A sequence: `begun` is called as it gets a slot, `done` with its last token."""
+        self._queue.append((owner, prompt, tokens, begun, done))
+        self._update()
+
+    def withdraw(self, owner: object) -> None:
+        """All sequences of `owner`, without a word."""
+        self._advance()
+        self._queue = deque(one for one in self._queue if one[0] is not owner)
+        self._running = [one for one in self._running if one[2] is not owner]
+        heapq.heapify(self._running)
+        self._update()
+
+    def pause(self) -> None:
+        self._advance()
+        self._pauses += 1
+        self._update()
+
+    def go_on(self) -> None:
+        self._advance()
+        self._pauses -= 1
+        self._update()
+
+    async def drained(self) -> None:
+        """Nothing runs; what waits is not begun until the caller is done with it."""
+        self._slots, slots = 0, self._slots
+        try:
+            while self._running:
+                idle = self._loop.create_future()
+                self._idle.append(idle)
+                await idle
+        finally:
+            self._slots = slots
+            self._update()
+
+    def _step(self) -> float:
+        return self._costs.decode_step + self._costs.decode_sequence * len(self._running)
+
+    def _advance(self) -> None:
+        """Account for the time since the last event."""
+        now = self._loop.time()
+        elapsed, self._since = now - self._since, now
+        if self._pauses or not self._running:
+            return
+        self.busy += elapsed
+        prefill = min(elapsed, self._prefill)
+        self._prefill -= prefill
+        self._tokens += (elapsed - prefill) / self._step()
+
+    def _update(self) -> None:
+        """Begin what has a slot, and wait for the nearest end."""
+        self._advance()
+        while self._queue and len(self._running) < self._slots and not self._pauses:
+            owner, prompt, tokens, begun, done = self._queue.popleft()
+            self._prefill += prompt * self._costs.prefill_token
+            heapq.heappush(self._running, (self._tokens + tokens, next(self._numbers), owner, done))
+            begun()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running and not self._pauses:
+            seconds = self._prefill + max(0.0, self._running[0][0] - self._tokens) * self._step()
+            self._timer = self._loop.call_at(self._since + seconds, self._end)
+
+    def _end(self) -> None:
+        """The nearest end is reached, and whoever ends with it."""
+        self._advance()
+        ended = []
+        limit = self._running[0][0] + 1e-9  # the one that the timer was set for, however its count was rounded
+        self._tokens = max(self._tokens, self._running[0][0])
+        while self._running and self._running[0][0] <= limit:
+            ended.append(heapq.heappop(self._running)[3])
+        for done in ended:
+            done()
+        if not self._running:
+            idle, self._idle = self._idle, []
+            for one in idle:
+                if not one.done():
+                    one.set_result(None)
+        self._update()

@@ -1,0 +1,372 @@
+"""The roles of a simulation: what each does with its commands, in which time.
+
+A group's payload is what the checks need of it: its id and versions. Evaluations read replies, so theirs are whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from runtime import codec
+from runtime.commands import (
+    AbortWeights,
+    Accumulate,
+    Apply,
+    BeginStep,
+    CommitWeights,
+    Export,
+    HostWeights,
+    JoinWeights,
+    Move,
+    Offload,
+    Onload,
+    ReceiveWeights,
+    ResendWeights,
+    Restore,
+    Save,
+    SendWeights,
+    WeightsCommitted,
+    WeightsHosted,
+    WeightsSent,
+)
+from runtime.errors import SluiceError
+from runtime.simulation.engine import SimulatedEngine
+from runtime.simulation.process import SimulatedProcess
+from runtime.simulation.weights import SyncEpoch
+from runtime.types import (
+    GeneratedGroup,
+    GroupPayload,
+    GroupRequest,
+    LogprobRequest,
+    PolicyVersion,
+    Sample,
+    ScoreRequest,
+    Scores,
+    StepResult,
+    TrainGroup,
+    ValueRequest,
+)
+from runtime.weights.plan import GroupAddress, Manifest
+
+if TYPE_CHECKING:
+    from runtime.simulation.cluster import SimulatedCluster
+
+STATE = "simulated.json"  # what a model leaves in a checkpoint
+_MANIFEST = Manifest(tensors=(), bucket_bytes=1)
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """A payload: whose it is, and the packed versions of its oldest and newest token."""
+
+    group_id: int
+    oldest: int
+    newest: int
+
+
+class ModelState(msgspec.Struct):
+    """What an update changes: the next step, and every group that was trained, in order."""
+
+    step: int = 0
+    trained: list[int] = []
+
+
+class SimulatedRollout(SimulatedProcess):
+    role = "rollout"
+    withdraws = True
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self.version: PolicyVersion | None = None
+        self.received: PolicyVersion | None = None
+        self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots(name))
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        if request.purpose == "probe":
+            await self.spend(self.cluster.costs.decode_step * request.sampling.max_new_tokens)
+            versions = [self._serving()] * request.n
+            return self._answer(request, [1] * request.n, versions, versions)
+        chance = random.Random(request.seed * 31 + request.first)
+        limit, owner = request.sampling.max_new_tokens, object()
+        lengths = [max(1, min(limit, round(self.cluster.costs.reply_tokens.draw(chance)))) for _ in range(request.n)]
+        oldest, newest = ([self._serving()] * request.n for _ in range(2))
+        left, ended = set(range(request.n)), self.loop.create_future()
+
+        def begun(index: int) -> None:
+            oldest[index] = self._serving()
+
+        def done(index: int) -> None:
+            newest[index] = self._serving()
+            left.discard(index)
+            if not left and not ended.done():
+                ended.set_result(None)
+
+        for index, tokens in enumerate(lengths):
+            self.engine.submit(owner, len(request.prompt), tokens, partial(begun, index), partial(done, index))
+        try:
+            await ended
+        finally:
+            if left:
+                self.engine.withdraw(owner)
+        return self._answer(request, lengths, oldest, newest)
+
+    def _serving(self) -> PolicyVersion:
+        assert self.version is not None, f"{self.name} is asked before it has weights"
+        return self.version
+
+    def _answer(
+        self, request: GroupRequest, lengths: list[int], oldest: list[PolicyVersion], newest: list[PolicyVersion]
+    ) -> GeneratedGroup:
+        old, new = min(oldest), max(newest)
+        if request.purpose == "eval":
+            payload = codec.encode(GroupPayload.of(request.group_id, request.prompt, _samples(lengths, oldest)))
+        else:
+            payload = msgspec.msgpack.encode(Stamp(request.group_id, old.pack(), new.pack()))
+        return GeneratedGroup(
+            group_id=request.group_id,
+            prompt_tokens=len(request.prompt),
+            response_tokens=lengths,
+            truncated=sum(length == request.sampling.max_new_tokens for length in lengths),
+            oldest=old,
+            newest=new,
+            payload=payload,
+        )
+
+    async def join_weights(self, command: JoinWeights) -> None:
+        epoch = self.cluster.epochs[command.address.epoch]
+        await epoch.meet(self, self.cluster.config.publication.join_timeout)
+
+    async def receive_weights(self, command: ReceiveWeights) -> None:
+        costs, limits = self.cluster.costs, self.cluster.config.publication
+        self.received = None
+        patience = self.cluster.config.deadlines.train + 2 * limits.transfer_timeout
+        seconds = self.slow * costs.weights_bytes / costs.bandwidth
+        await self.cluster.epochs[command.epoch].receive(self, command.version, seconds, patience)
+        self.received = command.version
+
+    async def commit_weights(self, command: CommitWeights) -> WeightsCommitted:
+        if self.received != command.version:
+            raise self.fault("commit", f"version {command.version} is not here, but {self.received}")
+        if self.cluster.config.publication.in_flight == "drain":
+            await self.engine.drained()
+        self.engine.pause()
+        await self.spend(self.cluster.costs.swap)
+        self.cluster.witness.swapped(self, command.version, self.cluster.epochs[command.epoch])
+        self.version = command.version
+        self.engine.go_on()
+        return WeightsCommitted(self.cluster.costs.swap)
+
+    async def abort_weights(self, command: AbortWeights) -> None:
+        self.cluster.epochs[command.epoch].leave(self.name)
+        self.received = None
+
+    async def move(self, command: Move) -> None:
+        await self.spend(self.cluster.costs.swap)
+
+    def ended(self) -> None:
+        self.engine.pause()
+        for epoch in self.cluster.epochs.values():
+            epoch.leave(self.name, "is gone")
+
+    def paused(self, paused: bool) -> None:
+        if paused:
+            self.engine.pause()
+        else:
+            self.engine.go_on()
+
+    def busy_seconds(self) -> float:
+        return self.engine.busy
+
+
+def _samples(lengths: list[int], versions: list[PolicyVersion]) -> list[Sample]:
+    return [
+        Sample(
+            tokens=np.ones(length, np.int32),
+            loss_mask=np.ones(length, np.uint8),
+            logprobs=np.full(length, -0.5, np.float32),
+            versions=np.full(length, version.pack(), np.int64),
+            finish_reason="stop",
+        )
+        for length, version in zip(lengths, versions, strict=True)
+    ]
+
+
+class SimulatedReward(SimulatedProcess):
+    """Finds each reply right or wrong by chance, the same each time."""
+
+    role = "reward"
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self.role = name.rpartition("-")[0]
+        self._workers = asyncio.Semaphore(cluster.reward_workers)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        chance = random.Random(request.group_id)
+        size = self.cluster.config.sampling.group_size
+        if request.answers:
+            size = len(codec.decode(GroupPayload, request.payload).lengths)
+        async with self._workers:
+            await self.spend(self.cluster.costs.score.draw(self.chance))
+        values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)
+        answers: list[str | None] = [request.label] * size if request.answers else []
+        rules = {self.cluster.judge: values}
+        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(size, np.uint8), rules=rules, answers=answers)
+
+
+class SimulatedReference(SimulatedProcess):
+    role = "reference"
+
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        await self.in_turn(self.cluster.costs.reference_token * self.cluster.tokens_of_group)
+        return request.payload
+
+    async def onload(self, command: Onload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+    async def offload(self, command: Offload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+
+class SimulatedModel(SimulatedProcess):
+    """A model under training: its ranks are one unit, and carry out commands of data in order."""
+
+    is_group = True
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self.role = name.rpartition("-")[0]
+        self.state = ModelState()
+        self._batch: list[TrainGroup] = []
+        self._computed = 0.0
+
+    async def restore(self, command: Restore) -> None:
+        folder = Path(command.folder)
+        path = (folder / "critic" if self.role == "critic" else folder) / STATE
+        self.state = msgspec.json.decode(path.read_bytes(), type=ModelState)
+        await self.in_turn(self.cluster.costs.save)
+
+    async def begin_step(self, command: BeginStep) -> None:
+        await self.in_turn(0.0)
+
+    async def accumulate(self, command: Accumulate) -> None:
+        seconds = self.cluster.costs.train_token * sum(group.tokens for group in command.groups)
+        async with self._in_turn:
+            await self.spend(seconds)
+            self._batch += command.groups
+            self._computed += seconds
+
+    async def apply(self, command: Apply) -> StepResult:
+        async with self._in_turn:
+            await self.spend(self.cluster.costs.update)
+            batch, self._batch = self._batch, []
+            self.cluster.witness.applied(self, command.step, batch)
+            self.state = ModelState(command.step + 1, [*self.state.trained, *(group.group_id for group in batch)])
+            seconds, self._computed = self._computed + self.cluster.costs.update, 0.0
+        gaps = [
+            float(msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF != command.step) for probe in command.probes
+        ]
+        return StepResult(metrics={}, seconds=seconds, probes=gaps)
+
+    async def save(self, command: Save) -> None:
+        async with self._in_turn:
+            await self.spend(self.cluster.costs.save)
+            try:
+                (Path(command.folder) / STATE).write_bytes(msgspec.json.encode(self.state))
+            except OSError as error:
+                raise self.fault("save", str(error)) from error
+
+    async def onload(self, command: Onload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+    async def offload(self, command: Offload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+
+class SimulatedTrainer(SimulatedModel):
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self._held: PolicyVersion | None = None  # the version that was gathered last
+        self._intact = True  # whether it is still what was gathered
+
+    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+        epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
+        timeout = self.cluster.config.publication.join_timeout
+        self._tasks.add(self.loop.create_task(_quietly(epoch.meet(self, timeout))))
+        address = GroupAddress(
+            *(),
+            epoch=command.epoch,
+            host=self.machine,
+            port=1,
+            rank=0,
+            world_size=len(command.names),
+            backend="gloo",
+            timeout=timeout,
+            transport=command.transport,
+            names=command.names,
+        )
+        return WeightsHosted(address, _MANIFEST)
+
+    async def send_weights(self, command: SendWeights) -> WeightsSent:
+        async with self._in_turn:  # gathered after the commands before
+            await self.spend(self.cluster.costs.swap)
+            self._held = command.version
+            self._intact = self.name not in self.cluster.corrupt
+            self.cluster.corrupt.discard(self.name)
+        return await self._send(command)
+
+    async def resend_weights(self, command: ResendWeights) -> WeightsSent:
+        if self._held != command.version or not self._intact:
+            raise self.fault("snapshot", f"version {command.version} was not kept: {self._held} is there")
+        return await self._send(command)
+
+    async def _send(self, command: SendWeights | ResendWeights) -> WeightsSent:
+        epoch = self.cluster.epochs.get(command.epoch)
+        if epoch is None:
+            raise self.fault("transfer", f"there is no publication group of epoch {command.epoch}")
+        limits, began = self.cluster.config.publication, self.loop.time()
+        await epoch.meet(self, limits.join_timeout)
+        if not self._intact:
+            epoch.bad.add(command.version)
+        await epoch.send(self, command.version, limits.transfer_timeout)
+        return WeightsSent(round(self.cluster.costs.weights_bytes), self.loop.time() - began)
+
+    async def abort_weights(self, command: AbortWeights) -> None:
+        if (epoch := self.cluster.epochs.get(command.epoch)) is not None:
+            epoch.leave(self.name)
+
+    async def export(self, command: Export) -> None:
+        await self.in_turn(self.cluster.costs.save)
+
+    def ended(self) -> None:
+        for epoch in self.cluster.epochs.values():
+            epoch.leave(self.name, "is gone")
+
+
+class SimulatedCritic(SimulatedModel):
+    async def values(self, request: ValueRequest) -> bytes:
+        await self.in_turn(self.cluster.costs.reference_token * request.tokens)
+        return request.payload
+
+
+async def _quietly(meeting: Any) -> None:
+    """A sender connects beside what it is asked; its next transfer tells of a failure."""
+    with suppress(SluiceError):
+        await meeting
+
+
+ROLES: dict[str, type[SimulatedProcess]] = {
+    "rollout": SimulatedRollout,
+    "reward": SimulatedReward,
+    "reward_model": SimulatedReward,
+    "reference": SimulatedReference,
+    "trainer": SimulatedTrainer,
+    "critic": SimulatedCritic,
+}

@@ -1,0 +1,64 @@
+"""The coordinator as it is, on a virtual clock, with faults: some hundred seeds, each the same wherever it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.swarm import swarm
+
+ROOT = Path(__file__).parents[2]
+PARTS, SEEDS = 4, 50  # 200 seeds, each of them twice; `make swarm` runs more
+MENDED = {
+    "a publication of which no rollout could be a member": (1942, "cut:rollout-0@0.00638219"),
+    "a reward that stalled ended the run": (905, "stop:reward-0@0.0965103"),
+    "a reference that stalled ended the run": (1032, "stop:reference-0@2.36153"),
+}
+
+
+def traces(first: int, seeds: int) -> str:
+    """Of each seed: its number, and a hash of all that happened. What runs in the other process."""
+    swarm.silence()
+    lines = []
+    for seed in range(first, first + seeds):
+        with swarm.simulation(swarm.case_of(seed)) as simulation:
+            said = swarm.said(simulation, swarm.case_of(seed))
+            lines.append(f"{seed} {simulation.outcome.trace} {said}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_seed_holds_and_gives_the_same_trace_in_another_process(part: int) -> None:
+    first = part * SEEDS
+    code = f"from tests.loopback import test_swarm; print(test_swarm.traces({first}, {SEEDS}))"
+    environment = os.environ | {"PYTHONHASHSEED": str(part + 1)}
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        mine = traces(first, SEEDS)
+        theirs, _ = other.communicate(timeout=300)
+    finally:
+        other.kill()
+        other.wait()
+    assert theirs.strip() == mine.strip()
+    assert [line for line in mine.splitlines() if len(line.split()) > 2] == []
+
+
+@pytest.mark.parametrize(("seed", "faults"), MENDED.values(), ids=MENDED)
+def test_what_a_seed_has_found_stays_mended(seed: int, faults: str) -> None:
+    swarm.silence()
+    assert swarm.verdict(dataclasses.replace(swarm.case_of(seed), faults=swarm.parse(faults))) == ""
+
+
+def test_a_seed_that_breaks_something_is_shrunk_to_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any rollout that is killed is said to break something: of five faults that one is left."""
+    faults = "cut:rollout-0@0.1,kill:rollout-0@0.2,clock@0.3/9,slow:trainer-0@0.4/1,full@0.5+1"
+    case = swarm.Case(3, *(getattr(swarm.case_of(3), name) for name in ("config", "costs")), swarm.parse(faults), 1)
+    monkeypatch.setattr(swarm, "verdict", lambda one: "Broken: x" if any(f.kind == "kill" for f in one.faults) else "")
+    command = swarm.command(swarm.shrink(case, "Broken: x"))
+    assert command == "python -m tests.swarm.swarm --first 3 --seeds 1 --faults 'kill:rollout-0@0.2'"
+    assert [str(fault) for fault in swarm.parse(faults)] == faults.split(",")
