@@ -23,10 +23,9 @@ MENDED = {
 
 def traces(first: int, seeds: int) -> str:
     """Of each seed: its number, and a hash of all that happened. What runs in the other process."""
-    swarm.silence()
     lines = []
     for seed in range(first, first + seeds):
-        with swarm.simulation(swarm.case_of(seed)) as simulation:
+        with swarm.quiet(), swarm.simulation(swarm.case_of(seed)) as simulation:
             said = swarm.said(simulation, swarm.case_of(seed))
             lines.append(f"{seed} {simulation.outcome.trace} {said}")
     return "\n".join(lines)
@@ -50,8 +49,8 @@ def test_every_seed_holds_and_gives_the_same_trace_in_another_process(part: int)
 
 @pytest.mark.parametrize(("seed", "faults"), MENDED.values(), ids=MENDED)
 def test_what_a_seed_has_found_stays_mended(seed: int, faults: str) -> None:
-    swarm.silence()
-    assert swarm.verdict(dataclasses.replace(swarm.case_of(seed), faults=swarm.parse(faults))) == ""
+    with swarm.quiet():
+        assert swarm.verdict(dataclasses.replace(swarm.case_of(seed), faults=swarm.parse(faults))) == ""
 
 
 def test_a_seed_that_breaks_something_is_shrunk_to_one_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,19 +147,27 @@ def said(simulated: Simulation, case: Case) -> str:
 
 def hunt(seeds: Iterable[int], seconds: float) -> str:
     """What the first seed that breaks something says."""
-    silence()
     began = time.monotonic()
-    for number, seed in enumerate(seeds, start=1):
-        if found := verdict(case_of(seed)):
-            return f"after {number} seeds: {' '.join(found.split())}"
-        if time.monotonic() - began > seconds:
-            return f"not in {number} seeds"
+    with quiet():
+        for number, seed in enumerate(seeds, start=1):
+            if found := verdict(case_of(seed)):
+                return f"after {number} seeds: {' '.join(found.split())}"
+            if time.monotonic() - began > seconds:
+                return f"not in {number} seeds"
     return "not in all seeds"
 
 
-def silence() -> None:
-    logging.getLogger("sluice").setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What the coordinator logs is not shown meanwhile."""
+    before = {logger: logger.level for logger in map(logging.getLogger, ("sluice", "asyncio"))}
+    for logger in before:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
 
 
 def shrink(case: Case, found: str) -> Case:
@@ -202,8 +210,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.v:
         logging.basicConfig(level=logging.INFO)
-    else:
-        silence()
+    with nullcontext() if options.v else quiet():
+        return _swarm(options)
+
+
+def _swarm(options: argparse.Namespace) -> int:
     began, broken, number = time.monotonic(), 0, 0
     for number in range(1, options.seeds + 1):
         case = case_of(options.first + number - 1)
