@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,50 +29,58 @@ if TYPE_CHECKING:
     from runtime.coordinator.train_loop import TrainedStep
 
 
+_COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
+
+
 class BusyMeter:
-    """The rollouts' idle fraction, from the busy seconds that their status tells. One that tells nothing for `silence` seconds
-    is given up: a process answers while its engine computes."""
+    """How much of the time the rollouts compute, and how many sequences they have in a step, from what their status tells. One
+    that tells nothing for `silence` seconds is given up: a process answers while its engine computes."""
 
     def __init__(self, pool: RolloutPool, silence: float):
         self._pool = pool
         self._silence = silence
         self._heard: dict[RolePort, float] = {}  # when each that lives told something, or was first asked
-        self._busy: dict[RolePort, float] = {}
+        self._counts: dict[RolePort, dict[str, float]] = {}
         self._idle = 0.0
-        self._worked = self._there = 0.0  # seconds of all rollouts together, since the step before
+        self._grown = defaultdict[str, float](float)  # of all rollouts together, since the step before; `there`: seconds
 
-    def close_step(self) -> float:
-        """The idle fraction since the step before; the newest one known, where the rollouts have not told anything since."""
-        if self._there:
-            self._idle = idle_fraction(self._worked, self._there)
-            self._worked = self._there = 0.0
-        return self._idle
+    def close_step(self) -> dict[str, float]:
+        """Since the step before: the fraction of the time in which rollouts were idle, the sequences of a decode step, and its
+        seconds, prefills included. Of what the rollouts have not told anything since, the newest idle fraction alone."""
+        grown, self._grown = self._grown, defaultdict(float)
+        if grown["there"]:
+            self._idle = idle_fraction(grown["busy_seconds_total"], grown["there"])
+        figures = {"idle/rollout": self._idle}
+        if steps := grown["decode_steps_total"]:
+            figures["rollout/batch"] = grown["tokens_total"] / steps
+            figures["rollout/decode_seconds"] = grown["busy_seconds_total"] / steps
+        return figures
 
     async def run(self) -> None:
         """Measure until cancelled, over the rollouts that answered at both ends of an interval."""
         then = now()
         while True:
-            before, self._busy = self._busy, await self._ask()
+            before, self._counts = self._counts, await self._ask()
             asked = now()
-            both = before.keys() & self._busy.keys()
-            if both:
-                self._worked += sum(self._busy[rollout] - before[rollout] for rollout in both)
-                self._there += (asked - then) * len(both)
+            for rollout in before.keys() & self._counts.keys():
+                self._grown["there"] += asked - then
+                for name in _COUNTED:
+                    self._grown[name] += self._counts[rollout][name] - before[rollout][name]
             then = asked
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
-    async def _ask(self) -> dict[RolePort, float]:
-        """The busy seconds of each that answers."""
+    async def _ask(self) -> dict[RolePort, dict[str, float]]:
+        """The counts of each that answers."""
         rollouts, asked = self._pool.serving, now()
         self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
         answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
         told = {rollout: self._told(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}
-        return {rollout: busy for rollout, busy in told.items() if busy is not None}
+        return {rollout: counts for rollout, counts in told.items() if counts is not None}
 
-    def _told(self, rollout: RolePort, answer: Status | BaseException) -> float | None:
+    def _told(self, rollout: RolePort, answer: Status | BaseException) -> dict[str, float] | None:
         if isinstance(answer, Status):
             self._heard[rollout] = now()
-            return answer.gauges["busy_seconds_total"]
+            return answer.gauges
         if not isinstance(answer, ServiceFault):
             raise answer
         if now() - self._heard[rollout] >= self._silence:
@@ -126,12 +135,9 @@ class MetricsRecorder:
                 world_size=self._world_size,
                 incarnation=self.incarnation,
                 queues=self._queues(),
-                idle={
-                    "trainer": idle_fraction(trained.result.seconds, timing["timing/all"]),
-                    "rollout": self._meter.close_step(),
-                },
+                idle={"trainer": idle_fraction(trained.result.seconds, timing["timing/all"])},
                 publication=trained.publication,
-                rollouts=self._pool.close_step() | probed,
+                rollouts=self._pool.close_step() | self._meter.close_step() | probed,
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )

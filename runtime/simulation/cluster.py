@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from runtime.cluster.restarts import Allowance
@@ -11,18 +13,34 @@ from runtime.cluster.topology import Instance, instances, is_group, settings_of,
 from runtime.config import Config
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.errors import SluiceError
+from runtime.simulation.cores import Cores
 from runtime.simulation.costs import Costs
 from runtime.simulation.loop import SimulatedLoop
 from runtime.simulation.process import SimulatedProcess
-from runtime.simulation.roles import ROLES, SimulatedModel
+from runtime.simulation.roles import ROLES, SimulatedModel, SimulatedRollout
 from runtime.simulation.weights import SyncEpoch
-from runtime.simulation.witness import Witness
 from runtime.status import Progress
+from runtime.types import PolicyVersion, TrainGroup
 
 
 class CommandDeadlines(Protocol):
     def seconds(self, role: str, command: Any) -> float:
         """Until the answer of a process of `role` to `command`, as the contract has it."""
+
+
+class Observer:
+    """Told what happens beyond the ports. This one asks nothing of it."""
+
+    published = False  # in this life of the coordinator: whether its first version counts
+
+    def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
+        """A model updates."""
+
+    def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:
+        """A rollout takes a version over."""
+
+    def stopped(self, process: SimulatedProcess) -> None:
+        """A process does nothing any more, and its connection stays."""
 
 
 class SimulatedCluster:
@@ -37,11 +55,11 @@ class SimulatedCluster:
         costs: Costs,
         seed: str,
         deadlines: CommandDeadlines,
-        witness: Witness,
+        observer: Observer,
         nodes: int = 1,
     ):
         self.loop, self.config, self.costs, self.seed = loop, config, costs, seed
-        self.deadlines, self.witness = deadlines, witness
+        self.deadlines, self.observer = deadlines, observer
         self.register = Register()
         self.processes: dict[str, SimulatedProcess] = {}
         self.epochs: dict[int, SyncEpoch] = {}
@@ -51,13 +69,14 @@ class SimulatedCluster:
         """Fails with what ends the run: a process without which it cannot go on is not started again."""
         self.judge = config.rewards.rules[0].name.rpartition(":")[2] if config.rewards.rules else "reward"
         self.reward_workers = config.rewards.workers or 1
-        self.tokens_of_group = config.sampling.group_size * (costs.prompt_tokens + config.sampling.max_new_tokens // 2)
         self.began = loop.time()
         self.progress = Progress()
         self._chance = random.Random(f"{seed}/cluster")
         self._slots = slots(config)
         self._allowances: dict[str, Allowance] = {}
         self._nodes: dict[str, str] = {}
+        self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
+        self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has been given, and not looked at yet
         for number, unit in enumerate(self._units()):
             self._nodes[unit.name] = f"node-{number % nodes}"
             self._allowances[unit.name] = Allowance(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
@@ -69,8 +88,23 @@ class SimulatedCluster:
 
     def report(self, progress: Progress) -> None:
         self.progress = progress
-        self.witness.published = self.witness.published or progress.phase not in ("starting", "recovering")
+        self.observer.published = self.observer.published or progress.phase not in ("starting", "recovering")
         self.loop.note(f"{progress.phase} {progress.step}")
+
+    def arrive(self, deliver: Callable[[], None]) -> None:
+        """An answer reaches the coordinator, whose one thread takes the one after the other."""
+        if not self.costs.coordinator_message:
+            deliver()
+            return
+        self._inbox.append(deliver)
+        if len(self._inbox) == 1:
+            self.loop.create_task(self._take())
+
+    async def _take(self) -> None:
+        while self._inbox:
+            await self.cores["node-0"].spend(self.costs.coordinator_message)
+            self._inbox[0]()
+            self._inbox.popleft()
 
     def of_node(self, node: str) -> list[SimulatedProcess]:
         return [process for process in self.processes.values() if process.machine == node]

@@ -15,6 +15,16 @@ class Distribution(Protocol):
         """One value."""
 
 
+class Lengths(Struct, frozen=True):
+    """Of replies in tokens, by group, as they were measured: those of one prompt are alike."""
+
+    groups: Sequence[Sequence[int]]
+
+    def draw_group(self, chance: random.Random, size: int) -> list[float]:
+        group = self.groups[chance.randrange(len(self.groups))]
+        return [float(chance.choice(group)) for _ in range(size)]
+
+
 class Fixed(Struct, frozen=True):
     value: float
 
@@ -41,26 +51,15 @@ class Pareto(Struct, frozen=True):
         return min(self.most, self.least * chance.paretovariate(self.shape))
 
 
-class Empirical(Struct, frozen=True):
-    """One of the values that were measured, each as likely as the others; times `scale`."""
-
-    values: Sequence[float]
-    scale: float = 1.0
-
-    def draw(self, chance: random.Random) -> float:
-        return self.scale * self.values[chance.randrange(len(self.values))]
-
-
 class Costs(Struct, frozen=True, kw_only=True):
     """Of one run. Seconds, unless it says otherwise; a decode step of B sequences takes `decode_step + B · decode_sequence`."""
 
     prompt_tokens: int = 16
-    reply_tokens: Distribution = LogNormal(8.0, 0.5)  # tokens, cut at sampling.max_new_tokens
+    reply_tokens: Distribution | Lengths = LogNormal(8.0, 0.5)  # cut at sampling.max_new_tokens
     decode_step: float = 1e-3
     decode_sequence: float = 5e-5
     prefill_token: float = 1e-5
     score: Distribution = Fixed(2e-3)  # of a group, by one of `rewards.workers`
-    score_token: float = 0.0
     reference_token: float = 1e-5
     train_token: float = 5e-5
     update: float = 2e-3  # of the optimizer, whatever the batch
@@ -71,3 +70,14 @@ class Costs(Struct, frozen=True, kw_only=True):
     start: Distribution = Fixed(2.0)  # of a process, until it registers
     delay: Distribution = Fixed(2e-4)  # of a message, one way
     storage: Distribution = Fixed(5e-4)  # of what the coordinator writes or reads
+    coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer that it is given
+    cores: int = 0  # of a node, which all its processes share; 0: each has what it computes on
+
+    def lengths(self, chance: random.Random, size: int, limit: int) -> list[int]:
+        """Of the replies of one group, int in 1 … `limit`."""
+        drawn = (
+            self.reply_tokens.draw_group(chance, size)
+            if isinstance(self.reply_tokens, Lengths)
+            else [self.reply_tokens.draw(chance) for _ in range(size)]
+        )
+        return [max(1, min(limit, round(length))) for length in drawn]

@@ -12,18 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
+from runtime.simulation.cores import Cores
 from runtime.simulation.costs import Costs
 
 
 class SimulatedEngine:
     """`pause` and `go_on` are counted: it decodes while nobody has paused it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, costs: Costs, slots: int):
+    def __init__(self, loop: asyncio.AbstractEventLoop, costs: Costs, slots: int, cores: Cores):
         self.busy = 0.0  # seconds
-        self._loop, self._costs, self._slots = loop, costs, slots
+        self.tokens = self.steps = 0.0  # that were decoded
+        self._loop, self._costs, self._slots, self._cores = loop, costs, slots, cores
         self._queue: deque[tuple[object, int, int, Callable[[], None], Callable[[], None]]] = deque()
         self._running: list[tuple[float, int, object, Callable[[], None]]] = []
-        self._tokens = 0.0  # that a sequence would have by now that had begun with the engine
+        self._count = 0.0  # of tokens: that a sequence would have by now that had begun with the engine
         self._since = loop.time()
         self._prefill = 0.0  # seconds that come before the next token
         self._pauses = 0
@@ -42,19 +44,19 @@ class SimulatedEngine:
 
     def withdraw(self, owner: object) -> None:
         """All sequences of `owner`, without a word."""
-        self._advance()
+        self.settle()
         self._queue = deque(one for one in self._queue if one[0] is not owner)
         self._running = [one for one in self._running if one[2] is not owner]
         heapq.heapify(self._running)
         self._update()
 
     def pause(self) -> None:
-        self._advance()
+        self.settle()
         self._pauses += 1
         self._update()
 
     def go_on(self) -> None:
-        self._advance()
+        self.settle()
         self._pauses -= 1
         self._update()
 
@@ -73,38 +75,47 @@ class SimulatedEngine:
     def _step(self) -> float:
         return self._costs.decode_step + self._costs.decode_sequence * len(self._running)
 
-    def _advance(self) -> None:
+    def settle(self) -> None:
         """Account for the time since the last event."""
         now = self._loop.time()
         elapsed, self._since = now - self._since, now
         if self._pauses or not self._running:
             return
         self.busy += elapsed
-        prefill = min(elapsed, self._prefill)
+        computed = elapsed * self._cores.speed
+        prefill = min(computed, self._prefill)
         self._prefill -= prefill
-        self._tokens += (elapsed - prefill) / self._step()
+        steps = (computed - prefill) / self._step()
+        self._count += steps
+        self.steps += steps
+        self.tokens += steps * len(self._running)
 
     def _update(self) -> None:
         """Begin what has a slot, and wait for the nearest end."""
-        self._advance()
+        self.settle()
         while self._queue and len(self._running) < self._slots and not self._pauses:
             owner, prompt, tokens, begun, done = self._queue.popleft()
             self._prefill += prompt * self._costs.prefill_token
-            heapq.heappush(self._running, (self._tokens + tokens, next(self._numbers), owner, done))
+            heapq.heappush(self._running, (self._count + tokens, next(self._numbers), owner, done))
             begun()
+        (self._cores.join if self._running and not self._pauses else self._cores.leave)(self)
+        self.rearm()
+
+    def rearm(self) -> None:
+        """Wait for the nearest end, at the speed of now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._running and not self._pauses:
-            seconds = self._prefill + max(0.0, self._running[0][0] - self._tokens) * self._step()
-            self._timer = self._loop.call_at(self._since + seconds, self._end)
+            seconds = self._prefill + max(0.0, self._running[0][0] - self._count) * self._step()
+            self._timer = self._loop.call_at(self._since + seconds / self._cores.speed, self._end)
 
     def _end(self) -> None:
         """The nearest end is reached, and whoever ends with it."""
-        self._advance()
+        self.settle()
         ended = []
         limit = self._running[0][0] + 1e-9  # the one that the timer was set for, however its count was rounded
-        self._tokens = max(self._tokens, self._running[0][0])
+        self._count = max(self._count, self._running[0][0])
         while self._running and self._running[0][0] <= limit:
             ended.append(heapq.heappop(self._running)[3])
         for done in ended:

@@ -41,6 +41,7 @@ class SimulatedProcess:
         self.machines = {name: machine}
         self.cluster = cluster
         self.loop = cluster.loop
+        self.cores = cluster.cores[machine]
         self.chance = random.Random(f"{cluster.seed}/{name}/{incarnation}")
         self.alive = True
         self.slow = 1.0  # by how much its link is slower
@@ -81,7 +82,7 @@ class SimulatedProcess:
         if not self._goes_on.is_set() or not self.alive:
             await asyncio.sleep(timeouts.CONTROL_CALL)
             raise Unanswered(self.name, "Status", "did not answer", timeouts.CONTROL_CALL)
-        return Status(role=self.role, name=self.name, gauges={"busy_seconds_total": self.busy_seconds()})
+        return Status(role=self.role, name=self.name, gauges=self.gauges())
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         if self._lost:
@@ -121,7 +122,7 @@ class SimulatedProcess:
         if self._goes_on.is_set():
             self._goes_on.clear()
             self.paused(True)
-            self.cluster.witness.stopped(self)
+            self.cluster.observer.stopped(self)
             if self.is_group:
                 silence = self.cluster.config.deadlines.silence
                 self.loop.call_later(silence, self._pinged, silence)
@@ -146,17 +147,20 @@ class SimulatedProcess:
     def paused(self, paused: bool) -> None:
         """For those who have more than tasks."""
 
-    def busy_seconds(self) -> float:
-        """That it has computed, over all that it does at once."""
-        return self._busy
+    def gauges(self) -> dict[str, float]:
+        """As the role's service tells them."""
+        return {"busy_seconds_total": self._busy}
 
     # ------------------------------------------------------------------------------------------ inside
 
-    async def spend(self, seconds: float) -> None:
-        """Compute; not while it is stopped."""
-        self._busy += seconds
-        await asyncio.sleep(seconds)
+    async def spend(self, seconds: float) -> float:
+        """Compute; not while it is stopped. Returns the seconds that it took."""
+        began = self.loop.time()
+        await self.cores.spend(seconds)
+        took = self.loop.time() - began
+        self._busy += took
         await self._goes_on.wait()
+        return took
 
     async def in_turn(self, seconds: float) -> None:
         """Compute, one after the other."""
@@ -204,7 +208,7 @@ class SimulatedProcess:
             else:
                 answer.set_exception(error)
 
-        self._returns = self._sent(self._returns, deliver)
+        self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver))
 
     async def _answered(
         self, answer: asyncio.Future[Any], timer: asyncio.TimerHandle | None, carrying: list[asyncio.Task[None]] | None

@@ -64,11 +64,12 @@ _MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """A payload: whose it is, and the packed versions of its oldest and newest token."""
+    """A payload: whose it is, the packed versions of its oldest and newest token, and how many tokens it has."""
 
     group_id: int
     oldest: int
     newest: int
+    tokens: int  # prompts included
 
 
 class ModelState(msgspec.Struct):
@@ -86,7 +87,7 @@ class SimulatedRollout(SimulatedProcess):
         super().__init__(cluster, name, incarnation, machine)
         self.version: PolicyVersion | None = None
         self.received: PolicyVersion | None = None
-        self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots(name))
+        self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots(name), self.cores)
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":
@@ -95,7 +96,7 @@ class SimulatedRollout(SimulatedProcess):
             return self._answer(request, [1] * request.n, versions, versions)
         chance = random.Random(request.seed * 31 + request.first)
         limit, owner = request.sampling.max_new_tokens, object()
-        lengths = [max(1, min(limit, round(self.cluster.costs.reply_tokens.draw(chance)))) for _ in range(request.n)]
+        lengths = self.cluster.costs.lengths(chance, request.n, limit)
         oldest, newest = ([self._serving()] * request.n for _ in range(2))
         left, ended = set(range(request.n)), self.loop.create_future()
 
@@ -128,7 +129,8 @@ class SimulatedRollout(SimulatedProcess):
         if request.purpose == "eval":
             payload = codec.encode(GroupPayload.of(request.group_id, request.prompt, _samples(lengths, oldest)))
         else:
-            payload = msgspec.msgpack.encode(Stamp(request.group_id, old.pack(), new.pack()))
+            tokens = len(request.prompt) * request.n + sum(lengths)
+            payload = msgspec.msgpack.encode(Stamp(request.group_id, old.pack(), new.pack(), tokens))
         return GeneratedGroup(
             group_id=request.group_id,
             prompt_tokens=len(request.prompt),
@@ -158,7 +160,7 @@ class SimulatedRollout(SimulatedProcess):
             await self.engine.drained()
         self.engine.pause()
         await self.spend(self.cluster.costs.swap)
-        self.cluster.witness.swapped(self, command.version, self.cluster.epochs[command.epoch])
+        self.cluster.observer.swapped(self, command.version, self.cluster.epochs[command.epoch])
         self.version = command.version
         self.engine.go_on()
         return WeightsCommitted(self.cluster.costs.swap)
@@ -181,8 +183,9 @@ class SimulatedRollout(SimulatedProcess):
         else:
             self.engine.go_on()
 
-    def busy_seconds(self) -> float:
-        return self.engine.busy
+    def gauges(self) -> dict[str, float]:
+        engine = self.engine
+        return {"busy_seconds_total": engine.busy, "decode_steps_total": engine.steps, "tokens_total": engine.tokens}
 
 
 def _samples(lengths: list[int], versions: list[PolicyVersion]) -> list[Sample]:
@@ -225,7 +228,8 @@ class SimulatedReference(SimulatedProcess):
     role = "reference"
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
-        await self.in_turn(self.cluster.costs.reference_token * self.cluster.tokens_of_group)
+        tokens = msgspec.msgpack.decode(request.payload, type=Stamp).tokens
+        await self.in_turn(self.cluster.costs.reference_token * tokens)
         return request.payload
 
     async def onload(self, command: Onload) -> None:
@@ -259,17 +263,16 @@ class SimulatedModel(SimulatedProcess):
     async def accumulate(self, command: Accumulate) -> None:
         seconds = self.cluster.costs.train_token * sum(group.tokens for group in command.groups)
         async with self._in_turn:
-            await self.spend(seconds)
+            self._computed += await self.spend(seconds)
             self._batch += command.groups
-            self._computed += seconds
 
     async def apply(self, command: Apply) -> StepResult:
         async with self._in_turn:
-            await self.spend(self.cluster.costs.update)
+            self._computed += await self.spend(self.cluster.costs.update)
             batch, self._batch = self._batch, []
-            self.cluster.witness.applied(self, command.step, batch)
+            self.cluster.observer.applied(self, command.step, batch)
             self.state = ModelState(command.step + 1, [*self.state.trained, *(group.group_id for group in batch)])
-            seconds, self._computed = self._computed + self.cluster.costs.update, 0.0
+            seconds, self._computed = self._computed, 0.0
         gaps = [
             float(msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF != command.step) for probe in command.probes
         ]

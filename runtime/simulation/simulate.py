@@ -1,10 +1,9 @@
-"""One simulated run, through all lives of its coordinator: from a crash it goes on as `run.resume=auto` does."""
+"""One simulated run: the coordinator as it is, with its ledger on a file system, over processes that are modelled."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,13 @@ from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts
-from runtime.errors import StorageFull
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.sets import evaluation_sets
-from runtime.ledger import checkpoint
 from runtime.ledger.journal import LedgerWriter
 from runtime.process.aio import first_error
-from runtime.simulation.cluster import CommandDeadlines, SimulatedCluster
+from runtime.simulation.cluster import CommandDeadlines, Observer, SimulatedCluster
 from runtime.simulation.costs import Costs
-from runtime.simulation.faults import Fault, Faults
-from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld
-from runtime.simulation.witness import Witness
+from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers
@@ -38,15 +33,14 @@ WALL = 1.7e9  # seconds since the epoch
 
 
 class Outcome(Struct):
-    """What became of a run. `metrics` are its steps', `trace` is of all lives."""
+    """What became of a run. `metrics` are its steps', `trace` is of all lives of its coordinator."""
 
     summary: Summary | None = None
     metrics: list[tuple[int, Metrics]] = field(default_factory=list)
     lives: int = 1
-    seconds: float = 0.0  # virtual
+    seconds: float = 0.0  # virtual, of the last life
     rounds: int = 0
     trace: str = ""
-    witness: Witness | None = None
 
 
 class _Metrics(Trackers):
@@ -88,83 +82,50 @@ class Simulation(SimulatedWorld):
         costs: Costs,
         deadlines: CommandDeadlines,
         seed: int = 0,
-        faults: Sequence[Fault] = (),
         *,
+        observer: Observer | None = None,
         problems: int = 1000,
         nodes: int = 1,
     ):
-        self._config, self._costs, self._deadlines, self._seed = config, costs, deadlines, seed
-        self._nodes = nodes
+        self.config = config
+        self.outcome = Outcome()
+        self.training: TrainingRun | None = None
+        self.cluster: SimulatedCluster | None = None
+        self.observer = observer or Observer()
+        self._costs, self._deadlines, self._seed, self._nodes = costs, deadlines, seed, nodes
         self._train = prompts("train", problems, costs.prompt_tokens)
         self._held_out = [
             HeldOut(each, prompts(each.name, each.problems or 16, costs.prompt_tokens)) for each in evaluation_sets(config)
         ]
-        self._faults = Faults(faults, random.Random(f"{seed}/faults"))
-        training, every = config.training, config.checkpoint.every
-        redone = min(training.steps, every or training.steps)
-        self.witness = Witness(training.staleness, training.groups_per_step, _patience(config), redone)
         self._chance = random.Random(f"{seed}/storage")
-        self._run: TrainingRun | None = None
-        self.cluster: SimulatedCluster | None = None
-        self.outcome = Outcome(witness=self.witness)
 
     def run(self) -> Outcome:
-        """Raises Broken, Stuck, and what ends the run as it would a real one."""
-        began, folder, resume = BEGAN, Path(self._config.run.dir), ""
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            config = replace(self._config, run=replace(self._config.run, dir=str(folder), resume=resume))
-            life = f"{self._seed}/{self.outcome.lives}"
-            # The loop has no files and no sockets: what asyncio declares for those it does not have.
-            loop = SimulatedLoop(life, self, began)  # type: ignore[abstract]
-            try:
-                self.outcome.summary = loop.run(self._live(loop, config))
-                self._close(loop)
-                return self.outcome
-            except (Crash, StorageFull):
-                following = folder.with_name(f"{folder.name.split('~')[0]}~{self.outcome.lives}")
-                shutil.copytree(folder, following)  # what a SIGKILL leaves is what lies there now
-                self._close(loop)
-                shutil.rmtree(folder)
-                folder, began = following, loop.time()
-                self.outcome.lives += 1
-                self._faults.failing_writes = 0
-                self.witness.moved(began)
-                resume = checkpoint.resolve("auto", folder)
-                if not resume:
-                    shutil.rmtree(folder)
-            except BaseException:
-                self._close(loop)
-                raise
-
-    def _close(self, loop: SimulatedLoop) -> None:
-        self.outcome.seconds = loop.time() - BEGAN
-        self.outcome.rounds += loop.rounds
-        self.outcome.trace += loop.trace
-        self._run = None
-        loop.end()
-
-    # ------------------------------------------------------------------------------------------ around the loop
-
-    def before_round(self, rounds: int) -> None:
-        self._faults.crash(rounds)
-
-    def after_round(self) -> None:
-        if self._run is not None and self.cluster is not None:
-            self.witness.look(self._run, self.cluster)
-
-    def storage_seconds(self) -> float:
-        return self._costs.storage.draw(self._chance)
-
-    def check_storage(self) -> None:
-        self._faults.check_disk()
+        """Raises Stuck, and what ends the run as it would a real one."""
+        Path(self.config.run.dir).mkdir(parents=True, exist_ok=True)
+        loop = self.new_loop(BEGAN)
+        try:
+            self.outcome.summary = loop.run(self.live(loop, self.config))
+            return self.outcome
+        finally:
+            self.close(loop)
 
     # ------------------------------------------------------------------------------------------ one life of the coordinator
 
-    async def _live(self, loop: SimulatedLoop, config: Config) -> Summary:
-        cluster = self.cluster = SimulatedCluster(
-            loop, config, self._costs, f"{self._seed}/{self.outcome.lives}", self._deadlines, self.witness, self._nodes
-        )
+    def new_loop(self, began: float) -> SimulatedLoop:
+        """For the next life. It has no files and no sockets: what asyncio declares for those it does not have."""
+        return SimulatedLoop(f"{self._seed}/{self.outcome.lives}", self, began)  # type: ignore[abstract]
+
+    def close(self, loop: SimulatedLoop) -> None:
+        self.outcome.seconds = loop.time() - BEGAN
+        self.outcome.rounds += loop.rounds
+        self.outcome.trace += loop.trace
+        self.training = None
+        loop.end()
+
+    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> Summary:
+        """The run in the folder of `config`. `clock`: seconds by which the wall clock is off."""
+        life = f"{self._seed}/{self.outcome.lives}"
+        cluster = self.cluster = SimulatedCluster(loop, config, self._costs, life, self._deadlines, self.observer, self._nodes)
         ledger = await LedgerWriter.open(Path(config.run.dir) / run_files.LEDGER, config.ledger.segment_bytes)
         try:
             context = RunContext(
@@ -176,29 +137,25 @@ class Simulation(SimulatedWorld):
                 text=_Numbers(),
                 stop_token_ids=(0,),
                 supervisor=cluster,
-                epoch=WALL + self._faults.clock,
+                epoch=WALL + clock,
                 launched=loop.time(),
             )
-            run = self._run = TrainingRun(context, cluster.register)
-            self._faults.begin(loop, cluster)
+            run = self.training = TrainingRun(context, cluster.register)
+            self.began(loop, cluster)
             working = asyncio.ensure_future(run.execute())
             waits: set[asyncio.Future[Any]] = {working, cluster.failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 cluster.failed.result()
             try:
-                summary = working.result()
+                return working.result()
             except Exception as error:  # noqa: BLE001 - it comes in a group
                 raise first_error(error) from None
         finally:
             await ledger.close()
-        self.witness.ended(run, ledger.folder, cluster.trainer.state, config.training.steps)
-        return summary
 
+    def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
+        """Called once everybody is there, before the run begins."""
 
-def _patience(config: Config) -> float:
-    """More than any wait that is right, one after the other: what a step that loses a group may take."""
-    deadlines, publication = config.deadlines, config.publication
-    one = deadlines.start + deadlines.generate + deadlines.score + deadlines.train + deadlines.save
-    sync = publication.join_timeout + 2 * publication.transfer_timeout + publication.commit_timeout + publication.abort_timeout
-    return 3 * (one + 3 * sync)
+    def storage_seconds(self) -> float:
+        return self._costs.storage.draw(self._chance)

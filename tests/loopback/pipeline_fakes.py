@@ -130,7 +130,9 @@ class FakeRollout(FakeReplica):
         self.calls.append(("move", level))
 
     async def status(self) -> Status:
-        return Status(role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0})
+        return Status(
+            role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0, "decode_steps_total": 0.0, "tokens_total": 0.0}
+        )
 
 
 def generated(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion, payload: bytes) -> GeneratedGroup:

@@ -29,10 +29,10 @@ from runtime.config import Config
 from runtime.coordinator.sync_group import TRIES
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.simulation.costs import Costs, Fixed, LogNormal, Pareto
-from runtime.simulation.faults import KINDS, Fault, draw
-from runtime.simulation.simulate import Simulation
 from services.rpc.client import service_of
 from services.rpc.contract import method_of
+from tests.swarm.faults import KINDS, Fault, draw
+from tests.swarm.faulty import FaultySimulation
 
 MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
 MOST_FAULTS = 5
@@ -119,12 +119,12 @@ def case_of(seed: int) -> Case:
 
 
 @contextmanager
-def simulation(case: Case) -> Iterator[Simulation]:
+def simulation(case: Case) -> Iterator[FaultySimulation]:
     """Nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix="sluice-swarm-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         settings = replace(case.config, run=replace(case.config.run, dir=f"{folder}/run"))
         deadlines = ContractDeadlines(settings)
-        yield Simulation(settings, case.costs, deadlines, case.seed, case.faults, problems=50, nodes=case.nodes)
+        yield FaultySimulation(settings, case.costs, deadlines, case.seed, case.faults, problems=50, nodes=case.nodes)
 
 
 def verdict(case: Case) -> str:
@@ -133,7 +133,7 @@ def verdict(case: Case) -> str:
         return said(simulated, case)
 
 
-def said(simulated: Simulation, case: Case) -> str:
+def said(simulated: FaultySimulation, case: Case) -> str:
     """`verdict`, of a simulation that has not run."""
     try:
         simulated.run()

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from runtime.config import Critic, RowFormat
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
 from runtime.coordinator.groups import DynamicSampling
-from runtime.coordinator.metrics_recorder import MetricsRecorder, Probes
+from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes
 from runtime.coordinator.roles import RolloutPool
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluatedProblem
@@ -88,11 +88,13 @@ def of_the_coordinator() -> set[str]:
     async def log(step: int, found: dict[str, Any]) -> None:
         told.append(found)
 
+    meter = BusyMeter(pool, 1.0)
+    meter._grown.update(there=2.0, busy_seconds_total=1.0, decode_steps_total=10.0, tokens_total=30.0)
     fakes: dict[str, Any] = {
         "context": SimpleNamespace(trackers=SimpleNamespace(log=log), config=config),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
         "buffer": SimpleNamespace(counts=Counter),
-        "meter": SimpleNamespace(close_step=lambda: 0.5),
+        "meter": meter,
         "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
         "totals": SimpleNamespace(add=lambda _: None),
         "dynamic_sampling": SimpleNamespace(close_step=lambda: DynamicSampling.close_step(sampling)),

@@ -29,7 +29,7 @@ class Working:
             role="rollout",
             name="rollout-0",
             state="ready",
-            gauges={"busy_seconds_total": busy},
+            gauges={"busy_seconds_total": busy, "decode_steps_total": 10 * busy, "tokens_total": 30 * busy},
             pid=1,
             address="",
             uptime_seconds=0.0,
@@ -47,7 +47,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metrics_recorder, "now", lambda: float(next(clock)))
     monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
 
-    async def measured() -> tuple[float, float]:
+    async def measured() -> tuple[dict[str, float], dict[str, float]]:
         rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)
         meter = BusyMeter(Pool(rollout), silence=1e9)  # type: ignore[arg-type]
         running = asyncio.create_task(meter.run())
@@ -57,5 +57,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
         return first, meter.close_step()
 
     first, again = asyncio.run(measured())
-    assert 0 < first < 1  # the last intervals alone would say 1
-    assert again == first  # nothing was told since
+    assert 0 < first["idle/rollout"] < 1  # the last intervals alone would say 1
+    assert first["rollout/batch"] == 3.0
+    assert first["rollout/decode_seconds"] == pytest.approx(0.1)
+    assert again == {"idle/rollout": first["idle/rollout"]}  # nothing was told since

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runtime.simulation.cores import Cores
 from runtime.simulation.costs import Costs
 from runtime.simulation.engine import SimulatedEngine
 from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
@@ -21,7 +22,7 @@ def run(main: Callable[[SimulatedEngine, list[tuple[str, float]]], Coroutine[Any
     loop = SimulatedLoop("0", SimulatedWorld())  # type: ignore[abstract]
     ended: list[tuple[str, float]] = []
     try:
-        loop.run(main(SimulatedEngine(loop, COSTS, slots), ended))
+        loop.run(main(SimulatedEngine(loop, COSTS, slots, Cores(loop, 0)), ended))
     finally:
         loop.end()
     return {name: at - BEGAN for name, at in ended}

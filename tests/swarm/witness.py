@@ -11,6 +11,7 @@ import msgspec
 from runtime import timeouts
 from runtime.coordinator.register import UnitState
 from runtime.ledger.reader import LedgerReader
+from runtime.simulation.cluster import Observer
 from runtime.types import PolicyVersion, TrainGroup
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Broken(Exception):
     """An invariant does not hold."""
 
 
-class Witness:
+class Witness(Observer):
     """`patience`: seconds of virtual time in which a step has to end, a recovery in between included. `redone`: the most steps
     that a recovery does again."""
 
@@ -35,7 +36,6 @@ class Witness:
         self._most = (staleness + 2 + redone) * groups_per_step
         self._step = -1
         self._since = 0.0
-        self.published = False  # in this life of the coordinator: whether its first version counts
         self.steps = self.oldest = 0
         self.most_live = 0
 

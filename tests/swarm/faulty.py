@@ -1,0 +1,90 @@
+"""A simulated run that goes wrong by seed, through all lives of its coordinator: from a crash it goes on as `run.resume=auto`
+does. A witness says what does not hold."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from runtime import run_files
+from runtime.config import Config
+from runtime.errors import StorageFull
+from runtime.ledger import checkpoint
+from runtime.simulation.cluster import CommandDeadlines, SimulatedCluster
+from runtime.simulation.costs import Costs
+from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
+from runtime.simulation.simulate import Outcome, Simulation
+from runtime.telemetry.summary import Summary
+from tests.swarm.faults import Fault, Faults
+from tests.swarm.witness import Witness
+
+
+class FaultySimulation(Simulation):
+    def __init__(
+        self, config: Config, costs: Costs, deadlines: CommandDeadlines, seed: int, faults: Sequence[Fault] = (), **more: Any
+    ):
+        training, every = config.training, config.checkpoint.every
+        redone = min(training.steps, every or training.steps)
+        self.witness = Witness(training.staleness, training.groups_per_step, _patience(config), redone)
+        super().__init__(config, costs, deadlines, seed, observer=self.witness, **more)
+        self._faults = Faults(faults, random.Random(f"{seed}/faults"))
+
+    def run(self) -> Outcome:
+        """Raises Broken, Stuck, and what ends the run as it would a real one."""
+        began, folder, resume = BEGAN, Path(self.config.run.dir), ""
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            config = replace(self.config, run=replace(self.config.run, dir=str(folder), resume=resume))
+            loop = self.new_loop(began)
+            try:
+                self.outcome.summary = loop.run(self.live(loop, config, self._faults.clock))
+                self.close(loop)
+                return self.outcome
+            except (Crash, StorageFull):
+                following = folder.with_name(f"{folder.name.split('~')[0]}~{self.outcome.lives}")
+                shutil.copytree(folder, following)  # what a SIGKILL leaves is what lies there now
+                self.close(loop)
+                shutil.rmtree(folder)
+                folder, began = following, loop.time()
+                self.outcome.lives += 1
+                self._faults.failing_writes = 0
+                self.witness.moved(began)
+                resume = checkpoint.resolve("auto", folder)
+                if not resume:
+                    shutil.rmtree(folder)
+            except BaseException:
+                self.close(loop)
+                raise
+
+    async def live(self, loop: SimulatedLoop, config: Config, clock: float = 0.0) -> Summary:
+        summary = await super().live(loop, config, clock)
+        assert self.training is not None and self.cluster is not None
+        ledger = Path(config.run.dir) / run_files.LEDGER
+        self.witness.ended(self.training, ledger, self.cluster.trainer.state, config.training.steps)
+        return summary
+
+    def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
+        self._faults.begin(loop, cluster)
+
+    def before_round(self, rounds: int) -> None:
+        self._faults.crash(rounds)
+
+    def after_round(self) -> None:
+        if self.training is not None and self.cluster is not None:
+            self.witness.look(self.training, self.cluster)
+
+    def check_storage(self) -> None:
+        self._faults.check_disk()
+
+
+def _patience(config: Config) -> float:
+    """More than any wait that is right, one after the other: what a step that loses a group may take."""
+    deadlines, publication = config.deadlines, config.publication
+    one = deadlines.start + deadlines.generate + deadlines.score + deadlines.train + deadlines.save
+    sync = publication.join_timeout + 2 * publication.transfer_timeout + publication.commit_timeout + publication.abort_timeout
+    return 3 * (one + 3 * sync)
