@@ -37,11 +37,17 @@ def _parser() -> CommandParser:
     train = commands.add_parser("train", help="run a whole topology on this machine")
     evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
-    for command in (train, evaluate, validate):
+    simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
+    for command in (train, evaluate, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     for command in (train, evaluate):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
+
+    simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
+    simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
+    simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
+    simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
 
     commands.add_parser("schema", help="print the configuration's JSON Schema")
 
@@ -270,6 +276,13 @@ def _validate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    from launcher.commands.simulate import simulate
+
+    simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture)
+    return 0
+
+
 def _scale(options: argparse.Namespace) -> int:
     from launcher.commands import scale
 
@@ -381,6 +394,7 @@ _COMMANDS = {
     "train": _train,
     "eval": _eval,
     "validate": _validate,
+    "simulate": _simulate,
     "schema": _schema,
     "render": _render,
     "status": _status,

@@ -76,6 +76,7 @@ class SimulatedCluster:
         self._allowances: dict[str, Allowance] = {}
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
+        self.coordinator_busy = 0.0  # seconds
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has been given, and not looked at yet
         for number, unit in enumerate(self._units()):
             self._nodes[unit.name] = f"node-{number % nodes}"
@@ -102,7 +103,9 @@ class SimulatedCluster:
 
     async def _take(self) -> None:
         while self._inbox:
+            began = self.loop.time()
             await self.cores["node-0"].spend(self.costs.coordinator_message)
+            self.coordinator_busy += self.loop.time() - began
             self._inbox[0]()
             self._inbox.popleft()
 

@@ -56,6 +56,7 @@ class Costs(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int = 16
     reply_tokens: Distribution | Lengths = LogNormal(8.0, 0.5)  # cut at sampling.max_new_tokens
+    length_scale: float = 1.0  # of all of them
     decode_step: float = 1e-3
     decode_sequence: float = 5e-5
     prefill_token: float = 1e-5
@@ -80,4 +81,4 @@ class Costs(Struct, frozen=True, kw_only=True):
             if isinstance(self.reply_tokens, Lengths)
             else [self.reply_tokens.draw(chance) for _ in range(size)]
         )
-        return [max(1, min(limit, round(length))) for length in drawn]
+        return [max(1, min(limit, round(length * self.length_scale))) for length in drawn]

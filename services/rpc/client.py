@@ -243,3 +243,13 @@ def client(role: str, sessions: Sequence[Session], config: Config, incarnation: 
     if service not in GROUPS:
         return RoleClient(service, sessions[0], config, incarnation)
     return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)
+
+
+class ContractDeadlines:
+    """Seconds until the answer to a command, for those who have no session."""
+
+    def __init__(self, config: Config):
+        self._config = config
+
+    def seconds(self, role: str, command: Any) -> float:
+        return method_of(service_of(role, self._config), command).seconds(self._config)

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -29,22 +28,13 @@ from runtime.config import Config
 from runtime.coordinator.sync_group import TRIES
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.simulation.costs import Costs, Fixed, LogNormal, Pareto
-from services.rpc.client import service_of
-from services.rpc.contract import method_of
+from services.rpc.client import ContractDeadlines
 from tests.swarm.faults import KINDS, Fault, draw
 from tests.swarm.faulty import FaultySimulation
 
 MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
 MOST_FAULTS = 5
 ATTEMPTS = config.Restarts().attempts
-
-
-@dataclass(frozen=True)
-class ContractDeadlines:
-    config: Config
-
-    def seconds(self, role: str, command: Any) -> float:
-        return method_of(service_of(role, self.config), command).seconds(self.config)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""`sluice simulate`: what a configuration would do, and what would change it, without starting anything."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from runtime import run_files
+from runtime.config import Config, loading
+from runtime.errors import SluiceError, UserError
+from runtime.ledger.reader import LedgerReader
+from runtime.simulation.calibration import Calibration, assumed, calibrate
+from runtime.simulation.costs import Costs
+from runtime.simulation.prediction import Prediction, refuse, simulated, variations
+from runtime.telemetry.shown import LiteralTable
+from runtime.telemetry.trackers import read_jsonl
+from services.rpc.client import ContractDeadlines
+
+STEPS = 40  # of a calibration, and of a prediction unless --steps says otherwise
+_NOT_MODELLED = "not modelled: caches and memory, what else the machine does, and lengths that change as a policy learns"
+
+
+class Row(msgspec.Struct):
+    """One configuration: a name, and what it would do or why it would end."""
+
+    name: str
+    prediction: Prediction | None
+    fault: str = ""
+
+
+def simulate(
+    path: Path,
+    overrides: Sequence[str],
+    source: Path | None,
+    sweep: str,
+    steps: int,
+    picture: Path | None,
+) -> None:
+    """Print the prediction and the table of what-ifs, or of `sweep` (`key=a,b,c`). `source`: a run's folder, to calibrate on.
+
+    Raises ConfigError, UserError.
+    """
+    began, console = time.monotonic(), Console()
+    config = loading.resolve(loading.load(path, overrides))
+    refuse(config)
+    calibration = calibrated(source) if source else Calibration(_assumed(config))
+    base = _row("as it is", config, calibration.costs, steps)
+    if base.prediction is None:
+        raise SluiceError(f"the simulated run ends: {base.fault}")
+    console.print(_roles(base.prediction))
+    others = _sweep(path, overrides, sweep) if sweep else variations(config, calibration.costs)
+    costs = calibration.costs
+    rows = [base, *(_row(name, tried, own if own is not None else costs, steps) for name, tried, own in others)]
+    console.print(_table(rows))
+    print(*_sure(calibration, source), _NOT_MODELLED, sep="\n")
+    if picture is not None:
+        _draw(rows, picture)
+        print(f"picture: {picture}")
+    print(f"{steps} steps of {len(rows)} configurations in {time.monotonic() - began:.1f} s")
+
+
+def calibrated(source: Path) -> Calibration:
+    """On a run's folder. Raises UserError where it holds too little, or is of another version."""
+    if not (source / run_files.CONFIG).is_file():
+        raise UserError(f"--from {source}: not a run's folder: {run_files.CONFIG} is not in it")
+    config = loading.resolve(loading.load(source / run_files.CONFIG, ()))
+    points = [point for point in read_jsonl(source / run_files.METRICS) if "timing/all" in point]
+    with LedgerReader(source / run_files.LEDGER) as reader:
+        groups = list(reader.groups())
+    steps = min(STEPS, len(points))
+    deadlines = ContractDeadlines(config)
+    return calibrate(_assumed(config), points, groups, lambda costs: simulated(config, costs, deadlines, steps).observed)
+
+
+def _assumed(config: Config) -> Costs:
+    """On this machine's processors, unless the configuration is for devices."""
+    devices = config.services.environment or config.cluster.nodes != "auto"
+    return assumed(config, "device", 0) if devices else assumed(config, "cpu", len(os.sched_getaffinity(0)))
+
+
+def _row(name: str, config: Config, costs: Costs, steps: int) -> Row:
+    try:
+        return Row(name, simulated(config, costs, ContractDeadlines(config), steps))
+    except SluiceError as error:  # a run that would end is an answer
+        return Row(name, None, str(error))
+
+
+def _sweep(path: Path, overrides: Sequence[str], sweep: str) -> Iterator[tuple[str, Config, Costs | None]]:
+    key, found, values = sweep.partition("=")
+    if not found or not values:
+        raise UserError(f"--sweep: {sweep!r} names no values; must be like training.staleness=0,1,2")
+    for value in values.split(","):
+        config = loading.resolve(loading.load(path, [*overrides, f"{key}={value}"]))
+        refuse(config)
+        yield f"{key}={value}", config, None
+
+
+def _roles(prediction: Prediction) -> LiteralTable:
+    table = LiteralTable("role", "processes", "busy", "waits for", title="what each role does")
+    for use in prediction.roles:
+        table.add_row(use.role, str(use.processes), f"{use.busy:.0%}", use.waits)
+    return table
+
+
+def _table(rows: Sequence[Row]) -> LiteralTable:
+    table = LiteralTable("", "samples/s", "", "ms a step", "staleness", "idle trainer", "idle rollouts", title="what if")
+    assert rows[0].prediction is not None
+    base = rows[0].prediction.observed.samples_per_second
+    for row in rows:
+        if row.prediction is None:
+            table.add_row(row.name, f"ends: {row.fault}", "", "", "", "", "")
+            continue
+        seen = row.prediction.observed
+        change = "" if row is rows[0] else f"{seen.samples_per_second / base - 1:+.0%}"
+        idle = (f"{seen.idle[role]:.0%}" for role in ("trainer", "rollout"))
+        step = f"{1000 * seen.seconds['step']:.0f}"
+        table.add_row(row.name, f"{seen.samples_per_second:.1f}", change, step, f"{seen.staleness:.2f}", *idle)
+    return table
+
+
+def _sure(calibration: Calibration, source: Path | None) -> Iterator[str]:
+    """What the costs are from, and how well they hold."""
+    measured, simulated = calibration.measured, calibration.simulated
+    if measured is None or simulated is None:
+        yield "calibrated on nothing: costs are assumed from the model's size. Compare rows; do not trust seconds (--from RUN)"
+        return
+    yield f"calibrated on {source}: {measured.steps} steps, whose mean is known to ± {2 * measured.error:.1%}"
+    gaps = [f"{phase} {simulated.seconds.get(phase, 0.0) / value - 1:+.1%}" for phase, value in measured.seconds.items()]
+    yield f"simulated against that run: {', '.join(gaps)}; staleness {simulated.staleness:.2f} and {measured.staleness:.2f}"
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    """Bars of throughput and idle shares, as an HTML file that asks no network for anything."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    shown = [(row.name, row.prediction.observed) for row in rows if row.prediction is not None]
+    names = [name for name, _ in shown]
+    figure = make_subplots(rows=2, cols=1, subplot_titles=("samples a second", "idle share"))
+    figure.add_bar(x=names, y=[seen.samples_per_second for _, seen in shown], name="samples/s", row=1, col=1)
+    for role in ("trainer", "rollout"):
+        figure.add_trace(go.Bar(x=names, y=[seen.idle[role] for _, seen in shown], name=f"idle {role}"), row=2, col=1)
+    path.write_text(figure.to_html(include_plotlyjs=True), encoding="utf-8")

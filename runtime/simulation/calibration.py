@@ -1,0 +1,186 @@
+"""The costs of a simulation: assumed from the model's size, or those under which the simulated run shows what a real one did.
+
+A run's folder has what calibration needs: lengths and durations of groups in the ledger, those of steps in the metrics. A
+simulation of the same configuration leaves the same two, and `observe` reads both. So no duration has to be taken apart into
+computing and waiting: costs are scaled until what was simulated is what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime.cluster.topology import fleets
+from runtime.config import Config
+from runtime.config.model_checks import policy_model
+from runtime.errors import UserError
+from runtime.ledger.reader import GroupRow
+from runtime.simulation.costs import Costs, Fixed, Lengths, LogNormal
+
+ROUNDS = 8
+CLOSE = 0.01  # of each measured figure
+_FLOPS = {"cpu": 4e10, "device": 1.5e14}  # assumed, each second, of a process
+_BYTES = {"cpu": 8e9, "device": 1e12}  # assumed, of memory read each second
+_LINK = {"cpu": 1e9, "device": 1e10}  # assumed, of weights each second
+
+# What is measured: the phase, and the costs that are scaled until the simulated one is as long.
+_SCALED: dict[str, tuple[str, ...]] = {
+    "generation": ("decode_step", "decode_sequence", "prefill_token"),
+    "score": ("score",),
+    "reference": ("reference_token",),
+    "values": ("reference_token",),
+    "update": ("train_token", "update"),
+    "weight sync": ("weights_bytes", "swap"),
+}
+_STEP_FIGURES = {"step": "timing/all", "update": "timing/update", "weight sync": "timing/weight_sync"}
+_GROUP_SPANS = {
+    "generation": ("generating", "generated"),
+    "score": ("generated", "scored"),
+    "reference": ("generated", "referenced"),
+    "values": ("generated", "valued"),
+}
+
+
+class Observed(Struct):
+    """Of the steps of a run, its first ones left out. `seconds`: mean durations by phase, of a group or a step."""
+
+    samples_per_second: float
+    staleness: float
+    idle: dict[str, float]
+    seconds: dict[str, float]
+    steps: int
+    error: float  # standard error of the mean step, as a share of it
+
+
+class Calibration(Struct):
+    costs: Costs
+    measured: Observed | None = None  # None: nothing was, the costs are assumed
+    simulated: Observed | None = None
+
+
+def observe(points: Sequence[Mapping[str, Any]], groups: Iterable[GroupRow]) -> Observed:
+    """`points`: the metrics of a run's steps in order. A tenth of them, the first, is left out. Raises UserError for fewer than
+    five steps."""
+    steps = [point for point in points if "timing/all" in point]
+    if len(steps) < 5:
+        raise UserError(f"{len(steps)} steps are too few to measure anything: at least 5 are needed")
+    first = max(1, len(steps) // 10)
+    warm, durations = steps[first:], [float(point["timing/all"]) for point in steps[first:]]
+    seconds = {phase: _mean(warm, name) for phase, name in _STEP_FIGURES.items()}
+    seconds |= _spans([group for group in groups if group.step is not None and group.step >= first])
+    return Observed(
+        samples_per_second=sum(float(point["samples"]) for point in warm) / sum(durations),
+        staleness=_mean(warm, "staleness/mean"),
+        idle={role: _mean(warm, f"idle/{role}") for role in ("trainer", "rollout")},
+        seconds={phase: value for phase, value in seconds.items() if value > 0},
+        steps=len(warm),
+        error=stdev(durations) / len(durations) ** 0.5 / fmean(durations),
+    )
+
+
+def _mean(points: Sequence[Mapping[str, Any]], name: str) -> float:
+    found = [float(point[name]) for point in points if name in point]
+    return fmean(found) if found else 0.0
+
+
+def _spans(groups: Sequence[GroupRow]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for phase, (start, end) in _GROUP_SPANS.items():
+        spans = [group.times[end] - group.times[start] for group in groups if start in group.times and end in group.times]
+        if spans:
+            found[phase] = max(1e-6, fmean(spans))
+    return found
+
+
+def assumed(config: Config, device: str, cores: int) -> Costs:
+    """Costs by the number of the model's parameters. `device`: `cpu` or `device`, each of a speed that is common."""
+    parameters, trainer = _parameters(config), config.services.trainer.processes
+    fleet = next(iter(fleets(config).values()))
+    width = 4 if device == "cpu" else 2
+    token = 2 * parameters / _FLOPS[device]
+    return Costs(
+        prompt_tokens=config.data.max_prompt_tokens // 2 or 1,
+        reply_tokens=LogNormal(max(1.0, config.sampling.max_new_tokens / 4), 0.7),
+        decode_step=width * parameters / _BYTES[device] / fleet.tensor_parallel,
+        decode_sequence=token / fleet.tensor_parallel,
+        prefill_token=token / fleet.tensor_parallel,
+        reference_token=token,
+        train_token=3 * token / trainer,
+        update=12 * parameters / _BYTES[device] / trainer,
+        weights_bytes=float(width * parameters),
+        bandwidth=_LINK[device],
+        coordinator_message=2e-4,
+        cores=cores,
+    )
+
+
+def _parameters(config: Config) -> float:
+    """Of the policy, roughly: its matrices. Where the model is not known, a billion."""
+    model = policy_model(config)
+    if model is None:
+        return 1e9
+    hidden, layers = model["hidden_size"], model["num_hidden_layers"]
+    inner = model.get("intermediate_size") or 4 * hidden
+    return float(layers * (4 * hidden**2 + 3 * hidden * inner) + 2 * model.get("vocab_size", 1000) * hidden)
+
+
+def calibrate(
+    start: Costs, points: Sequence[Mapping[str, Any]], groups: Sequence[GroupRow], simulate: Callable[[Costs], Observed]
+) -> Calibration:
+    """From the run that left `points` and `groups`. `simulate`: its configuration under some costs, as many steps.
+
+    Each round scales every cost by measured / simulated of its phase; what of a step no phase explains is the coordinator's.
+    """
+    measured = observe(points, groups)
+    trained = [group for group in groups if group.step is not None and group.response_tokens and group.prompt_tokens]
+    step, sequence = _decode_line(points, start)
+    costs = replace(
+        start,
+        reply_tokens=Lengths([group.response_tokens or [] for group in trained]),
+        prompt_tokens=max(1, round(fmean(group.prompt_tokens or 0 for group in trained))),
+        decode_step=step,
+        decode_sequence=sequence,
+        prefill_token=0.0,  # it is within what a decode step was measured to take
+        score=Fixed(measured.seconds.get("score", 1e-6)),
+    )
+    simulated = simulate(costs)
+    for _ in range(ROUNDS):
+        if all(abs(simulated.seconds.get(phase, 0.0) / value - 1) < CLOSE for phase, value in measured.seconds.items()):
+            break
+        costs = _scaled(costs, measured, simulated, messages=len(trained) / measured.steps)
+        simulated = simulate(costs)
+    return Calibration(costs, measured, simulated)
+
+
+def _scaled(costs: Costs, measured: Observed, simulated: Observed, messages: float) -> Costs:
+    changed: dict[str, Any] = {}
+    for phase, names in _SCALED.items():
+        if phase not in measured.seconds or phase not in simulated.seconds:
+            continue
+        factor = min(4.0, max(0.25, measured.seconds[phase] / simulated.seconds[phase]))
+        for name in names:
+            old = getattr(costs, name)
+            changed[name] = Fixed(old.value * factor) if isinstance(old, Fixed) else old * factor
+    missing = measured.seconds["step"] - simulated.seconds["step"]
+    changed["coordinator_message"] = max(0.0, costs.coordinator_message + 0.3 * missing / (4 * messages))
+    return replace(costs, **changed)
+
+
+def _decode_line(points: Sequence[Mapping[str, Any]], start: Costs) -> tuple[float, float]:
+    """Seconds of a decode step as a line over its sequences, by least squares; where the batches were all alike, through their
+    mean with the slope of `start`."""
+    found = [
+        (float(point["rollout/batch"]), float(point["rollout/decode_seconds"])) for point in points if "rollout/batch" in point
+    ]
+    if not found:
+        return start.decode_step, start.decode_sequence
+    x, y = fmean(batch for batch, _ in found), fmean(seconds for _, seconds in found)
+    spread = sum((batch - x) ** 2 for batch, _ in found)
+    slope = sum((batch - x) * (seconds - y) for batch, seconds in found) / spread if spread > (0.1 * x) ** 2 else -1.0
+    if not 0 <= slope * x <= y:
+        slope = y / x * start.decode_sequence * x / (start.decode_step + start.decode_sequence * x)
+    return y - slope * x, slope
