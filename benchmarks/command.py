@@ -94,6 +94,15 @@ def machine() -> BenchMachine:
     return BenchMachine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
 
 
+def _simulation(options: Options, show: Show) -> Measured:
+    from benchmarks import simulation as bench
+
+    folder = FOLDER / "simulation"
+    folder.mkdir(parents=True, exist_ok=True)
+    report = asyncio.run(bench.measure(folder, show))
+    return report, bench.render(report)
+
+
 def _coordinator(options: Options, show: Show) -> Measured:
     from benchmarks import coordinator as bench
 
@@ -193,6 +202,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "publication": _publication,
     "rewards": _rewards,
     "rollout": _rollout,
+    "simulation": _simulation,
     "staleness": _staleness,
     "startup": _startup,
     "train": _train,

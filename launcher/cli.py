@@ -115,7 +115,7 @@ def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "name",
         choices=(
             *("coordinator", "engine", "engines", "learning", "messages", "packing"),
-            *("publication", "rewards", "rollout", "staleness", "startup", "train"),
+            *("publication", "rewards", "rollout", "simulation", "staleness", "startup", "train"),
         ),
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from runtime import run_files
@@ -15,9 +16,10 @@ from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import Calibration, assumed, calibrate
-from runtime.simulation.costs import Costs
+from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
 from runtime.telemetry.shown import LiteralTable
+from runtime.telemetry.startup import Startup
 from runtime.telemetry.trackers import read_jsonl
 from services.rpc.client import ContractDeadlines
 
@@ -73,8 +75,10 @@ def calibrated(source: Path) -> Calibration:
     with LedgerReader(source / run_files.LEDGER) as reader:
         groups = list(reader.groups())
     steps = min(STEPS, len(points))
-    deadlines = ContractDeadlines(config)
-    return calibrate(_assumed(config), points, groups, lambda costs: simulated(config, costs, deadlines, steps).observed)
+    deadlines, costs, started = ContractDeadlines(config), _assumed(config), Startup.read(source)
+    if started is not None:
+        costs = replace(costs, start=Fixed(started.phases["services"]))
+    return calibrate(costs, points, groups, lambda costs: simulated(config, costs, deadlines, steps).observed)
 
 
 def _assumed(config: Config) -> Costs:

@@ -40,9 +40,10 @@ class Prediction(Struct):
 
 
 class _Measured(Simulation):
-    """Says in what part of the time no group could be admitted, whoever was idle."""
+    """Says in what part of the time no group could be admitted, whoever was idle. With step `lost_at` the last rollout dies."""
 
     bound = 0.0  # share of the time in which no group may be admitted
+    lost_at = 0
 
     def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
         self._since, self._bound, self._began = loop.time(), 0.0, loop.time()
@@ -52,16 +53,22 @@ class _Measured(Simulation):
         run = self.training
         if run is None or (now := self._clock.time()) == self._since:
             return
+        if self.lost_at and run.buffer.committed >= self.lost_at and self.cluster is not None:
+            self.cluster.kill([process for process in self.cluster.processes.values() if process.role == "rollout"][-1])
+            self.lost_at = 0
         if not run.buffer.capacity(1 << 30, self.config.training.steps):
             self._bound += now - self._since
         self._since = now
         self.bound = self._bound / max(1e-9, now - self._began)
 
 
-def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, nodes: int = 1) -> Prediction:
-    """`steps` steps of `config`, whose evaluations before and after are left out. Raises UserError for a configuration that has
-    what is not modelled, and what ends the run as it would a real one."""
+def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, lost_at: int = 0) -> Prediction:
+    """`steps` steps of `config`, whose evaluations before and after are left out. `lost_at`: the step at which the last rollout
+    dies, 0 for none. Raises UserError for a configuration that has what is not modelled, and what ends the run as it would a
+    real one."""
     refuse(config)
+    cluster = config.cluster
+    nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
     with tempfile.TemporaryDirectory(prefix="sluice-simulation-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         settings = replace(
             config,
@@ -72,6 +79,7 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
             trackers=[],
         )
         simulation = _Measured(settings, costs, deadlines, nodes=nodes)
+        simulation.lost_at = lost_at
         outcome = simulation.run()
         with LedgerReader(Path(settings.run.dir) / run_files.LEDGER) as reader:
             observed = observe([point for _, point in outcome.metrics], reader.groups())
