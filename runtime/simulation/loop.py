@@ -90,6 +90,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """The result of `main`. Raises what it raised, what the world did, and Stuck."""
+        around = asyncio._get_running_loop()  # another loop may have called this
         asyncio._set_running_loop(self)
         try:
             task = self.create_task(main)
@@ -98,10 +99,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                 self._round()
             return task.result()
         finally:
-            asyncio._set_running_loop(None)
+            asyncio._set_running_loop(around)
 
     def end(self) -> None:
         """Cancel whatever is left and let it clean up, so that nothing is found at the interpreter's end."""
+        around = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         cancelled: set[asyncio.Task[Any]] = set()
         try:
@@ -117,7 +119,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
                     break
                 self._run_ready()
         finally:
-            asyncio._set_running_loop(None)
+            asyncio._set_running_loop(around)
             self._closed = True
             self._ready, self._timers, self._work = [], [], {}
 
