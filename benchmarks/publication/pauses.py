@@ -63,7 +63,7 @@ class PauseWindow(Struct):
 
 
 class Held(Struct):
-    """`transfer`: the median from PREPARE to COMMIT, in seconds. `pauses` are the engine's, from the order to its answer."""
+    """`transfer`: the median, in seconds, from the requests to the commit. `pauses`: from order to answer."""
 
     model: str
     megabytes: float

@@ -25,7 +25,7 @@ from services.rpc.contract import method_of
 from sluice import start
 
 DEADLINE = 600.0  # seconds for any answer
-PREPARE = 60.0  # seconds of that phase
+STEP = 60.0  # seconds that the trainer may take for a step
 LINE = 16 << 20  # bytes: a manifest is one
 
 # Those that a run can be told to take, and what the collective makes of deltas: settings by name.
@@ -148,4 +148,4 @@ def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: P
         register.add(ROLLOUT, rollout)
         register.join(rollout)
     pool = RolloutPool(register, {rollout.name: 1 for rollout in rollouts})
-    return WeightPublisher(cast(TrainerPort, trainer), pool, settings, PREPARE)
+    return WeightPublisher(cast(TrainerPort, trainer), pool, settings, STEP)

@@ -17,7 +17,7 @@ class TransportFigures(Struct):
 
     baseline: str
     baseline_seconds: list[float]
-    seconds: list[float]  # from PREPARE to COMMIT
+    seconds: list[float]  # from the requests to the commit
     bytes: int  # sent to each receiver
 
     @property
@@ -79,7 +79,7 @@ def _ways(sized: Sized, nbytes: float, first: str) -> LiteralTable:
 
 
 def _published(sized: Sized, nbytes: float) -> LiteralTable:
-    table = LiteralTable(title=f"{sized.megabytes:,} MB: published, PREPARE to COMMIT, checksums included")
+    table = LiteralTable(title=f"{sized.megabytes:,} MB: published, requests to commit, checksums included")
     for name in ("transport", "GB/s", "of the rounds", "of its baseline", "", "MB sent"):
         table.add_column(name, justify="left" if name in ("transport", "") else "right")
     for transport, found in sized.published.items():

@@ -47,7 +47,6 @@ from runtime.coordinator.weight_sync_protocol import (
     Failed,
     MemberUnreachable,
     PhaseSeconds,
-    Prepared,
     Sent,
     SyncAttempt,
     Tick,
@@ -70,16 +69,17 @@ class WeightPublisher:
     step: the trainer has it in its buckets.
     """
 
-    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, prepare_seconds: float):
+    def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
+        """`step_seconds`: how long the trainer may take for one step, which a gather may have to wait for."""
         self._pool = pool
         self._settings = settings
         self._seconds = PhaseSeconds(
-            prepare=prepare_seconds,
             transfer=settings.transfer_timeout,
             verify=settings.transfer_timeout,
             commit=settings.commit_timeout,
             abort=settings.abort_timeout,
         )
+        self._step_seconds = step_seconds
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._held = False  # whether nothing is published but what is asked for
         self.group = SyncGroup(trainer, pool, settings)
@@ -102,10 +102,10 @@ class WeightPublisher:
         return SendWeights(version, epoch)
 
     def seconds(self, behind: bool) -> PhaseSeconds:
-        """The deadlines of an attempt. `behind`: the weights are gathered behind what the trainer has begun, for which it may
-        take as long as for a step; its own deadline of the transfer counts from then."""
+        """The deadlines of an attempt. `behind`: the gather queues behind the trainer's current command, so the transfer
+        may take one step longer."""
         seconds = self._seconds
-        return replace(seconds, transfer=seconds.transfer + seconds.prepare) if behind else seconds
+        return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
         """Keep the epoch that of the living, until cancelled. Raises ServiceFault when that fails for another reason than a
@@ -243,9 +243,6 @@ class Transaction:
         """True once the version counts, False when it was aborted."""
         now = self._clock()
         machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
-        # A reception that is posted late only delays the sender, which announces itself before its first byte.
-        for name in self._ports:
-            machine.handle(Prepared(name), now)
         while not machine.final:
             await self._step(machine)
         self._withdraw()

@@ -1,9 +1,9 @@
-"""One weight publication as a state machine: PREPARE → TRANSFER → VERIFY → COMMIT → done, or ABORT → aborted. Pure.
+"""One weight publication as a state machine: TRANSFER → VERIFY → COMMIT → done, or ABORT → aborted. Pure.
 
 The caller feeds events, each with the time, and carries out the actions that come back. Members are those that receive.
 
-- prepare: every member posts its reception; only then is the sender told to start.
-- transfer: the sender broadcasts. Members may verify meanwhile.
+- transfer: the caller has asked the members to receive and the sender to send. The order in which these requests arrive
+  does not matter: the sender announces itself before its first byte. Members may verify meanwhile.
 - verify: the sender is done, and the members' checksums are awaited.
 - commit: everyone verified, so the version counts, and cannot be undone: a member that fails now is lost to the epoch, and
   the others go on.
@@ -100,21 +100,16 @@ class Membership:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-Phase = Literal["prepare", "transfer", "verify", "commit", "abort", "done", "aborted"]
+Phase = Literal["transfer", "verify", "commit", "abort", "done", "aborted"]
 
 
 class PhaseSeconds(Struct, frozen=True, kw_only=True):
     """The deadline of each phase, from its own start."""
 
-    prepare: float
     transfer: float
     verify: float
     commit: float
     abort: float
-
-
-class Prepared(Struct, frozen=True):
-    member: str
 
 
 class Sent(Struct, frozen=True):
@@ -153,13 +148,7 @@ class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Prepared | Sent | Verified | Committed | Aborted | Failed | MemberUnreachable | Tick
-
-
-class Send(Struct, frozen=True):
-    """Tell the sender to start."""
-
-    version: PolicyVersion
+Event = Sent | Verified | Committed | Aborted | Failed | MemberUnreachable | Tick
 
 
 class Commit(Struct, frozen=True):
@@ -176,11 +165,10 @@ class Abort(Struct, frozen=True):
     members: tuple[str, ...]
 
 
-Action = Send | Commit | Abort
+Action = Commit | Abort
 
 # In which phases an answer counts. Anything else is late, or a repetition, and changes nothing.
 _EXPECTED: dict[type, tuple[Phase, ...]] = {
-    Prepared: ("prepare",),
     Sent: ("transfer",),
     Verified: ("transfer", "verify"),
     Committed: ("commit",),
@@ -189,7 +177,6 @@ _EXPECTED: dict[type, tuple[Phase, ...]] = {
 
 # Whose answers each phase waits for: see `_EXPECTED`.
 _AWAITED: dict[Phase, type] = {
-    "prepare": Prepared,
     "transfer": Sent,
     "verify": Verified,
     "commit": Committed,
@@ -205,7 +192,7 @@ class SyncAttempt:
     """
 
     def __init__(self, version: PolicyVersion, members: Iterable[str], sender: str, seconds: PhaseSeconds, now: float):
-        """Begins in PREPARE at time `now`; the caller tells the members to prepare."""
+        """Begins in TRANSFER at time `now`; members and sender are asked already."""
         self.version = version
         self.members = tuple(members)
         self.sender = sender
@@ -219,7 +206,7 @@ class SyncAttempt:
         self._missing[Aborted].add(sender)
         if not self.members or len({*self.members, sender}) != len(self.members) + 1:
             raise InvariantViolated(f"a publication from {sender} to the members {self.members}")
-        self._enter("prepare", now)
+        self._enter("transfer", now)
 
     @property
     def final(self) -> bool:
@@ -255,10 +242,7 @@ class SyncAttempt:
         """Leave every phase that waits for nobody."""
         actions: list[Action] = []
         while not self.final and not self._missing[_AWAITED[self.phase]]:
-            if self.phase == "prepare":
-                self._enter("transfer", now)
-                actions.append(Send(self.version))
-            elif self.phase == "transfer":
+            if self.phase == "transfer":
                 self._enter("verify", now)
             elif self.phase == "verify":
                 self._enter("commit", now)

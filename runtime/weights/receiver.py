@@ -3,10 +3,10 @@
 The receiver outlives epochs: the group is an argument of `receive`. A reception may be posted long before the
 sender starts, and two clocks apply. Until the sender's announcement only `abort`, the loss of the sender, or the group's
 backstop of hours ends the wait, since a whole training step may lie in it. From the announcement on, everything must have
-arrived within `deadline` seconds. A coordinator therefore posts early, keeps its own deadline from the moment at which it
-told the sender to start, and enforces it with `abort`.
+arrived within `deadline` seconds. A coordinator therefore posts early, keeps its own deadline from the moment at which the
+trainer has made the version, and enforces it with `abort`.
 
-The future of a reception raises ServiceFault of phase "prepare" (nothing announced) or "transfer" (DeadlineExceeded when
+The future of a reception raises ServiceFault of phase "announce" (nothing announced) or "transfer" (DeadlineExceeded when
 late), both with the group aborted; of phase "verify", naming the buckets, with the group whole; Cancelled after `abort`.
 """
 
@@ -46,7 +46,7 @@ class Reception:
         return self.began + self._deadline
 
     def await_sender(self) -> None:
-        """Block until the sender's announcement. Raises ServiceFault, phase "prepare", or Cancelled."""
+        """Block until the sender's announcement. Raises ServiceFault, phase "announce", or Cancelled."""
         group, version = self._group, self.version
         try:
             group.await_announcement(version)
@@ -54,7 +54,7 @@ class Reception:
             if group.aborted:
                 raise Cancelled(f"{group.name}: version {version} was withdrawn before its transfer") from error
             group.abort()
-            raise ServiceFault(group.name, "prepare", f"the sender of version {version} is lost: {reason(error)}") from error
+            raise ServiceFault(group.name, "announce", f"the sender of version {version} is lost: {reason(error)}") from error
         self.began = time.monotonic()
         group.bound(self._deadline)
 

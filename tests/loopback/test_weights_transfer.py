@@ -145,7 +145,7 @@ def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -
     pair[0].abort()
     with pytest.raises((ServiceFault, Cancelled)) as caught:
         reception.result(PATIENCE)
-    assert not isinstance(caught.value, ServiceFault) or caught.value.phase == "prepare"
+    assert not isinstance(caught.value, ServiceFault) or caught.value.phase == "announce"
 
 
 def test_another_version_than_the_announced_is_refused(pair: list[WeightGroup]) -> None:

@@ -24,13 +24,12 @@ from runtime.coordinator.weight_sync_protocol import (
     Tick,
     Verified,
 )
-from runtime.coordinator.weight_sync_protocol import Prepared as Ready
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 
 A, B, C = Member("rollout-0"), Member("rollout-1"), Member("rollout-2")
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
-SECONDS = PhaseSeconds(prepare=10, transfer=20, verify=20, commit=10, abort=5)
+SECONDS = PhaseSeconds(transfer=20, verify=20, commit=10, abort=5)
 
 
 class Rollout(Member, frozen=True):
@@ -200,10 +199,7 @@ class World:
         self.epoch = membership.epoch
         names = [member.name for member in self.epoch.members]
         self.machine = SyncAttempt(self.version, names, "trainer", SECONDS, self.now)
-        for name in names:
-            self.feed(Ready(name))
-        if self.machine is not None:
-            self.post(Sent(), *(Verified(member.name) for member in self.epoch.members if member not in self.dead))
+        self.post(Sent(), *(Verified(member.name) for member in self.epoch.members if member not in self.dead))
 
     def post(self, *events: Event) -> None:
         self.mail += [(self.attempt, event) for event in events]

@@ -14,8 +14,6 @@ from runtime.coordinator.weight_sync_protocol import (
     Failed,
     MemberUnreachable,
     PhaseSeconds,
-    Prepared,
-    Send,
     Sent,
     SyncAttempt,
     Tick,
@@ -25,7 +23,7 @@ from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
 
 VERSION = PolicyVersion(1, 7)
-SECONDS = PhaseSeconds(prepare=10, transfer=20, verify=30, commit=40, abort=5)
+SECONDS = PhaseSeconds(transfer=20, verify=30, commit=40, abort=5)
 MEMBERS = ("rollout-0", "rollout-1")
 
 
@@ -37,23 +35,15 @@ def feed(publication: SyncAttempt, *events: Event, now: float = 100.0) -> list[A
     return [action for event in events for action in publication.handle(event, now)]
 
 
-def up_to_transfer() -> SyncAttempt:
-    publication = start()
-    feed(publication, *map(Prepared, MEMBERS))
-    return publication
-
-
 def up_to_commit() -> SyncAttempt:
-    publication = up_to_transfer()
+    publication = start()
     feed(publication, Sent(), *map(Verified, MEMBERS))
     return publication
 
 
 def test_the_good_way() -> None:
     publication = start()
-    assert feed(publication, Prepared("rollout-1")) == []
-    assert publication.waiting_for == ("rollout-0",)
-    assert feed(publication, Prepared("rollout-0")) == [Send(VERSION)]
+    assert publication.phase == "transfer"
     assert publication.waiting_for == ("trainer",)
     assert feed(publication, Verified("rollout-0"), Sent()) == []
     assert (publication.phase, publication.waiting_for) == ("verify", ("rollout-1",))
@@ -65,9 +55,7 @@ def test_the_good_way() -> None:
 
 def test_each_phase_has_its_own_deadline() -> None:
     publication = start(now=0.0)
-    assert publication.next_deadline == 10
-    feed(publication, *map(Prepared, MEMBERS), now=3.0)
-    assert publication.next_deadline == 23
+    assert publication.next_deadline == 20
     feed(publication, Sent(), now=4.0)
     assert publication.next_deadline == 34
     feed(publication, *map(Verified, MEMBERS), now=5.0)
@@ -75,7 +63,7 @@ def test_each_phase_has_its_own_deadline() -> None:
 
 
 def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
-    publication = up_to_transfer()
+    publication = start()
     everyone = (*MEMBERS, "trainer")
     assert feed(publication, Failed("trainer", "bucket 1 was not taken"), now=105.0) == [Abort(VERSION, everyone)]
     feed(publication, Failed("rollout-0", "connection closed"), Aborted("rollout-0"), Aborted("trainer"), now=105.0)
@@ -88,14 +76,14 @@ def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
 
 
 def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
-    publication = up_to_transfer()
+    publication = start()
     assert feed(publication, MemberUnreachable("rollout-0", "gone")) == [Abort(VERSION, ("rollout-1", "trainer"))]
     feed(publication, Aborted("rollout-1"), Aborted("trainer"))
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-0"})
 
 
 def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() -> None:
-    publication = up_to_transfer()
+    publication = start()
     feed(publication, Failed("rollout-0", "connection closed"), Failed("trainer", "bucket 1 was not taken"))
     feed(publication, MemberUnreachable("rollout-1", "gone"), MemberUnreachable("rollout-1", "gone"))
     feed(publication, Aborted("rollout-0"), Aborted("trainer"))
@@ -106,7 +94,7 @@ def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() 
 
 
 def test_answers_that_are_read_late_count() -> None:
-    publication = up_to_transfer()
+    publication = start()
     feed(publication, *map(Verified, MEMBERS), now=300.0)
     assert feed(publication, Sent(), Tick(), now=300.0) == [Commit(VERSION, MEMBERS)]
     assert feed(publication, Tick(), now=340.0) == []
@@ -144,7 +132,6 @@ def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
 
 names = st.sampled_from(("rollout-0", "rollout-1", "rollout-2", "trainer", "stranger"))
 events = st.one_of(
-    names.map(Prepared),
     st.just(Sent()),
     names.map(Verified),
     names.map(Committed),
@@ -163,7 +150,7 @@ def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event,
     actions: list[Action] = []
     verified: set[str] = set()
     if orderly:  # so that the later phases are reached often
-        for event in (*map(Prepared, members), Sent(), *map(Verified, members[:2])):
+        for event in (Sent(), *map(Verified, members[:2])):
             actions += publication.handle(event, now)
         verified |= {*members[:2]}
     for event, seconds in steps:
@@ -184,7 +171,7 @@ def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event,
 
     assert {action.version for action in actions} <= {VERSION}
     kinds = [type(action) for action in actions]
-    assert kinds in ([Send, Commit], [Send, Abort], [Abort])
+    assert kinds in ([Commit], [Abort])
     assert (Commit in kinds) == (publication.phase == "done")
     if Commit in kinds:
         assert actions[-1].members == members
