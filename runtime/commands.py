@@ -49,7 +49,7 @@ class WeightsHosted(Struct, frozen=True):
 
 class HostWeights(Command[WeightsHosted], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer as one, the first, however many of its
-    ranks send. `transport`: one of `runtime.weights.group.TRANSPORTS`."""
+    ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`."""
 
     epoch: int
     world_size: int

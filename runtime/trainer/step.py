@@ -1,8 +1,8 @@
 """A training step on one rank, from top to bottom: groups → rows → columns → micro-batches → gradients as sums → one or several
 optimizer updates.
 
-A `ModelTrainer` is a backend (where the model lies: `fsdp/`, `megatron/`) and an objective (what it learns: the policy's in
-`objective.py`, the critic's in `critic.py`). The step knows neither.
+A `ModelTrainer` is a backend (where the model lies: `fsdp/`, `megatron/`) and an objective (what it learns: the policy's or the
+critic's, both in `objective.py`). The step knows neither.
 
     begin_step ─► accumulate ─► … ─► accumulate ─► apply
                   decode, check       │             one update, or one for each mini-batch and epoch:

@@ -1,7 +1,9 @@
-"""Links between the pages of the documentation: the files are there, and the headings within."""
+"""Links between the pages of the documentation: the files are there, and the headings within. So are files and modules of ours
+that docstrings, comments and the pages for developers name."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -94,3 +96,66 @@ def test_keys_that_are_named_exist(page: Path) -> None:
     others = ("model.embed_tokens.", "model.norm.", "model.safetensors", run_files.METRICS, "metrics.png")  # tensors, and files
     wrong = {name for name in named if name.partition(".")[0] in sections and name not in plain}
     assert {name for name in wrong if not name.startswith(others)} == set()
+
+
+# ------------------------------------------------------------------------------------------------ files and modules of ours
+
+
+FOLDERS = ("runtime", "services", "launcher", "sluice", "tests", "benchmarks", "configs")
+FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+CODE_FILES = [ROOT / name for name in sorted(FILES) if name.startswith(FOLDERS[:4]) and "/generated/" not in name]
+FOR_DEVELOPERS = [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md", ROOT / "pyproject.toml"]
+FILE = re.compile(r"(?<![\w/.{}-])(?:\w+/)*(?!FILE\.)\w+\.py\b")
+MODULE = re.compile(r"\b((?:runtime|launcher|services\.rpc)(?:\.\w+)+)(?!\.?\w)")
+EXAMPLES = {"rules/brief.py"}  # files of a user's
+
+
+def said(path: Path, text: str) -> str:
+    """A page, or what docstrings and comments of a module say."""
+    if path.suffix != ".py":
+        return text
+    alone = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    return "\n".join([*re.findall("#.*", text), *(str(one.value) for one in alone if isinstance(one, ast.Constant))])
+
+
+def is_file(path: Path, name: str) -> bool:
+    """A module names its neighbours by their names alone; other files, as pages do, by as much of the path as tells them."""
+    if "/" in name or path.suffix != ".py":
+        return any(f"/{each}".endswith(f"/{name}") for each in FILES)
+    return (path.parent / name).exists()
+
+
+def is_module(name: str) -> bool:
+    """A module, a package, or what one defines."""
+    module = name
+    while (place := module.replace(".", "/")) and not (ROOT / place).exists() and f"{place}.py" not in FILES:
+        module = module.rpartition(".")[0]
+    source = ROOT / (f"{place}.py" if f"{place}.py" in FILES else f"{place}/__init__.py")
+    rest = name[len(module) :].split(".")[1:2]
+    return not rest or (source.exists() and re.search(rf"\b{rest[0]}\b", source.read_text()) is not None)
+
+
+def missing(path: Path, text: str) -> list[str]:
+    files = [name for name in FILE.findall(said(path, text)) if name not in EXAMPLES and not is_file(path, name)]
+    return files + [name for name in MODULE.findall(said(path, text)) if not is_module(name)]
+
+
+def test_every_file_and_module_that_is_named_exists() -> None:
+    found = {str(path): missing(path, path.read_text()) for path in [*CODE_FILES, *FOR_DEVELOPERS]}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    text = (
+        '"""`critic.py`, `services/critic.py`, `runtime.weights.group.TRANSPORTS`, `runtime.weights.rendezvous.TRANSPORTS`"""'
+    )
+    text += "\n# runtime.nowhere.x, step.py, runtime.trainer.step\n"
+    assert missing(ROOT / "runtime/trainer/x.py", text) == [
+        "critic.py",
+        "runtime.nowhere.x",
+        "runtime.weights.group.TRANSPORTS",
+    ]
+    assert missing(ROOT / "CONTRIBUTING.md", "`critic.py` `turns.py` 'runtime.coordinator.turns*'") == [
+        "turns.py",
+        "runtime.coordinator.turns",
+    ]
