@@ -14,7 +14,7 @@ from runtime.coordinator.roles import wait_for
 from runtime.errors import DeadlineExceeded, SluiceError
 from runtime.status import Registration, Stop
 from runtime.telemetry.startup import in_order
-from services.rpc.client import GROUPS, client, service_of
+from services.rpc.client import GROUP_SERVICES, client, service_of
 from services.rpc.session import Session
 
 log = logging.getLogger("sluice")
@@ -93,7 +93,7 @@ class Peers:
     async def _open(self, unit: Unit) -> None:
         """Talk to the unit from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
-        silence = self._config.deadlines.silence if service in GROUPS else 0.0  # of replicas their status tells
+        silence = self._config.deadlines.silence if service in GROUP_SERVICES else 0.0  # of replicas their status tells
         sessions = [Session(one.address, one.name, service, one.machine, silence) for one in unit.processes]
         try:
             await asyncio.gather(*(session.open(self._config.deadlines.start) for session in sessions))

@@ -11,7 +11,7 @@ import psutil
 from msgspec import Struct
 
 from launcher.node.machine import Machine, this_machine
-from runtime.cluster.nodes import GROUPS, TRIES, NodeRegistration
+from runtime.cluster.nodes import PORTS_PER_ROLE, SPANNING_ROLES, NodeRegistration
 from runtime.cluster.placement import NodeOffer, offers, place, table
 from runtime.cluster.topology import has_several_nodes, processes
 from runtime.config import Computing, Config, loading
@@ -19,7 +19,7 @@ from runtime.errors import ConfigError, UserError
 from runtime.process import network, os_process
 from runtime.telemetry.shown import LiteralTable
 
-MEETINGS = len(GROUPS) * TRIES
+MEETINGS = len(SPANNING_ROLES) * PORTS_PER_ROLE
 
 
 class LocalNode(Struct, frozen=True):

@@ -11,8 +11,8 @@ from runtime.cluster.topology import is_group
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
 
-GROUPS = ("trainer", "critic", "reference")  # that may span nodes
-TRIES = 4  # ports of each, one for each incarnation in turn: another process may have taken one meanwhile
+SPANNING_ROLES = ("trainer", "critic", "reference")  # that may span nodes
+PORTS_PER_ROLE = 4  # ports of each, one for each incarnation in turn: another process may have taken one meanwhile
 
 
 class NodeRegistration(Struct, kw_only=True, frozen=True):
@@ -214,7 +214,7 @@ def launches(
             )
     for role, parts in groups.items():
         incarnation = incarnations.get(f"{role}-0", 0)
-        place = GROUPS.index(role) + len(GROUPS) * (incarnation % TRIES)
+        place = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
         for node, launch in _group(role, parts, roster, place, incarnation):
             out[node].append(launch)
     return out

@@ -86,7 +86,7 @@ class Gathering:
 
 R = TypeVar("R")
 
-GROUPS = {row.service for row in METHODS.values() if row.ranks is not Ranks.FIRST}
+GROUP_SERVICES = {row.service for row in METHODS.values() if row.ranks is not Ranks.FIRST}
 """Services whose ranks are one unit."""
 
 
@@ -240,7 +240,7 @@ def service_of(role: str, config: Config) -> str:
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:
     """What stands for a process of `role`, or for the group whose ranks `sessions` lead to."""
     service = service_of(role, config)
-    if service not in GROUPS:
+    if service not in GROUP_SERVICES:
         return RoleClient(service, sessions[0], config, incarnation)
     return GroupClient(service, sessions, config, data_leaders(getattr(config.services, role)), incarnation)
 

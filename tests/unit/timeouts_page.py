@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from services.rpc import contract
-from services.rpc.client import GROUPS
+from services.rpc.client import GROUP_SERVICES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/timeouts.md"
@@ -45,7 +45,7 @@ def _commands() -> list[str]:
                 else f"`{row.deadline}`"
             )
             rows.append(
-                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in GROUPS else ''} | {row.key} |"
+                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in GROUP_SERVICES else ''} | {row.key} |"
             )
     return [
         *("## Commands", ""),
