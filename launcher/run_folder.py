@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.cluster.topology import named_paths
 from runtime.config import Config, Run
 from runtime.data.chosen import sources
@@ -23,7 +23,7 @@ from runtime.ledger.reader import DATABASE, LedgerReader
 
 LOCK = ".lock"
 PROBE_BYTES = 1 << 16
-LOOKS, LOOK = 5, 0.05  # times, and seconds between them
+LOOKS = 5  # times
 
 
 def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
@@ -65,7 +65,7 @@ def _take(lock: IO[bytes]) -> None:
     for _ in range(LOOKS):
         with suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(LOOK)
+        time.sleep(timeouts.RUN_LOCK_POLL)
     return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -9,10 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from runtime import status
+from runtime import status, timeouts
 from runtime.telemetry.shown import say, shown
-
-LINE_INTERVAL = 5.0  # seconds between two lines where there is no terminal
 
 
 class View:
@@ -21,7 +19,7 @@ class View:
     Without a terminal a line is printed at most every `line_interval` seconds. `verbose`: `output` is wanted.
     """
 
-    def __init__(self, console: Console, line_interval: float = LINE_INTERVAL, verbose: bool = False):
+    def __init__(self, console: Console, line_interval: float = timeouts.PROGRESS_LINE, verbose: bool = False):
         self.verbose = verbose
         self._width = 0  # of the longest name so far
         self._console = console

@@ -26,8 +26,10 @@ from services.rpc.server import OPTIONS
 
 
 SCORE = contract.METHODS["RemoteReward", "Score"]
-FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0  # seconds between two attempts to reach a server that is not there
-RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
+RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", int(1000 * timeouts.REMOTE_REWARD_RECONNECT)),
+    ("grpc.max_reconnect_backoff_ms", int(1000 * timeouts.REMOTE_REWARD_RETRY_MOST)),
+)
 
 
 class RemoteRewardClient:
@@ -52,10 +54,10 @@ class RemoteRewardClient:
     async def score(self, items: Sequence[RemoteItem], timeout: float) -> list[RemoteResult]:
         """One call, made again as long as the server cannot be reached. Raises RemoteFailure."""
         request = RemoteScoreRequest(list(items))
-        deadline, delay = time.monotonic() + timeout, FIRST_DELAY
+        deadline, delay = time.monotonic() + timeout, timeouts.REMOTE_REWARD_RETRY
         while True:
             try:
-                data = await self._call(request, timeout=max(deadline - time.monotonic(), FIRST_DELAY))
+                data = await self._call(request, timeout=max(deadline - time.monotonic(), timeouts.REMOTE_REWARD_RETRY))
                 reply: RemoteScoreReply = SCORE.reply.parse(data)
                 return reply.results
             except InvalidMessage as error:
@@ -65,7 +67,7 @@ class RemoteRewardClient:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or left <= delay + timeouts.REMOTE_REWARD_LEAST:
                     raise RemoteFailure(error.code().name, error.details() or "") from None
             await asyncio.sleep(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
+            delay = min(2 * delay, timeouts.REMOTE_REWARD_RETRY_MOST)
 
     async def close(self) -> None:
         await self._channel.close()

@@ -33,7 +33,6 @@ Figures = dict[str, Any]
 
 TENSORS, ELEMENTS, BUCKET = 16, 1 << 20, 16 << 20  # what the publication sends: 64 MiB of float32 in buckets of 16 MiB
 VERSIONS = 3
-STALLED = 3.0  # of the one that is to fail
 TOLERANCE = 0.05  # between a device's figures in float32 and the CPU's: devices may multiply in fewer bits
 
 
@@ -107,7 +106,7 @@ def publication(device: str, folder: Path) -> Figures:
             rates.append(sent.nbytes / sent.seconds / 1e6)
         _heard(receiver, "posted")
         os.kill(receiver.pid, signal.SIGSTOP)
-        seconds = _stalled(sender.send(group, PolicyVersion(0, VERSIONS), STALLED))
+        seconds = _stalled(sender.send(group, PolicyVersion(0, VERSIONS), timeouts.ACCEPT_STALLED))
     return {"backend": backend, "join_seconds": joined, "MB_per_second": max(rates), "abort_seconds": seconds}
 
 

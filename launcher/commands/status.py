@@ -10,13 +10,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.status import Registration, Status, Topology
 from runtime.telemetry.shown import LiteralTable, literal
 from services.rpc import contract, session
 
-REFRESH = 1.0  # seconds
 LAST_PORT = 65535
 UNREACHABLE = "unreachable"
 
@@ -31,7 +30,7 @@ async def show(run: str, watch: bool) -> None:
         return
     with Live(tables, console=console, auto_refresh=False) as live:
         while True:
-            await asyncio.sleep(REFRESH)
+            await asyncio.sleep(timeouts.STATUS_REFRESH)
             live.update(await _tables(address), refresh=True)
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from launcher.node import cpus
 from launcher.node.machine import VISIBLE, Machine
+from runtime import timeouts
 from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, Network, Process, Spread
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 # torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
 # rendezvous of the publication group, although nobody needs a name.
-_SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+_SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str]:

@@ -46,11 +46,11 @@ class _HostTransfer:
 
     def _ends(self, seconds: float) -> bool:
         try:
-            self._work.wait(timedelta(seconds=max(seconds, 0.001)))  # torch reads a timeout of 0 as none at all
+            self._work.wait(timedelta(seconds=max(seconds, timeouts.TORCH_LEAST)))
         except RuntimeError:
             if not self._work.is_completed():
                 return False
-        self._work.wait(timedelta(seconds=0.001))  # it may have ended between its timeout and the question
+        self._work.wait(timedelta(seconds=timeouts.TORCH_LEAST))  # it may have ended between its timeout and the question
         return True
 
 
@@ -179,7 +179,7 @@ def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str,
         return GlooLink(mesh)
     give_up = time.monotonic() + address.timeout
     meet(store, address.rank, "", labels, name, address.timeout)
-    left = max(give_up - time.monotonic(), 0.1)
+    left = max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)
     try:
         return DeviceLink(store, address.rank, address.world_size, address.backend, left, timeouts.GLOO_BACKSTOP)
     except RuntimeError as error:

@@ -68,8 +68,8 @@ def shut_down(local: SocketAddress | None, remote: frozenset[SocketAddress]) -> 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# gloo waits so many times its timeout for the first word of a peer, also of one that has died since the rendezvous.
-PATIENCE = 5
+# A count: gloo waits this many times its timeout for the first word of a peer, also of one that has died since the rendezvous.
+TIMEOUTS_OF_FIRST_WORD = 5
 
 
 _device_lock = threading.Lock()
@@ -188,7 +188,7 @@ class GlooMesh:
         options = gloo._Options()
         options._devices = list(devices)
         options._threads = 2 * connections
-        options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / PATIENCE, timeouts.GLOO_LEAST))
+        options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / TIMEOUTS_OF_FIRST_WORD, timeouts.GLOO_LEAST))
         try:
             self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
         except RuntimeError as error:

@@ -88,7 +88,7 @@ class StoreGroup(WeightGroup):
         """The bytes of its part, once that is taken."""
         store, label = self._running_store(), self._label(sender)
         try:
-            store.wait([self._part(sender)], timedelta(seconds=max(give_up - time.monotonic(), 0.001)))
+            store.wait([self._part(sender)], timedelta(seconds=max(give_up - time.monotonic(), timeouts.TORCH_LEAST)))
             said = bytes(store.get(self._part(sender))).decode()
         except RuntimeError as error:
             self._running_store()
@@ -167,7 +167,7 @@ class PendingStoreGroup(PendingGroup):
 
 
 def _left(give_up: float) -> float:
-    return max(give_up - time.monotonic(), 0.1)
+    return max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)
 
 
 def host(

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from msgspec import Struct
 
+from runtime import timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import drop_frames, reason
@@ -182,8 +183,7 @@ class WeightSender:
 
 def wait_until(transfer: Transfer, give_up: float) -> int | None:
     """`transfer.wait` until the monotonic time `give_up`. Raises RuntimeError."""
-    # torch reads a timeout of 0 as none at all.
-    return transfer.wait(max(give_up - time.monotonic(), 0.001))
+    return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:

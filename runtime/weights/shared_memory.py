@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import xxhash
 
+from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.gloo_mesh import card_of, meet
 from runtime.weights.group import AVAILABLE, Link, Transfer, file_of, memory_file
@@ -333,7 +334,7 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
         if user != os.geteuid():
             raise ServiceFault(name, "rendezvous", f"{labels[0]} is of user {user}, this process of {os.geteuid()}")
         sender.send(_RANK.pack(address.rank))
-        meet(store, address.rank, "", labels, name, max(give_up - time.monotonic(), 0.1))
+        meet(store, address.rank, "", labels, name, max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST))
         sender.settimeout(None)  # buckets are waited for in lanes, which `abort` frees
     except OSError as error:
         sender.close()

@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from runtime import errors
+from runtime import errors, timeouts
 from runtime.codec import Body
 from runtime.process import network
 from runtime.types import SCHEMA_VERSION
@@ -33,7 +33,7 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 KEPT = 256 << 20  # bytes of a service's answers that are kept for callers who have not acknowledged them
-PING = 0.3  # of the seconds of silence that a connection is allowed, after which the peer is asked for a sign
+PING = 0.3  # a share, not seconds: a connection that is silent for this part of the silence that it is allowed is pinged
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
@@ -58,7 +58,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.ping_timeout_ms", int(silence * 1000) - ping),  # else a minute, also where keepalive says less
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(1000 * timeouts.PING_LEAST)),
         ("grpc.http2.max_ping_strikes", 0),
     )
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from runtime import timeouts
 from runtime.codec import SMALL, Body, Parts, parts_of
 from runtime.errors import InvalidMessage
 
-WINDOW = 0.002  # seconds that a data message waits for company: a frame costs its sender about 0.4 ms
 CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full
 COMPANY = 32  # messages that fill one too: it leaves at once, and its peer works on them while the next are made
@@ -113,7 +113,7 @@ def _fitting(messages: list[Any]) -> list[Any]:
 
 
 class Outbox:
-    """Messages waiting for the next frame. Data waits up to `WINDOW` for company, urgent messages leave at once."""
+    """Messages waiting for the next frame. Data waits up to `FRAME_WINDOW` for company, urgent messages leave at once."""
 
     def __init__(self) -> None:
         self._messages: list[Any] = []
@@ -143,7 +143,7 @@ class Outbox:
         await self._something.wait()
         if not self._urgent.is_set():
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(WINDOW, self._urgent.set)
+            timer = loop.call_later(timeouts.FRAME_WINDOW, self._urgent.set)
             await self._urgent.wait()
             timer.cancel()
         messages = _fitting(self._messages[:COMPANY])

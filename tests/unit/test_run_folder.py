@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from launcher import run_folder
-from runtime import config, run_files
+from runtime import config, run_files, timeouts
 from runtime.config import Run
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
@@ -47,7 +47,7 @@ def test_whoever_only_looks_whether_a_run_is_under_way_keeps_none_from_starting(
     (tmp_path / run_folder.LOCK).touch()
     looking = (tmp_path / run_folder.LOCK).open("rb")
     fcntl.flock(looking, fcntl.LOCK_SH)
-    threading.Timer(2 * run_folder.LOOK, looking.close).start()
+    threading.Timer(2 * timeouts.RUN_LOCK_POLL, looking.close).start()
     _, lock = run_folder.prepare(tmp_path, Run(name="a"))
     lock.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime import errors
+from runtime import errors, timeouts
 from services.rpc import stream
 from services.rpc.generated import common_pb2
 from tests.unit.clock import run_by_clock
@@ -84,7 +84,7 @@ def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
 
 
 def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 0.05)
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 0.05)
 
     async def test() -> None:
         loop, outbox = asyncio.get_running_loop(), stream.Outbox()
@@ -102,7 +102,7 @@ def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 60.0)
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
 
     async def test() -> None:
         outbox = stream.Outbox()
@@ -124,14 +124,14 @@ def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.Mo
         for number in range(5):
             outbox.put(*call(number, stream.CHUNK))
         assert ids(await outbox.frame()) == [0, 1, 2, 3]
-        monkeypatch.setattr(stream, "WINDOW", 60.0)
+        monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
         assert ids(await outbox.frame()) == [4]
 
     run_by_clock(test())
 
 
 def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 60.0)
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
 
     async def test() -> None:
         outbox = stream.Outbox()
@@ -144,7 +144,7 @@ def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.Monkey
 
 
 def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 60.0)
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
 
     async def test() -> None:
         outbox = stream.Outbox()
