@@ -58,8 +58,8 @@ class HostWeights(Command[WeightsHosted], frozen=True):
 
 
 class JoinWeights(Command[None], frozen=True):
-    """Join the group of `address.epoch`; answered when it is connected. Of a trainer's ranks it asks those that send besides
-    rank 0, which know their own `address.rank`."""
+    """Join the group of `address.epoch`; answered when it is connected. Rollouts get it, and the trainer's ranks except
+    rank 0: those of them that send weights replace `address.rank` by their own."""
 
     address: GroupAddress
     manifest: Manifest

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class Subscription:
-    """Requests are answered when what they ask for is done, beside generation: at most one join, one reception, one commit."""
+    """Answers each request when its work is done, beside generation: at most one join, one reception and one commit at once."""
 
     def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
         """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
         self.staging = Staging(engine, settings, name, shared)
-        self.epoch = 0  # of the group that it is in, or about to join
+        self.epoch = 0  # of the group that this rollout is in, or is about to join
         self.group: WeightGroup | None = None
         self.swaps = 0
         self._engine = engine
@@ -44,7 +44,7 @@ class Subscription:
         self._name = name
         self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
         self._committed: PolicyVersion | None = None
-        self._commit: tuple[Request, float] | None = None  # waits for running sequences, since then on the loop's clock
+        self._commit: tuple[Request, float] | None = None  # it waits for running sequences since this time
         self._reception: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -64,7 +64,7 @@ class Subscription:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
     def leave(self) -> None:
-        """Out of the group, and whatever was on its way is forgotten; the weights stay as they are."""
+        """Leave the group and forget the version that is under way; the engine's weights stay as they are."""
         if self._commit is not None and not self._commit[0].abandoned:
             self._commit[0].fail(ServiceFault(self._name, "commit", "was aborted while sequences were still running"))
         self._received = None
@@ -75,8 +75,8 @@ class Subscription:
         self.staging.forget()
 
     async def advanced(self) -> None:
-        """After each time that the engine advanced: swap once no sequence is running any more, unless the commit was given up
-        meanwhile: its deadline passed, or it was aborted."""
+        """To be called whenever the engine has advanced: carry out a commit that waited for running sequences, once none is
+        left. A commit that was given up meanwhile, at its deadline or by an abort, is dropped."""
         if self._commit is None or self._engine.stats().running:
             return
         (request, since), self._commit = self._commit, None
@@ -88,7 +88,7 @@ class Subscription:
                 request.fail(error)
 
     def _join(self, request: Request, message: JoinWeights) -> None:
-        """Meet the others in a thread of its own: generation goes on."""
+        """Join the group in a thread of its own, so that generation goes on."""
         self.leave()
         self.epoch = message.address.epoch
         self._answer(request, self._meet(message))
@@ -98,12 +98,12 @@ class Subscription:
         from runtime.weights.sender import in_thread
 
         epoch, timeout = message.address.epoch, message.address.timeout
-        if self._reception is not None:  # of the epoch before: its group is aborted, but it may still use the buckets
+        if self._reception is not None:  # of the epoch before: its group is aborted, but its thread may still use the buckets
             await asyncio.wait({self._reception}, timeout=timeout)
             if not self._reception.done():
                 raise DeadlineExceeded(self._name, "join", "the reception before has not ended", timeout)
         met = await asyncio.wrap_future(in_thread("join-weights", lambda: rendezvous.join(message.address, self._name)))
-        if epoch != self.epoch:  # it was told to leave meanwhile
+        if epoch != self.epoch:  # this rollout was told to leave meanwhile
             met.abort()
             raise Cancelled(f"{self._name}: epoch {epoch} was given up")
         self.group = met
@@ -123,7 +123,7 @@ class Subscription:
         self._received = message.version
 
     def _has(self, version: PolicyVersion) -> bool:
-        """Whether it is sent for a newcomer, and needed by nobody else."""
+        """Whether the engine has `version` already, which is then sent again for a newcomer."""
         return version == self._committed and not self._engine.torn
 
     async def _commit_weights(self, request: Request, message: CommitWeights) -> None:
@@ -156,7 +156,7 @@ class Subscription:
 
 
 class Staging:
-    """Receives versions beside the weights in use: generation goes on meanwhile, and until `RolloutEngine.swap`.
+    """Receives versions beside the weights in use, so that generation goes on until `RolloutEngine.swap`.
 
     Used on the event loop, by one reception at a time. The receiver's memory outlives epochs.
     """
@@ -169,19 +169,19 @@ class Staging:
         self._shared = shared
         self._receiver: WeightReceiver | None = None
         self._staged: Staged | None = None
-        self._wanted: object | None = None  # stands for the reception under way, or what it brought
+        self._wanted: object | None = None  # identifies the reception whose version may be swapped in; None after `forget`
 
     def prepare(self, manifest: Manifest) -> None:
-        """Have memory for what is sent by `manifest`. Raises InvalidMessage."""
+        """Make a receiver for the tensors of `manifest`. Raises InvalidMessage."""
         from runtime.weights.receiver import WeightReceiver
 
         if self._receiver is None or self._receiver.manifest != manifest:
             self._receiver = WeightReceiver(manifest, sets=2 if self._engine.adopts else 1, shared=self._shared)
 
     async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> None:
-        """Receive `version` and, if it is `needed`, stage it in the engine; it is verified in any case.
+        """Receive and verify `version`. Stage it in the engine if it is `needed`.
 
-        Raises what the receiver's future does, and Cancelled after `forget`.
+        Raises the errors of the receiver's future, and Cancelled after `forget`.
         """
         assert self._receiver is not None
         wanted = self._wanted = object()
@@ -201,7 +201,7 @@ class Staging:
             raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
 
     def taken_over(self) -> None:
-        """The engine has swapped in what was received."""
+        """To be called once the engine has swapped in the version that was received."""
         if self._staged is not None:
             if self._engine.adopts:
                 self._staged.adopt()
@@ -210,7 +210,7 @@ class Staging:
             self._staged = None
 
     def forget(self) -> None:
-        """What was received, or is on its way, is not to be swapped in. Idempotent."""
+        """Give up the version that was received, or is under way: it will not be swapped in. Idempotent."""
         self._wanted = None
         if self._staged is not None:
             self._staged.release()
@@ -249,7 +249,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
 
 
 class RolloutService(process.Service):
-    """Requests of groups stay open until the engine has finished them; weights are staged beside it and swapped in between."""
+    """A request stays open until the engine has finished its group. Weights are staged meanwhile, and swapped between steps."""
 
     role = "rollout"
     service = "Rollout"
@@ -273,7 +273,7 @@ class RolloutService(process.Service):
         self.weights = Subscription(engine, self.config.publication, self.name, shared)
 
     async def start(self) -> None:
-        """Where it takes turns with the trainer, the coordinator says when the devices are its own."""
+        """A rollout that takes turns with the trainer starts asleep: the coordinator tells it when it has the devices."""
         if takes_turns(self.config):
             await self._move(Level.ASLEEP)
         self.background = asyncio.create_task(self._actor.run())
@@ -353,8 +353,8 @@ class RolloutService(process.Service):
             self._withdrawn.append(group_id)
 
     async def _move(self, level: Level) -> None:
-        """Whoever puts it to sleep wants no group any more: those that are under way have been withdrawn, though the word of it
-        may come later than this."""
+        """Reach `level`. Before it puts a rollout to sleep, the coordinator withdraws all groups that are under way. This
+        command may arrive before the withdrawals, so those groups are ended here."""
         if level == self._level:
             return
         if level == Level.ASLEEP:

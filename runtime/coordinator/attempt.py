@@ -17,8 +17,8 @@
     RolloutPool.guard  waits until no rollout has served for too long: that ends the run
     Recovery           waits for the loss of trainer or critic, as the register tells it
 
-All that needs trainer and critic is cut short when one of them is lost (`_until_saved`). Admission, generation, scores and the
-journal go on beside it until others are there: then the next attempt goes on from the newest checkpoint.
+When trainer or critic is lost, `_until_saved`, which needs both, is cut short. Admission, generation, scores and the journal go
+on until both are started again. Then the next attempt goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ INTERRUPTED = "interrupted"
 
 
 class Attempt:
-    """`execute` is all of it; `stop` ends it in order."""
+    """`execute` runs the attempt; `stop` ends it in order."""
 
     def __init__(self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory):
-        """`pool` and `history` are the run's, and outlive it."""
+        """`pool` and `history` belong to the run, and outlive the attempt."""
         config = context.config
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         self._stream = PromptStream(
@@ -104,7 +104,7 @@ class Attempt:
     # ------------------------------------------------------------------------------------------ from outside
 
     def stop(self, reason: str) -> None:
-        """End after the step under way and save. Asked for from outside, it also ends an evaluation, and there is no other."""
+        """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way, and no other begins."""
         self._buffer.stop(reason)
         self._interrupted = self._interrupted or reason == INTERRUPTED
         if self._interrupted:
@@ -130,11 +130,12 @@ class Attempt:
         return gap(self._recorder.figures)
 
     async def execute(self) -> bool:
-        """The whole attempt. False when the run is over; True after a loss, once the models serve with which the next goes on.
+        """Run the attempt. False: the run is over. True: a model was lost, and the models of the next attempt serve.
 
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
         async with TaskGroup() as tasks:
+            # The journal is written beside everything else.
             self._tasks = tasks
             self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
             loss = await self._recovery.run_until_lost(self._until_saved())
@@ -143,13 +144,14 @@ class Attempt:
                 self._recovery.check_progress(loss, self._buffer.committed)
                 self._report("recovering", detail=str(loss))
                 await self._recovery.wait_restarted(loss)
+            # Tasks end before the last records are written.
             await self._close()
         await self._context.ledger.flush()
         return loss is not None
 
     async def _close(self) -> None:
-        """End what is left, whatever it is at. A group that is being generated would be of two attempts' weights: the next
-        generates it from the same seed."""
+        """End everything that still runs. A group under way would have tokens of two attempts' weights, so the next attempt
+        generates it again from the same seed."""
         for task in (*self._beside, self._admission, self._evaluating):
             if task is not None:
                 task.cancel()
@@ -178,14 +180,16 @@ class Attempt:
     # ------------------------------------------------------------------------------------------ from the beginning to the end
 
     async def _until_saved(self) -> None:
-        """All that needs trainer and critic."""
+        """Everything that needs trainer and critic, from the first version to the last checkpoint."""
         history, config = self._history, self._config
         async with TaskGroup() as tasks:
+            # Every rollout gets the first version; from then on the keeper brings newcomers the committed one.
             await self._begin()
             keeper = tasks.create_task(self._publisher.run())
             if not history.evaluated_before:
                 history.accuracy_before = await self._evaluate_before()
                 history.evaluated_before = True
+            # All steps; then the groups that no step has taken are given up, and the result is evaluated and saved.
             await self._train(tasks)
             await self._end_groups()
             self.accuracy_after = await self._evaluate_alone(config.evaluation.after)
@@ -227,7 +231,7 @@ class Attempt:
         history.rl_seconds = now() - history.rl_began
 
     async def _end_groups(self) -> None:
-        """Give up what is still on its way; its prompts come first when the run is resumed."""
+        """Give up the groups that are still under way; a resumed run begins with their prompts."""
         self._probes.close()
         await self._groups.close()
         for group in sorted(self._buffer, key=lambda group: group.group_id):
@@ -248,7 +252,7 @@ class Attempt:
                 history.skipped_evaluations += 1  # training waits for none
             else:
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
-                await asyncio.sleep(0)  # it takes the rollouts' devices before the trainer may
+                await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer can take its own
         self._report("training")
 
     def evaluates(self, step: int) -> bool:
@@ -260,7 +264,7 @@ class Attempt:
         return self._evaluating is not None and not self._evaluating.done()
 
     def _started_up(self) -> None:
-        """The first step is done: it is known when its batch was whole in the trainer's hands."""
+        """The first step is done: start-up ended when the trainer had the whole batch of it."""
         phases, submitted = self._context.startup.phases, self._training.first_applied
         phases["first step"] = submitted - self._history.rl_began
         phases[startup.TOTAL] = submitted - self._context.launched - phases.get(startup.NOT_COUNTED, 0.0)
@@ -308,14 +312,15 @@ class Attempt:
     async def _save_end(self) -> None:
         self._report("saving")
         step = self._buffer.committed
-        await self._training.saved()  # it may be of the same step
+        await self._training.saved()  # the checkpoint that was ordered before may be of the same step
         async with self._devices.lease("trainer", last=True):
+            # A checkpoint to resume from, and the model for others to load.
             await self._checkpoints.save_end(step)
             folder = self._context.folder / run_files.MODEL
             await self._roles.trainer.call(Export(str(folder.absolute())))
 
     def _first_position(self) -> Position | None:
-        """Where the attempt begins; None for a run without a past."""
+        """Where the attempt begins; None for a run that begins anew."""
         if self._history.folder:
             position = checkpoint.read_position(Path(self._history.folder))
             self._stream.restore(position.stream)
@@ -325,12 +330,14 @@ class Attempt:
         return None
 
     async def _restore(self, position: Position) -> None:
-        """Take over what the ledger has of the groups that the checkpoint does not name as trained, as a new incarnation."""
+        """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
+        # The stream of prompts goes on where it was last.
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(codec.decode(StreamState, newest))
-        else:  # the checkpoint of another folder, whose ledger knows the groups that were on their way
+        else:  # a checkpoint of another folder: the ledger there has the groups that were under way
             for problem in position.pending:
                 self._stream.give_back(problem)
+        # Groups come back with all that they have; evaluations of later steps are forgotten.
         restored = await self._context.ledger.restore(position.version.step, position.trained, self._needs)
         self._buffer.load(restored.groups)
         evaluation.forget_after(self._context.folder, position.version.step)

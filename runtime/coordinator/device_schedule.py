@@ -6,17 +6,17 @@
         → wake_weights → publish → offload → wake_kv → generate
 
 - generate: the rollouts have the devices, until the caller says that nothing is being generated any more.
-- sleep: they free their memory; then the reference has the devices, where it takes part, and then the trainer.
+- sleep: the rollouts free their memory. Then the reference gets the devices, if it takes part, and then the trainer.
 - wake_weights: the steps are done, and the trainer's weights are still there. The rollouts allocate the memory of their weights
   alone, into which the new ones are published.
-- offload, wake_kv: once the trainer is gone the rollouts allocate keys and values, and generate.
+- offload, wake_kv: once the trainer is off the devices the rollouts allocate keys and values, and generate.
 
-A rollout is asleep when it arrives, whatever the phase, and is told to come as far as the others are. The run begins in
-`asleep`, which is left as `generate` is. One that is lost is waited for no longer, and a phase that waits for nobody is over:
-rollouts cannot hold up the trainer's turn.
+A rollout is asleep when it arrives, whatever the phase, and is told to move to the level of the others. The run begins in the
+phase `asleep`, which ends as `generate` does. No phase waits for a lost rollout, and a phase that waits for no rollout is over:
+lost rollouts cannot hold up the trainer's turn.
 
-**The invariant.** At no time have two of these the devices: rollouts with keys and values, the reference, the trainer; nor have
-two been told to take them. Weights alone may lie beside the trainer's.
+**The invariant.** At no time do two of these have the devices, or the order to take them: rollouts with keys and values, the
+reference, the trainer. Only the weights of rollouts may lie beside the trainer's.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Arrived(Struct, frozen=True):
 
 
 class MemberLost(Struct, frozen=True):
-    """It is gone, or given up."""
+    """A rollout is gone, or given up."""
 
     member: Member
 
 
 class Reached(Struct, frozen=True):
-    """It has come to `level`, as it was told."""
+    """A rollout has reached `level`, as it was told."""
 
     member: Member
     level: Level
 
 
 class GenerationDone(Struct, frozen=True):
-    """No rollout has anything to do any more. `refers`: the reference has."""
+    """No rollout has work any more. `refers`: the reference has some."""
 
     refers: bool = False
 
@@ -77,7 +77,7 @@ class Onloaded(Struct, frozen=True):
 
 
 class Referred(Struct, frozen=True):
-    """The reference has nothing to do any more."""
+    """The reference has no work any more."""
 
 
 class Trained(Struct, frozen=True):
@@ -142,7 +142,7 @@ class DeviceSchedule:
         """`members` are asleep, and nobody has the devices."""
         self.phase: Phase = "asleep"
         self._levels = dict.fromkeys(members, Level.ASLEEP)
-        self._told: dict[Member, Level] = {}  # and have not answered
+        self._told: dict[Member, Level] = {}  # the level that a rollout is told to reach, until it answers
         self._refers = False
 
     @property
@@ -150,7 +150,7 @@ class DeviceSchedule:
         return frozenset(self._levels)
 
     def told(self, member: Member) -> bool:
-        """Whether it has not yet come to where it was told."""
+        """Whether the rollout has not yet reached the level that it was told."""
         return member in self._told
 
     @property
@@ -188,8 +188,8 @@ class DeviceSchedule:
         return member in self._told or self._levels[member] != _LEVEL.get(self.phase, Level.ASLEEP)
 
     def _orders(self) -> list[Action]:
-        """What the rollouts are to be told, each one thing at a time."""
-        if self.phase == "offload":  # nobody need take what would be given back at once, nor more than there is room for
+        """The next orders to rollouts: each has one order at a time."""
+        if self.phase == "offload":  # a rollout that slept now would wake again at once; one that woke would lack the room
             return []
         wanted = _LEVEL.get(self.phase, Level.ASLEEP)
         tell = [member for member, level in sorted(self._levels.items()) if level != wanted and member not in self._told]
@@ -225,7 +225,7 @@ class DeviceSchedule:
         return []
 
     def _leave(self) -> list[Action]:
-        """The rollouts are where this phase wants them."""
+        """Every rollout has reached the level of this phase: begin the next phase."""
         if self.phase == "sleep":
             if self._refers:
                 self.phase = "ref_onload"

@@ -7,10 +7,10 @@
     "reference"    at once                        once the rollouts sleep and the reference is on the devices
     "trainer"      at once                        once the rollouts sleep; it ends with the weight sync and their wake-up
 
-Groups that are being generated hold the devices as a lease of the rollouts does: `Devices.next_lease` returns once nothing is
-left to be generated. That is every group that the bound η admits, η + 1 batches. So no sample is in flight while rollouts
-sleep, and none has tokens of two versions. The trainer then makes up to η + 1 steps in one lease, and the last of them alone is
-published: nobody could generate with the others.
+While groups are being generated, the rollouts hold the devices as if by a lease: `Devices.next_lease` returns once nothing is
+left to be generated, after the η + 1 batches that the bound η admits. So no sample is in flight while the rollouts sleep, and
+no sample has tokens of two versions. The trainer then makes up to η + 1 steps in one lease. Only the last version is published:
+the rollouts could not generate with the versions before it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Lease:
         self._publisher = publisher
 
     async def begin_sync(self, version: PolicyVersion) -> Transaction | None:
-        """Begin to publish `version`, whose update was ordered just now; None: it is published as the lease ends, unless a
-        later one is made before."""
+        """Begin to publish `version`, whose update was ordered just now. None: the version is published when the lease ends,
+        unless a later version is made before."""
         return await self._publisher.begin(version)
 
     async def sync(self, version: PolicyVersion) -> None:
@@ -91,7 +91,7 @@ class ColocatedLease(Lease):
 class Devices:
     """Dedicated devices: every role has its own, and a lease does nothing."""
 
-    trainer_is_replaceable = True  # while rollouts generate: they hold nothing that another trainer needs
+    trainer_is_replaceable = True  # another trainer can start while rollouts generate: they hold none of its devices
 
     def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
         self._pool = pool
@@ -103,7 +103,7 @@ class Devices:
             self._arrive(unit.member)
 
     def close(self) -> None:
-        """What comes from now on is another's to have join. Idempotent."""
+        """Stop following rollouts: the next attempt lets those join that connect from now on. Idempotent."""
         self._register.unsubscribe(self._look)
 
     def _look(self, change: UnitChange) -> None:
@@ -115,24 +115,25 @@ class Devices:
         self._register.join(member)
 
     async def next_lease(self) -> bool:
-        """Return once the trainer is to have the devices; False: the run ends, without another step."""
+        """Wait until the trainer should take the devices. False: the run ends without another step."""
         return self._buffer.step < self._buffer.last_step
 
     @asynccontextmanager
     async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
-        """The devices of `role`. `last`: the run ends in this lease, and nobody needs the devices after it. Raises what ends
-        the run: whatever the trainer or the reference raised as devices changed hands."""
+        """The devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. When trainer or
+        reference fail as devices change hands, raises their error, which ends the run."""
         yield Lease(self._publisher)
 
 
 class ColocatedDevices(Devices):
     """The rollouts are asleep at first, and nobody has the devices.
 
-    During a lease of the trainer the pool is closed, and no newcomer is sent the committed version: its weights may be off the
-    devices. A newcomer joins the pool once it has come as far as the others, so that the next publication has it as a member.
+    During a lease of the trainer the pool is closed, and the committed version is not sent to newcomers, whose memory may be
+    off the devices. A newcomer joins the pool once it has reached the level of the others, so that it takes part in the next
+    publication.
     """
 
-    trainer_is_replaceable = False  # rollouts may hold the devices that another trainer would begin on
+    trainer_is_replaceable = False  # rollouts may hold the devices on which another trainer would start
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class ColocatedDevices(Devices):
         self._probes = probes
         self._spans = spans
         self._refers = reference_takes_part(config)
-        self._onloads_trainer = not alternates(config)  # else who orders the updates of trainer and critic does
+        self._onloads_trainer = not alternates(config)  # else `AlternatingUpdates` does it
         self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group, and another be generated in its place
         self._schedule = DeviceSchedule(pool.membership.living)
         self._rollout_leases = 0
@@ -199,49 +200,52 @@ class ColocatedDevices(Devices):
         return not buffer.generating and not any(map(self._may_be_dropped, buffer))
 
     def _may_be_dropped(self, group: Group) -> bool:
-        """And another prompt be drawn in its place."""
+        """Whether a score may still drop the group, so that another prompt is generated in its place."""
         return self._scores_drop and group.state.phase == GroupPhase.GENERATED and not group.state.marks & Mark.SCORED
 
     # ------------------------------------------------------------------------------------------ devices change hands
 
     async def _acquire(self) -> None:
-        """The trainer has the devices when this returns; before it the reference has, if groups wait for it. To be called
-        when no rollout has anything to do."""
-        # Before the first version nobody brings groups to the reference, and some may have been restored without it.
+        """Give the devices to the trainer, and before that to the reference, if groups wait for it. To be called when no
+        rollout has work."""
+        # Before the first version no group is brought to the reference, although restored groups may lack its part.
         refers = self._refers and self.phase != "asleep" and any(map(_lacks_reference, self._buffer))
         self._pool.close()
         with self._spans.span(TO_TRAIN):
+            # Newcomers wait; the rollouts go to sleep; then the reference or the trainer begins to move in.
             await self._publisher.hold()
             self._handle(GenerationDone(refers))
             await self._until("ref_onload", "refer", "train")
         if refers:
+            # The reference has the devices until it has seen every group; then it moves out.
             await self._until("refer")
             self._reference_leases.set()
             await self._referred()
             self._reference_leases.clear()
             self._handle(Referred())
             await self._until("onload", "train")
+            # The trainer moves in.
             with self._spans.span(TO_TRAIN):
                 await self._until("train")
 
     async def _referred(self) -> None:
-        """The reference has seen every group that was generated."""
+        """Wait until the reference has seen every group that was generated."""
         buffer = self._buffer
         while any(map(_lacks_reference, buffer)):
             buffer.ready_changed.clear()
             await buffer.ready_changed.wait()
 
     async def _release(self, version: PolicyVersion | None) -> PublicationFigures | None:
-        """The rollouts have the devices when this returns, with `version` if the trainer made one."""
+        """Give the devices back to the rollouts, with `version` if the trainer made one."""
         with self._spans.span(TO_INFER):
-            # The rollouts wake their weights only, and receive the version: the trainer's weights are still on the devices.
+            # The rollouts allocate only their weights and receive the version, while the trainer's weights are on the devices.
             self._handle(Trained(publishes=version is not None))
             figures = None
             if version is not None:
                 await self._until("publish")
                 figures = await self._publisher.publish(version)
                 self._handle(VersionPublished())
-            # The trainer offloads, and the rollouts wake the rest.
+            # The trainer moves out, and the rollouts wake entirely.
             await self._until("generate")
             self._publisher.free()
         self._pool.open()
@@ -255,7 +259,7 @@ class ColocatedDevices(Devices):
         super()._look(change)
 
     def _arrive(self, member: Member) -> None:
-        """It is asleep, and joins once it has come as far as the others."""
+        """A newcomer is asleep, and joins once it has reached the level of the others."""
         self._handle(Arrived(member))
         self._join(member)
 
@@ -290,7 +294,7 @@ class ColocatedDevices(Devices):
             raise self._fault
 
     async def _move(self, member: Member, level: Level) -> None:
-        """A rollout that does not come as far is lost, whatever kept it."""
+        """Tell a rollout to move to `level`. A rollout that fails to do so is lost, whatever the reason."""
         rollout: RolePort | None = self._register.port(member)
         if rollout is None:
             return

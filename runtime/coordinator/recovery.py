@@ -1,5 +1,5 @@
-"""What becomes of a run that loses trainer or critic: what is kept, what is done again, and when it is given up; and the
-checkpoints that it goes back to: when one is due, where the run is then, and which of them stay.
+"""How a run goes on that loses trainer or critic, and when it is given up (`Recovery`); the checkpoints that it goes back to:
+when one is due, what it says, and which are kept (`Checkpoints`).
 
 ::
 
@@ -10,8 +10,8 @@ checkpoints that it goes back to: when one is due, where the run is then, and wh
     kept         rollouts; the ledger with all groups, their replies and scores; evaluations up to the checkpoint
     done again   the steps after the checkpoint; replies that were being generated as the attempt ended
 
-A loss ends the run where no process comes in the place of a lost one, before the first version is published, when the run is
-interrupted, and when as many attempts in a row as a trainer may be started again have made no progress.
+A loss ends the run when lost processes are not started again, before the first version is published, when the run is
+interrupted, and when more attempts in a row than `services.trainer.restarts.attempts` have made no progress.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ log = logging.getLogger("sluice")
 
 
 class Recovery:
-    """Watches trainer and critic during one attempt. When one is lost the other is given up: both go back to one checkpoint,
-    and neither could without the other. `begun`: the first version is published."""
+    """Watches trainer and critic during one attempt. When one is lost the other is given up, because both have to go back
+    to the same checkpoint. `begun`: the first version is published."""
 
     def __init__(self, context: RunContext, roles: Roles, register: Register, replaceable: bool, history: RunHistory):
-        """`replaceable`: others may begin on the devices of these models, as the rollouts go on."""
+        """`replaceable`: new models can start on these models' devices while the rollouts go on."""
         self.models: list[RolePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
         self.begun = history.attempts > 0
         self._register = register
@@ -62,14 +62,14 @@ class Recovery:
         self._waiting: asyncio.Future[None] | None = None
 
     def interrupt(self) -> None:
-        """A loss ends the run from now on."""
+        """From now on a loss ends the run."""
         self._interrupted = True
         if self._waiting is not None:
             self._waiting.cancel()
 
     async def run_until_lost(self, work: Coroutine[Any, Any, None]) -> ServiceFault | None:
-        """Do `work`. Returns None when it is done, and the loss when it was cut short because a model was lost, and others will
-        come. Raises what `work` raised, or the loss as a ServiceFault. To be called once."""
+        """Do `work`. Returns None when it is done, or the loss when a model was lost and will be started again. Raises the
+        error of `work`, or the loss if it ends the run. To be called once."""
         self._register.subscribe(self._look)
         self._look()
         working, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
@@ -93,7 +93,7 @@ class Recovery:
             await asyncio.gather(working, lost, return_exceptions=True)
 
     def check_progress(self, loss: ServiceFault, step: int) -> None:
-        """The attempt ended at `step`. Raises `loss` when too many in a row did before any got further."""
+        """The attempt ended at `step`. Raises `loss` when too many attempts in a row made no progress."""
         history = self._history
         history.lost(step)
         if (fruitless := history.attempts_without_progress) > self._allowed:
@@ -101,9 +101,9 @@ class Recovery:
             raise ServiceFault(loss.service, loss.phase, message) from loss
 
     async def wait_restarted(self, loss: ServiceFault) -> None:
-        """Return once the models serve with which another attempt goes on; rollouts generate meanwhile, as far as the staleness
-        bound allows. Raises `loss` when the run is interrupted meanwhile, and DeadlineExceeded, naming who is not there after
-        `deadlines.start`, and the longest that a role's `restarts` may put off a start."""
+        """Wait until the models of the next attempt serve; rollouts generate meanwhile, as far as the staleness bound allows.
+        Raises `loss` when the run is interrupted meanwhile. Raises DeadlineExceeded, which names the missing models, after
+        `deadlines.start` plus the longest delay that `restarts` put before a start."""
         self._waiting = asyncio.ensure_future(self._restarted())
         try:
             await self._waiting
@@ -129,7 +129,7 @@ class Recovery:
                 self._lose(model, unit.reason)
 
     def _replaced(self) -> bool:
-        """Whether other models would come in the place of these."""
+        """Whether lost models are started again, instead of the run being over."""
         return self._replaceable and self.begun and not self._interrupted
 
     def _lose(self, model: RolePort, reason: str) -> None:
@@ -141,7 +141,7 @@ class Recovery:
                     self._register.lose(other, f"goes back to a checkpoint with {model.name}")
 
     def _find_lost(self, error: BaseException) -> None:
-        """A model that does not take part in a publication is lost as well."""
+        """A model that failed a publication is lost as well."""
         for model in self.models:
             if isinstance(error, ServiceFault) and error.phase == "publish" and model.name in error.service.split(", "):
                 self._register.lose(model, error.reason)
@@ -149,25 +149,25 @@ class Recovery:
 
 @dataclass
 class RunHistory:
-    """`folder` is the checkpoint that an attempt begins with, and the next would: the newest of this run's own, else the one
-    that the run resumes, else "", its very beginning. What a former run has left in the folder is none of them.
+    """`folder` is the checkpoint with which the next attempt begins: the newest one of this run, else the one that the run
+    resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
     """
 
     folder: str
-    attempts: int = 0  # that ended before the one that goes on
+    attempts: int = 0  # attempts that have ended
     totals: Totals = field(default_factory=Totals)
     accuracy: dict[int, float] = field(default_factory=dict)
     """What evaluations found, by step."""
-    evaluated_before: bool = False  # or need not be
+    evaluated_before: bool = False  # the evaluation before training is done, or not wanted
     accuracy_before: float | None = None
     skipped_evaluations: int = 0
     rl_began: float = 0.0  # when the first prompt was admitted, on the loop's clock
     rl_seconds: float = 0.0  # from then to the last step
     best_step: int = 0  # the last step of any attempt
-    attempts_without_progress: int = 0  # how many ended in a row
+    attempts_without_progress: int = 0  # in a row
     alarm: str = ""
     """The newest rollout whose log-probabilities were too far from the trainer's, and how far."""
-    alarms: int = 0  # probes that were so
+    alarms: int = 0  # probes over the limit
     _at_folder: Totals = field(default_factory=Totals)
 
     def saved(self, folder: Path, totals: Totals) -> None:
@@ -175,7 +175,7 @@ class RunHistory:
         self.folder, self._at_folder = str(folder.absolute()), totals
 
     def is_at(self, folder: Path) -> bool:
-        """Whether what comes next begins with the checkpoint `folder`."""
+        """Whether the next attempt would begin with the checkpoint `folder`."""
         return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
 
     def lost(self, step: int) -> None:
@@ -186,7 +186,7 @@ class RunHistory:
         self.best_step = max(self.best_step, step)
 
     def off(self, alarm: str) -> None:
-        """A probe is over `mismatch.limit`. `alarm` says so; "" where it was so before of the same rollout."""
+        """A probe is over `mismatch.limit`. `alarm` says so; "" if the same rollout's last probe was over it too."""
         self.alarms += 1
         if alarm:
             self.alarm = alarm
@@ -220,7 +220,7 @@ class Checkpoints:
         self.accuracy = history.accuracy
 
     def resume(self, incarnation: int, position: Position) -> None:
-        """Go on after `position`, as `incarnation`. Later checkpoints, of what is made again from here, are set aside."""
+        """Go on after `position`, as `incarnation`. Later checkpoints are set aside: their steps are made again."""
         self._incarnation = incarnation
         step = position.version.step
         with _faults_told(self._folder):
@@ -236,14 +236,14 @@ class Checkpoints:
         return self.accuracy[max(self.accuracy)] if self.accuracy else None
 
     async def due(self, step: int) -> Position | None:
-        """Where the run is once version `step` is made, if `save` is to be called for it; asked before that step is applied,
-        when every group of it has been taken."""
+        """The run's position once version `step` is made; None if no checkpoint is due then. To be asked before that step is
+        applied, when all of its groups have been taken."""
         if not self._settings.every or step % self._settings.every:
             return None
         return await self.position(step)
 
     async def position(self, step: int) -> Position:
-        """Where the run is once version `step` is made."""
+        """The run's position once version `step` is made."""
         best = self._best(self.accuracy)
         untrained = [group for group in self._buffer if group.taken is None or group.taken >= step]
         return Position(
@@ -257,8 +257,7 @@ class Checkpoints:
         )
 
     async def save_end(self, step: int) -> None:
-        """The checkpoint of version `step` as the run ends. Where that version is saved already, only where the run is then is
-        written anew."""
+        """Save version `step` at the end of the run. If it is saved already, only the run's position is written again."""
         folder, position = checkpoint.folder_for(self._folder, step), await self.position(step)
         if not self._history.is_at(folder):
             await self.save(step, position)
@@ -269,8 +268,8 @@ class Checkpoints:
     def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
-        It counts only once the metrics of its step are recorded, when `finishing` is done: who goes back to it repeats all
-        that is not.
+        The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
+        with it does not repeat that step.
         Raises StorageFull when there is no room for it.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
@@ -293,7 +292,8 @@ class Checkpoints:
         return self._saved_at(step, folder, partial, saving, position, self._entered(finishing))
 
     async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: RolePort) -> None:
-        """Where both have the same devices."""
+        """Save the critic, then the trainer, which have the same devices."""
+        # Only one of them has its state on the devices at a time.
         await trainer.call(Offload())
         await critic.call(Save(str(partial / checkpoint.CRITIC)))
         await critic.call(Offload())
@@ -308,12 +308,14 @@ class Checkpoints:
         position: Position,
         entered: asyncio.Future[Totals],
     ) -> None:
+        # The processes write their parts.
         try:
             await asyncio.gather(*saving)
             totals = await entered
         except BaseException:
             checkpoint.discard(partial)
             raise
+        # The folder gets its name and the position: from here on the checkpoint counts.
         with _faults_told(folder):
             completing = asyncio.ensure_future(asyncio.to_thread(checkpoint.complete, partial, folder, position))
             try:
@@ -323,6 +325,7 @@ class Checkpoints:
                 if completing.exception() is None:
                     self._history.saved(folder, totals)
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=self._epoch + now()))
+        # Old checkpoints go, and what the ledger keeps for them.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         with _faults_told(folder):
             await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best))
@@ -330,7 +333,7 @@ class Checkpoints:
         await self._ledger.trim(oldest, self._retain_bytes)
 
     def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:
-        """The totals as they are once `finishing` is done, when the steps after it are not in them."""
+        """A copy of the totals, taken when `finishing` is done, before later steps are added."""
         entered: asyncio.Future[Totals] = asyncio.get_running_loop().create_future()
 
         def copy(finished: asyncio.Future[None] | None = None) -> None:
@@ -351,7 +354,7 @@ class Checkpoints:
 
 @contextmanager
 def _faults_told(folder: Path) -> Iterator[None]:
-    """An error of the file system is a StorageFull or a ServiceFault."""
+    """Turn an error of the file system into StorageFull or ServiceFault."""
     with checkpoint.full_disk_told(folder):
         try:
             yield

@@ -1,13 +1,16 @@
 """Bounded staleness: how many groups may be under way, and which of them a step may take. Pure arithmetic.
 
-`buffer.py` enforces it: `Buffer.capacity` admits, `take` selects, and `consume` refuses a step that would break it. A deadline
-is the number of a step here.
+**The rule.** A step may train on a group only if the version of the group's oldest token + η ≥ the step's number. So no
+token is more than η versions older than the weights that it trains.
+
+`buffer.py` enforces it: `Buffer.capacity` admits, `take` selects, and `consume` refuses a step that would break it. Deadlines
+are numbers of steps here.
 
 Terms. Step v trains the weights of version v and makes version v + 1. c is the committed version, η the bound, B the
 groups per step. A group *holds a place* from its dispatch until it is retired (the commit of the version that it trained) or
 dropped; it is *open* while no step has taken it. Its deadline is the last step that may take it: the version of its oldest
-token + η. Before it arrives, the version committed at its dispatch stands for that token, which cannot be older,
-so that a deadline only ever moves later.
+token + η. Until the group arrives, the version committed at its dispatch is used as a lower bound, so a deadline only ever
+moves later.
 
 **The invariant.** Let v be the next step with room and r ≥ 1 its open places. For every d ≥ v::
 

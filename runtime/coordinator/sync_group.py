@@ -18,28 +18,29 @@ from runtime.ports import RolePort, TrainerPort
 from runtime.types import PolicyVersion
 from runtime.weights.plan import resolve_transport
 
-TRIES = 3  # of a rendezvous, or a publication, that fails although nobody is lost
+TRIES = 3  # of a rendezvous, or of a publication, that fail although no rollout is lost
 
 log = logging.getLogger("sluice")
 
 
 class SyncGroup:
-    """The trainer and the rollouts of one epoch, connected for weights. What others read is `epoch`, `members`, `transport`."""
+    """The trainer and the rollouts of one epoch, connected for weights. Others read `epoch`, `members`, `transport`."""
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings):
         self.trainer = trainer
         self.pool = pool
         self.settings = settings
         self.epoch = Epoch(0, ())
-        """The newest that was connected, and below its rollouts by name."""
+        """The newest epoch that was connected."""
         self.members: dict[str, RolePort] = {}
+        """Its rollouts by name."""
         self.transport = ""
-        """Which one its weights take, or "" """
+        """The transport of its weights; "" before the first epoch."""
 
     async def open(self) -> None:
-        """Connect the trainer and every living rollout. Who does not come is lost, and the next epoch is without it.
+        """Connect the trainer and every living rollout. A rollout that does not come is lost, and left out of the next epoch.
 
-        Raises ServiceFault when no rollout comes, or the group fails for no rollout's fault `TRIES` times.
+        Raises ServiceFault when no rollout comes, or when the group fails `TRIES` times although no rollout is lost.
         """
         fruitless = 0
         while True:
@@ -55,8 +56,8 @@ class SyncGroup:
                 raise fault
 
     async def _meet(self, epoch: Epoch) -> SluiceError | None:
-        """Connect the group; None when it is connected. Raises UserError when its members cannot have the transport that was
-        asked for."""
+        """Connect the group. Returns None when it is connected, else the fault. Raises UserError when its members cannot use
+        the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
         machines = {**self.trainer.machines, **{port.name: port.machine for port in ports}}
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
@@ -80,7 +81,7 @@ class SyncGroup:
             failed = next(error for join in joins if join.done() and (error := join.exception()))
             if not isinstance(failed, SluiceError):
                 raise failed
-            # Who came waits for the one that failed until its own deadline, unless it is told to leave.
+            # The members that came would wait for the failed one until their own deadline: tell them to leave.
             return await self._leave(epoch, ports, failed)
         finally:
             for join in joins:
@@ -88,7 +89,7 @@ class SyncGroup:
                 join.cancel()
 
     async def _leave(self, epoch: Epoch, ports: Sequence[RolePort], failed: SluiceError) -> SluiceError:
-        """All members leave the group. A rollout that does not confirm is lost; one that confirms was only kept waiting.
+        """Tell all members to leave the group. A rollout that does not confirm is lost; the others only waited for it.
 
         Returns the fault to report: that of a lost rollout where there is one, else `failed`.
         """
@@ -108,6 +109,6 @@ class SyncGroup:
 
 
 def seen(task: asyncio.Future[Any]) -> None:
-    """Take the result of a withdrawn call, which nobody reads, so that asyncio does not report it."""
+    """Read the result of a withdrawn call, so that asyncio does not report that nobody did."""
     if not task.cancelled():
         task.exception()

@@ -10,9 +10,14 @@
              commit_weights ───┼───► rollouts: swap between two steps
              abort_weights ────┴───► all: leave the group
 
-Who waits for whom: the trainer for nobody until it has made the version; rollouts for the trainer's announcement; `finish` for
-each answer or its deadline, as `SyncAttempt` (weight_sync_protocol.py, pure) says; `run`, which brings newcomers the committed
-version, for the lock. Who is in an epoch is `membership`, which `pool` feeds: a loss or a newcomer makes the epoch stale.
+Who waits for whom:
+
+- The trainer waits for nobody until it has made the version.
+- Rollouts wait for the trainer's announcement.
+- `finish` waits for each answer or its deadline, as `SyncAttempt` (weight_sync_protocol.py, pure) says.
+- `run`, which brings newcomers the committed version, waits for the lock.
+
+The pool's `membership` says who is in an epoch. A loss or a newcomer makes the epoch stale.
 """
 
 from __future__ import annotations
@@ -64,9 +69,9 @@ log = logging.getLogger("sluice")
 class WeightPublisher:
     """One weight sync at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
-    Whoever is lost is left out of the next epoch, in which the same version is tried again. A newcomer is in the next epoch
-    too; as soon as no publication is under way the committed version is sent once more, so that a newcomer need not wait for a
-    step: the trainer has it in its buckets.
+    A rollout that is lost is left out of the next epoch, in which the same version is tried again. A newcomer is a member of
+    the next epoch: as soon as no publication is under way, the trainer sends the committed version once more out of its
+    buckets, so that the newcomer need not wait for a step.
     """
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
@@ -81,21 +86,21 @@ class WeightPublisher:
         )
         self._step_seconds = step_seconds
         self._lock = asyncio.Lock()  # held by the publication that is under way
-        self._held = False  # whether nothing is published but what is asked for
+        self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
         self.kept: PolicyVersion | None = None
-        """The version that the trainer's ranks have gathered, or will have, to be sent again whatever their engines do."""
+        """The version that the trainer's buckets hold, or are about to hold: it can be sent again while the engines work."""
         self.abort = ""
-        """Why the newest publication that was aborted was, or "" """
+        """Why the newest aborted publication was aborted; "" if none was."""
 
     @property
     def committed(self) -> PolicyVersion | None:
         return self._pool.membership.committed
 
     def sending(self, version: PolicyVersion, epoch: int) -> SendWeights | ResendWeights:
-        """What the trainer is asked: to gather and send a version, or to send once more what it has kept of it."""
+        """The trainer's command: gather and send `version`, or send it once more if the buckets hold it."""
         if self.kept == version:
             return ResendWeights(version, epoch)
         self.kept = version
@@ -108,8 +113,8 @@ class WeightPublisher:
         return replace(seconds, transfer=seconds.transfer + self._step_seconds) if behind else seconds
 
     async def run(self) -> None:
-        """Keep the epoch that of the living, until cancelled. Raises ServiceFault when that fails for another reason than a
-        rollout."""
+        """Open a new epoch whenever the living rollouts change, until cancelled. Raises ServiceFault when that fails, unless a
+        rollout is the reason."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -117,7 +122,7 @@ class WeightPublisher:
                 await self._renew()
 
     def close(self) -> None:
-        """The trainer publishes no more: who does needs another epoch."""
+        """Stop publishing. Whoever publishes next must open a new epoch."""
         self._pool.unsubscribe(self._changed.set)
         self._pool.membership.break_up(self._pool.membership.epoch.number)
 
@@ -125,8 +130,8 @@ class WeightPublisher:
         """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
 
         Waits while another publication is under way, or no rollout lives; `Transaction.close` has to follow. To be called right
-        after those commands are posted, and after the version before is committed: so the trainer has a version until that
-        counts, whatever becomes of its first transfer.
+        after those commands are posted; they are posted after the version before is committed. This order keeps the weights
+        unchanged until the version commits, so a failed transfer can be sent again.
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
@@ -146,7 +151,7 @@ class WeightPublisher:
             raise
 
     async def hold(self) -> None:
-        """Once this returns, nothing is published until `free` but what `begin` and `publish` are asked for."""
+        """Wait for the publication under way. From then until `free`, only `begin` and `publish` send weights."""
         await self._lock.acquire()
         self._held = True
 
@@ -156,7 +161,7 @@ class WeightPublisher:
         self._lock.release()
 
     async def publish(self, version: PolicyVersion) -> PublicationFigures:
-        """`version`, which the trainer has."""
+        """Publish `version`, which the trainer has made already."""
         transaction = await self.begin(version)
         try:
             return await transaction.finish()
@@ -164,7 +169,7 @@ class WeightPublisher:
             transaction.close()
 
     async def _renew(self) -> None:
-        """Open a new epoch if the last is stale, and bring the committed version to whoever is new."""
+        """Open a new epoch if the last is stale, and bring the committed version to the newcomers."""
         membership = self._pool.membership
         if self.committed is None or not membership.living or not membership.stale:
             return
@@ -180,7 +185,7 @@ class WeightPublisher:
 class Transaction:
     """One version until it counts: calls to the ports become events, the machine's actions become calls.
 
-    An attempt that is aborted is followed by another in a new epoch, without whoever was lost in it.
+    An aborted attempt is followed by another one in a new epoch, without the members that were lost.
     """
 
     def __init__(self, publisher: WeightPublisher, version: PolicyVersion, lock: asyncio.Lock | None = None):
@@ -206,7 +211,7 @@ class Transaction:
         nobody was lost.
         """
         began = self._clock()
-        # An attempt waits for the members' answers; an aborted one for a new epoch without whoever was lost in it.
+        # `_attempt` waits for the members' answers. After an abort, `open` connects a new epoch without the lost members.
         while not await self._attempt():
             await self._group.open()
             self._post()
@@ -251,7 +256,7 @@ class Transaction:
     def _conclude(self, machine: SyncAttempt) -> bool:
         pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
-        self._behind |= self._group.trainer.name in machine.failed  # it may not have the whole version, and gather it anew
+        self._behind |= self._group.trainer.name in machine.failed  # it may have to gather again
         if self._group.trainer.name in machine.lost or self._fruitless == TRIES:
             raise ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)
         reason = machine.reason
@@ -318,7 +323,7 @@ class Transaction:
 
 
 def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event | BaseException:
-    """An error that is none of Sluice's is returned as it is."""
+    """The event that an ended call stands for; an error that is not a SluiceError is returned itself."""
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
         return answered(name)

@@ -7,11 +7,11 @@ The caller feeds events, each with the time, and carries out the actions that co
 - verify: the sender is done, and the members' checksums are awaited.
 - commit: everyone verified, so the version counts, and cannot be undone: a member that fails now is lost to the epoch, and
   the others go on.
-- abort: members and sender leave the epoch's group. Whoever does not confirm is lost. A failed collective fails for all of
-  its members, so it is this silence, and not the first failure, that tells who is lost.
+- abort: members and sender leave the epoch's group. A failed collective fails for all of its members, so a failure does not
+  tell who is lost. Only a member that cannot be reached, or does not confirm the abort, counts as lost.
 
-Every phase has a deadline: `next_deadline` says when to send the next `Tick`, which alone ends a phase that is late. So an
-answer that is there counts, however long whoever drives this machine was kept from reading it.
+Every phase has a deadline: `next_deadline` is the time of the next `Tick`. Only a `Tick` ends a late phase, so an answer that
+has arrived counts even if the caller reads it late.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from runtime.types import PolicyVersion
 # ----------------------------------------------------------------------------------------------------------------------
 # The epochs of the sync group: which rollouts are in it, and from when each may be asked to generate. Pure: no I/O, no clock.
 #
-# An epoch is a numbered list of members. It is stale once it is not exactly the living, or its group is broken: then another
-# has to be opened. A member serves from the first commit of an epoch that it is in, so all who serve have the committed
-# version. Who lives is what the register says: who joins (a newcomer) or serves.
+# An epoch is a numbered list of members. It is stale when its members are not exactly the living rollouts, or when its group is
+# broken; then another epoch has to be opened. A member serves from the first commit of an epoch that it belongs to, so all
+# serving rollouts have the committed version. The living rollouts are those that the register has as joining (newcomers) or as
+# serving.
 
 
 class Epoch(Struct, frozen=True):
@@ -53,7 +54,7 @@ class Membership:
 
     @property
     def serving(self) -> tuple[Member, ...]:
-        """Who may generate."""
+        """The rollouts that may generate."""
         return self._members(UnitState.SERVING)
 
     @property
@@ -62,11 +63,11 @@ class Membership:
 
     @property
     def stale(self) -> bool:
-        """Whether the next publication needs another epoch than this one: also where nobody lives, who could be its members."""
+        """Whether the next publication needs a new epoch. It does also when no rollout lives."""
         return self._broken or not self.epoch.members or self.epoch.members != self.living
 
     def open(self) -> Epoch:
-        """The next epoch, of all the living."""
+        """Begin the next epoch, of all living rollouts."""
         if not self.living:
             raise InvariantViolated("an epoch needs a living member")
         self.epoch, self._broken = Epoch(self.epoch.number + 1, self.living), False
@@ -77,7 +78,7 @@ class Membership:
         self._broken = self._broken or epoch == self.epoch.number
 
     def commit(self, epoch: int, version: PolicyVersion, swapped: Iterable[Member]) -> None:
-        """`version` counts, and `swapped` have it. Whoever of the epoch has not must have been lost before.
+        """`version` counts, and `swapped` have it. Every other member of the epoch must have been lost before.
 
         Raises InvariantViolated for a former epoch, a version that goes back, or a member that lives without the version.
         """
@@ -167,7 +168,7 @@ class Abort(Struct, frozen=True):
 
 Action = Commit | Abort
 
-# In which phases an answer counts. Anything else is late, or a repetition, and changes nothing.
+# In which phases an answer counts. In any other phase it is late, or a repetition, and changes nothing.
 _EXPECTED: dict[type, tuple[Phase, ...]] = {
     Sent: ("transfer",),
     Verified: ("transfer", "verify"),
@@ -262,7 +263,9 @@ class SyncAttempt:
         if isinstance(event, MemberUnreachable) or self.phase == "commit":
             self._lose(event.member)
         if self.phase == "abort" and (known or (isinstance(event, Failed) and event.member != self.sender)):
-            return []  # a failed collective fails for all; the sender's word, and who is lost, are told whoever was heard first
+            # While aborting, failures of the sender and lost members are still recorded, even if another failure came first.
+            # A failed collective fails for all members, so their failures say nothing more.
+            return []
         return self._give_up(f"{event.member}: {event.reason}", now)
 
     def _expire(self, now: float) -> list[Action]:

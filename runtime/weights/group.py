@@ -1,4 +1,4 @@
-"""The members of one epoch, connected (`WeightGroup`), and how buckets move between two of them (`Link`): what transports are.
+"""What a transport implements: `WeightGroup`, the connected members of one epoch, and `Link`, which moves one sender's buckets.
 
 `rendezvous` opens a group by the name of its transport.
 
@@ -26,11 +26,11 @@ from runtime.types import PolicyVersion
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, aligned
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The buffers that buckets lie in: what a trainer publishes, and what an engine's workers read where it was staged.
+# The buffers of buckets: those that a trainer publishes, and those of a staged version, which an engine's workers may read.
 #
-# Those that other processes of this machine can map are memory files without a name (memfd): the limit of /dev/shm does not
-# apply, which is 64 MiB in a container by default, and the kernel frees them with the last process that holds one, however
-# that ends.
+# Buffers that other processes of this machine can map are memory files without a name (memfd). The limit of /dev/shm, which is
+# 64 MiB in a container by default, does not apply to them. The kernel frees such a file once the last process that holds it has
+# ended, for whatever reason.
 
 
 AVAILABLE = hasattr(os, "memfd_create")  # on Linux
@@ -55,7 +55,7 @@ def memory_file(nbytes: int) -> torch.Tensor:
     descriptor = os.memfd_create("sluice-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
-        # Who maps the file may rely on its size: to touch what was cut off would be the end of the process.
+        # The size is sealed: a process that maps the file would be killed when it touches a part that was cut off.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         buffer = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     except BaseException:
@@ -97,7 +97,7 @@ def file_of(buffer: torch.Tensor) -> tuple[int, int]:
 
 
 def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
-    """Where `tensors` lie, and buffers that must outlive the reading: copies of those that are not in shared memory."""
+    """Where `tensors` lie, and copies of those that were not in shared memory: keep the copies until they have been read."""
     copies = []
     locations = []
     for name, tensor in tensors.items():
@@ -200,7 +200,7 @@ class Transfer(Protocol):
     def wait(self, timeout: float) -> int | None:
         """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
 
-        A receiver is given the xxh3-64 of what its buffer holds before the trailer, where that was taken on the way, else None.
+        A receiver gets the xxh3-64 of its buffer's data before the trailer if the transport computed it on the way, else None.
         """
 
 
@@ -223,11 +223,11 @@ class Link(ABC):
         """The others: start to fill `buffer`, which has the bucket's size. Raises RuntimeError."""
 
     def bound(self, seconds: float) -> None:  # noqa: B027 - most links can be ended at any moment
-        """No bucket that starts to move from now on holds a thread for longer than `seconds`, even if `abort` cannot end it."""
+        """A bucket that starts to move from now on blocks a thread for at most `seconds`, even if `abort` cannot end it."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave for good: whoever waits for a transfer is freed. Idempotent, from any thread."""
+        """Leave for good: threads that wait for a transfer are freed. Idempotent, from any thread."""
 
 
 class WeightGroup(ABC):
@@ -266,29 +266,29 @@ class WeightGroup(ABC):
         """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
 
     def settle(self, nbytes: int, give_up: float) -> int:
-        """The senders: this one's part of the transfer is taken, of `nbytes`.
+        """The senders: say that the receivers have this sender's part of the transfer, which is `nbytes`.
 
-        Rank 0 blocks until those of all senders are, at most until the monotonic time `give_up`, and returns the bytes of all.
-        Raises RuntimeError, which names the sender and says what became of its part.
+        Rank 0 blocks until the receivers have the parts of all senders, at most until the monotonic time `give_up`, and returns
+        the bytes of all parts. Raises RuntimeError, which names the sender and says what became of its part.
         """
         return nbytes
 
     def report_failure(self, message: str) -> None:  # noqa: B027 - a sender that is alone has nobody to tell
-        """The senders but rank 0: tell rank 0 that this one's part has failed."""
+        """The senders except rank 0: tell rank 0 that this sender's part has failed."""
 
     def called(self, root: int) -> str | None:
-        """What sender `root` is called, where there are several."""
+        """The name of sender `root` for messages; None when there is only one sender."""
         return None
 
     def bound(self, seconds: float) -> None:  # noqa: B027 - most transports can be ended at any moment
-        """No bucket that starts to move from now on holds a thread for longer than `seconds`, even if `abort` cannot end it."""
+        """A bucket that starts to move from now on blocks a thread for at most `seconds`, even if `abort` cannot end it."""
 
     @abstractmethod
     def abort(self) -> None:
         """Leave for good: threads blocked here fail at once, the peers as soon as they see it. Idempotent, from any thread.
 
-        It is also how a group ends in order, but only once the last transfer is verified everywhere: what has arrived may
-        fail when its connection closes. A process should leave its groups before it exits.
+        A group also ends in order by this, but only once every receiver has verified the last transfer: a bucket that has
+        arrived may still fail when its connection closes. A process should leave its groups before it exits.
         """
 
 
@@ -296,7 +296,7 @@ class PendingGroup(ABC):
     """A rendezvous that is open until `connect` returns or fails, `abort` is called, or this object is dropped."""
 
     address: GroupAddress
-    """Rank 0's; the others are given it with their own rank in it."""
+    """Rank 0's address; each other member gets it with its own rank in it."""
 
     @abstractmethod
     def connect(self) -> WeightGroup:
@@ -307,4 +307,4 @@ class PendingGroup(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Fail `connect`, here and, where rank 0 does it, at everyone who came already. Idempotent, from any thread."""
+        """Make `connect` fail here, and from rank 0 also at every member that has come. Idempotent, from any thread."""

@@ -165,8 +165,8 @@ def _fill(manifest: Manifest, tensors: Sequence[int]) -> list[Bucket]:
 def assign(filled: Mapping[tuple[int, ...], Sequence[Bucket]], senders: int) -> tuple[Bucket, ...]:
     """Every bucket with its root, in the order in which receivers take them. `filled`: by who holds them, in their order.
 
-    Each bucket goes to whoever of its holders has least so far, so that senders which hold the same differ by one bucket at
-    most; what few hold is given out first. In the order that results, all holders come forward at the same pace, by bytes:
+    Each bucket goes to the holder that has the fewest bytes so far, so that senders which hold the same differ by one bucket at
+    most. Buckets that few senders hold are assigned first. In the order of the result all senders progress evenly, by bytes:
     receivers take a few buckets at a time, and each sender should have some of those.
     """
     loads = [0] * senders

@@ -31,7 +31,7 @@ BufferOf = Callable[[int], torch.Tensor]
 
 
 class Reception:
-    """To be carried out in a thread: `await_sender`, then `take`. A failure of either aborts the group, but for checksums."""
+    """To be carried out in a thread: `await_sender`, then `take`. A failure aborts the group, but a wrong checksum does not."""
 
     def __init__(self, group: WeightGroup, buckets: Sequence[Bucket], version: PolicyVersion, deadline: float):
         self.version = version
@@ -116,7 +116,7 @@ class Staged:
         return self._set.tensors
 
     def adopt(self) -> None:
-        """Say that an engine uses these buckets: they stay as they are, and those adopted before are free. After the swap."""
+        """To be called after the swap: the engine uses these buckets from now on, and the buckets adopted before are free."""
         self._receiver._settle(self, adopted=True)
 
     def release(self) -> None:
@@ -134,16 +134,16 @@ class _Set:
 
 
 class WeightReceiver:
-    """Owns the staging buckets of one manifest: `sets` times, for an engine that adopts what was staged takes two.
+    """Owns the staging buckets of one manifest. One reception at a time.
 
-    One reception at a time.
+    Allocates `sets` copies; an engine that generates from the staging buckets needs two.
     """
 
     def __init__(self, manifest: Manifest, *, sets: int = 1, shared: bool = False):
         """Buckets that are `shared` can be mapped by other processes.
 
-        A set takes its memory with the first version that it receives: by then the weights with which the engine began are
-        gone, so that no more than two copies are ever there. Raises InvalidMessage for a manifest without a plan.
+        Each set is allocated when the first version arrives for it. By the time the second one is, the engine has freed its
+        initial weights: so there are never more than two copies. Raises InvalidMessage for a manifest without a plan.
         """
         self.manifest = manifest
         self.buckets = plan_buckets(manifest)

@@ -1,7 +1,8 @@
 """How the members of an epoch meet: `host` opens a group by the name of its transport, and `join` enters it.
 
-Both return when all are connected, or raise ServiceFault with the ranks that are missing. But for `files`, members meet in a
-TCPStore that rank 0 hosts, and move buckets over links, from each sender to all receivers.
+`join`, and `connect` of the group that `host` opens, block until all members are connected, or raise ServiceFault with the
+missing ranks. With any transport except `files`, members meet in a TCPStore that rank 0 hosts, and buckets move over links: one
+from each sender to all receivers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 class StoreGroup(WeightGroup):
     def __init__(self, address: GroupAddress, name: str, store: Any, links: Sequence[Link], paths: frozenset[SocketAddress]):
-        """`links`: a receiver's from each sender, by their ranks; a sender's own."""
+        """`links`: a receiver has one from each sender, by the sender's rank; a sender has its own one alone."""
         super().__init__(address, name)
         self._senders = address.senders
         self._label = address.label
@@ -85,7 +86,7 @@ class StoreGroup(WeightGroup):
         return f"part/{self._transfers}/{sender}"
 
     def _settled(self, sender: int, give_up: float) -> int:
-        """The bytes of its part, once that is taken."""
+        """The bytes of the sender's part, once the receivers have it."""
         store, label = self._running_store(), self._label(sender)
         try:
             store.wait([self._part(sender)], timedelta(seconds=max(give_up - time.monotonic(), timeouts.TORCH_LEAST)))
@@ -140,7 +141,7 @@ class PendingStoreGroup(PendingGroup):
         store, self._store = self._store, None
         links: list[Link] = []
         try:
-            if address.senders > 1:  # to say who is missing, and not who waits for whoever is
+            if address.senders > 1:  # meet first: otherwise messages would name members that only wait
                 meet(dist.PrefixStore("all", store), address.rank, "", labels, self._name, address.timeout)
             mine = [address.rank] if address.rank < address.senders else range(address.senders)
             for sender in mine:
@@ -153,7 +154,7 @@ class PendingStoreGroup(PendingGroup):
         return StoreGroup(address, self._name, store, links, frozenset({(address.host, address.port)}))
 
     def _link_from(self, sender: int, store: Any, labels: Sequence[str], timeout: float) -> Link:
-        """In which the sender is rank 0, and the receivers follow."""
+        """The link from `sender`, which is rank 0 of it; the receivers follow."""
         address, first = self.address, self.address.senders
         part = structs.replace(
             address,
@@ -186,10 +187,10 @@ def host(
 ) -> PendingGroup:
     """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
 
-    `timeout` is in seconds. The first `senders` of the `world_size` members send; `names` is what messages call the members,
-    by rank. `files` meets in `folder` instead, and has neither interface nor backend. With `full_every` versions are deltas,
-    one of so many being whole. Raises UserError for an unknown interface, backend or transport, a range without a free port, or
-    a folder that cannot be written.
+    `timeout` is in seconds. The first `senders` of the `world_size` members send. Messages call the members by `names`, in the
+    order of ranks. Transport `files` meets in `folder`, and ignores interface and backend. With `full_every` = n > 0 versions
+    are deltas, except one of every n, which is whole. Raises UserError for an unknown interface, backend or transport, a range
+    without a free port, or a folder that cannot be written.
     """
     if backend not in BACKENDS:
         raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")

@@ -36,7 +36,7 @@ class SendResult(Struct, frozen=True):
 
 
 class WeightSender:
-    """Owns the buffers of those buckets of a manifest that move from it. They outlive epochs: the group is `send`'s argument.
+    """Owns the buffers of the buckets that this sender sends. They outlive epochs: the group is `send`'s argument.
 
     A version is begun (`begin`), gathered (`fill`), and sent. `send` may come first: a bucket leaves as soon as it is whole.
 
@@ -57,9 +57,9 @@ class WeightSender:
         self._views = [found[tensor] for tensor in self._tensors]
         self._changed = threading.Condition()  # guards what follows
         self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
-        self._digests: dict[int, int] = {}  # of the buckets of this version that were sent, where it can be sent again
+        self._digests: dict[int, int] = {}  # checksums of this version's buckets, from their first send
         self.intact = True
-        """Whether what the buckets hold is, as far as is known, what was gathered."""
+        """False once a bucket is found to have changed since it was gathered."""
         self._group: WeightGroup | None = None  # of the transfer under way
         self._taken = 0  # how many buckets its receivers have
 
@@ -75,9 +75,9 @@ class WeightSender:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take every one of its tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes.
+        """Copy this sender's tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes.
 
-        All are taken from `tensors`, also once the transfer has failed: what yields them may be a collective.
+        All of `tensors` is taken even after the transfer has failed, because the other ranks may take part in each of them.
         """
         for place, tensor in enumerate(tensors):
             bucket = self._bucket_of[self._tensors[place]]
@@ -89,11 +89,11 @@ class WeightSender:
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
         """Send its buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
-        Sender 0's result comes once the parts of all senders are taken, and counts them all.
+        Sender 0's future ends once the receivers have the parts of all senders, and its result counts all parts.
 
         Blocks while another transfer ends; raises DeadlineExceeded after `deadline` seconds. On any failure the group is
-        aborted, which fails the receivers too; the future raises ServiceFault, phase "transfer", or UserError where the user
-        can mend it; of phase "snapshot", where a bucket that is sent again is not what it was.
+        aborted, which fails the receivers too. The future raises ServiceFault: of phase "transfer", or of phase "snapshot"
+        when a bucket that is sent again has changed. It raises UserError where the user can mend the failure.
         """
         with self._changed:
             self._await_idle("transfer", deadline)
@@ -143,7 +143,7 @@ class WeightSender:
         return SendResult(sent, time.monotonic() - began)
 
     def _where(self, version: PolicyVersion) -> str:
-        """How far it has come."""
+        """For messages: how far the transfer of `version` has come."""
         if self._taken == len(self._own):
             return f"version {version}"
         return f"bucket {self._own[self._taken][0]} of {len(self.buckets)} of version {version} was not taken"
@@ -158,7 +158,7 @@ class WeightSender:
         self._take(pending, 0, give_up)
 
     def _require_same(self, index: int, digest: int, name: str) -> None:
-        """A bucket that changed since it was sent first is not certified by a checksum of what it has become."""
+        """A bucket whose contents changed since the first send is not sent again."""
         if self._digests.setdefault(index, digest) != digest:
             self.intact = False
             message = f"bucket {index} of {len(self.buckets)} has changed in memory since it was gathered"
@@ -212,9 +212,9 @@ class SendingMember:
                                                      ├──► SendingMember ──► WeightSender ──► the epoch's group
         engine's thread ── gather ───────────────────┘
 
-    What must not wait for the engine comes from the event loop: to join, to leave, to send once more what the buckets hold.
-    The engine's thread gathers the weights, behind the commands that make them; that takes every rank, so it is done even where
-    nothing can be sent. All methods may be called from any thread.
+    Joining, leaving and sending the buckets once more must not wait for the engine, so the event loop calls these. The engine's
+    thread gathers the weights, behind the commands that make them. Every rank has to take part in that, so this member gathers
+    even when it cannot send. All methods may be called from any thread.
     """
 
     def __init__(self, sender: WeightSender, name: str, join_timeout: float, transfer_timeout: float):
@@ -223,14 +223,14 @@ class SendingMember:
         self._join_timeout = join_timeout
         self._transfer_timeout = transfer_timeout
         self._changed = threading.Condition(threading.RLock())  # guards what follows
-        self._epoch = 0  # that it is in, or about to join
+        self._epoch = 0  # the one that this member is in, or is about to join
         self._group: Future[WeightGroup] | None = None
         self._abort: Callable[[], None] = lambda: None
         self._leaving: Future[None] | None = None
         self._held: PolicyVersion | None = None  # what the buckets hold, or are being filled with
 
     def open(self, epoch: int) -> Future[None]:
-        """Be about to join `epoch`. The future is done once the epoch before is left."""
+        """Leave the epoch before, in order to join `epoch`. The future is done once the former group is left."""
         with self._changed:
             left = self._leave()
             self._epoch = epoch
@@ -249,7 +249,7 @@ class SendingMember:
             return self._group
 
     def leave(self, epoch: int) -> Future[None] | None:
-        """Out of the group of `epoch`: done in the future, None where that is not its epoch."""
+        """Leave the group of `epoch`. The future is done once it is left; None if this member is in another epoch."""
         with self._changed:
             return self._leave() if epoch == self._epoch else None
 
@@ -266,7 +266,7 @@ class SendingMember:
         try:
             self.sender.begin(self._transfer_timeout)
         except SluiceError as error:
-            for _ in tensors:  # the other ranks take part in it
+            for _ in tensors:  # the other ranks need this one to gather
                 pass
             return _failed(error)
         with self._changed:
@@ -305,7 +305,7 @@ class SendingMember:
         return self.sender.send(group, version, self._transfer_timeout)
 
     def _leave(self) -> Future[None]:
-        """In a thread, one after the other: to leave a group that meets in a folder takes its server."""
+        """Leave in a thread, one group after the other: leaving a group that meets in a folder may wait for the file server."""
         with self._changed:
             group, abort, before = self._group, self._abort, self._leaving
             self._group, self._abort, self._epoch = None, lambda: None, 0

@@ -135,8 +135,8 @@ class Method:
         return f"{self.name}/{getattr(command, self.key)}" if self.key else ""
 
     def seconds(self, config: Config) -> float:
-        """Until its answer. A publication is posted before the step that makes its weights has ended, and may wait behind
-        another: longer than its phases, whose deadlines tell who was late."""
+        """How long its answer may take. A weight sync is posted before the step that makes its weights has ended, and may wait
+        behind another. It has a generous backstop: the deadlines of its phases end first, and name who was late."""
         if self.deadline == PUBLICATION:
             return 2 * (config.deadlines.train + config.publication.transfer_timeout)
         section, key = self.deadline.split(".")

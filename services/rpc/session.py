@@ -215,7 +215,7 @@ class Session:
             self._break(str(error))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """What ends a task that is not the end of the stream is one for whoever waits."""
+        """If a reader or writer task fails, all pending calls fail with it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(f"{type(error).__name__}: {error}")
 
