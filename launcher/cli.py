@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.commands import convert_options
+from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
 from runtime.process.command_line import CommandParser
 
@@ -44,10 +44,7 @@ def _parser() -> CommandParser:
     for command in (train, evaluate):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
-    simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
-    simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
-    simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
-    simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
+    of_command.add_simulate(simulate)
 
     commands.add_parser("schema", help="print the configuration's JSON Schema")
 
@@ -100,9 +97,9 @@ def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
     score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
     score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
 
-    convert_options.add(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
+    of_command.add_convert(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
 
-    _add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
+    of_command.add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
 
 
 def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -165,17 +162,6 @@ def _add_render(parser: CommandParser) -> None:
             target.add_argument(
                 "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
             )
-
-
-def _add_import(parser: CommandParser) -> None:
-    parser.description = (
-        "Translate a configuration of MindSpeed-RL's, of the current format or of R1-Zero's, and say what became of each key."
-    )
-    parser.add_argument("file", type=Path, help="a YAML file with their sections")
-    parser.add_argument("--models", type=Path, metavar="DIR", help="where the models' files are (default: model/ beside FILE)")
-    parser.add_argument("--output", type=Path, required=True, metavar="OURS.yaml", help="a new file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="what became of each key, also there, in Markdown")
-    parser.add_argument("--without", default="", metavar="KEY,KEY,...", help="leave out keys that would be refused")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

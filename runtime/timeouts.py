@@ -9,6 +9,7 @@ two looks.
 CONTROL_CALL = 5.0  # deadline of Status and the like
 STOP_CALL = 1.0  # deadline of the order to a process to stop; the launcher ends what does not take it
 RANK_LOSS = 1.0  # deadline by which the end of a rank is known, after others have failed for it
+MEMORY_INTERVAL = 4.0  # between two samples of the processes' memory, each of some 40 ms
 STATUS_INTERVAL = 0.5  # poll of the rollouts' status, which tells of one that is silent
 AGENT_STREAM_POLL = 0.1  # poll whether a node's former stream has ended
 FRAME_WINDOW = 0.002  # that a data message waits for company: a frame costs its sender about 0.4 ms

@@ -90,6 +90,8 @@ def _assumed(config: Config) -> Costs:
 def _row(name: str, config: Config, costs: Costs, steps: int) -> Row:
     try:
         return Row(name, simulated(config, costs, ContractDeadlines(config), steps))
+    except UserError:
+        raise
     except SluiceError as error:  # a run that would end is an answer
         return Row(name, None, str(error))
 

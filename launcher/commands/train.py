@@ -11,11 +11,10 @@ from launcher import run_folder
 from launcher.job import Job
 from launcher.node.local_node import LocalNode
 from launcher.view import View
+from runtime import timeouts
 from runtime.config import Config
 from runtime.telemetry.memory import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
-
-MEMORY_INTERVAL = 4.0  # seconds between two samples of the processes' memory, each of some 40 ms
 
 
 async def train(config: Config, view: View, here: LocalNode | None = None) -> Summary:
@@ -69,6 +68,6 @@ class _TrainJob(Job[Summary]):
         try:
             while True:
                 await asyncio.to_thread(self._memory.sample, self._names())
-                await asyncio.sleep(MEMORY_INTERVAL)
+                await asyncio.sleep(timeouts.MEMORY_INTERVAL)
         except Exception as error:  # noqa: BLE001 - it is said
             self.view.say(f"the memory of the processes is not measured any more: {type(error).__name__}: {error}")

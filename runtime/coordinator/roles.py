@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -141,6 +142,37 @@ class RewardScoring:
 # The living rollouts: whom a group goes to, and what happens to the work of one that is lost.
 
 
+class RolloutLoads:
+    """Samples under way by rollout, and who has the fewest for its slots. That one is at the top of a heap, whose outdated
+    entries are dropped as they get there: so a group costs O(log n) of n rollouts."""
+
+    def __init__(self, slots: Mapping[str, int]):
+        self.samples = Counter[Member]()
+        self._slots = slots
+        self._among: tuple[Member, ...] = ()
+        self._places: dict[Member, int] = {}  # in `_among`
+        self._heap: list[tuple[float, int]] = []  # a load, and the place of who has or had it
+
+    def add(self, member: Member, samples: int) -> None:
+        self.samples[member] += samples
+        if member in self._places:
+            heapq.heappush(self._heap, (self._load(member), self._places[member]))
+
+    def least(self, among: tuple[Member, ...]) -> Member:
+        """Of `among`, which is not empty; the first of several."""
+        if among is not self._among or len(self._heap) > 4 * len(among) + 64:
+            self._among, self._places = among, {member: place for place, member in enumerate(among)}
+            self._heap = sorted((self._load(member), place) for place, member in enumerate(among))
+        while True:
+            load, place = self._heap[0]
+            if load == self._load(self._among[place]):
+                return self._among[place]
+            heapq.heappop(self._heap)
+
+    def _load(self, member: Member) -> float:
+        return self.samples[member] / self._slots[member.name]
+
+
 class RolloutPool:
     """Spreads groups over the rollouts that serve: each goes to whoever has the fewest samples under way for its slots. One
     that is lost fails every call under way with Unreachable: its groups are another's to make.
@@ -152,7 +184,7 @@ class RolloutPool:
         self.register = register
         self.slots = slots
         self.membership = Membership(register)
-        self._load = Counter[Member]()
+        self._loads = RolloutLoads(slots)
         self._patience = patience
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = [self._changed.set]
@@ -229,18 +261,17 @@ class RolloutPool:
 
     def least_loaded(self) -> RolePort:
         """Of those that serve, of whom there is at least one."""
-        serving = self.membership.serving
-        rollout: RolePort = self.register.port(min(serving, key=lambda one: self._load[one] / self.slots[one.name]))
+        rollout: RolePort = self.register.port(self._loads.least(self.membership.serving))
         return rollout
 
     def load(self, rollout: RolePort) -> int:
         """Its samples under way."""
-        return self._load[member_of(rollout)]
+        return self._loads.samples[member_of(rollout)]
 
     async def generate(self, rollout: RolePort, request: GroupRequest) -> GeneratedGroup:
         """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""
         member = member_of(rollout)
-        self._load[member] += request.n
+        self._loads.add(member, request.n)
         try:
             return await rollout.call(request)
         except Unanswered as error:
@@ -250,7 +281,7 @@ class RolloutPool:
             self.register.lose(member, error.reason)
             raise
         finally:
-            self._load[member] -= request.n
+            self._loads.add(member, -request.n)
 
     async def generate_anywhere(self, request: GroupRequest) -> GeneratedGroup:
         """By the least loaded, and again by another when it is lost meanwhile. `guard` says how long that may go on."""

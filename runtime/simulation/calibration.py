@@ -19,9 +19,9 @@ from runtime.config import Config
 from runtime.config.model_checks import policy_model
 from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow
-from runtime.simulation.costs import Costs, Fixed, Lengths, LogNormal
+from runtime.simulation.costs import Costs, Fixed, LogNormal, ReplyLengths
 
-ROUNDS = 8
+ROUNDS = 16  # of which the first half leave the coordinator as it is: what is missing then is not its own
 CLOSE = 0.01  # of each measured figure
 _FLOPS = {"cpu": 4e10, "device": 1.5e14}  # assumed, each second, of a process
 _BYTES = {"cpu": 8e9, "device": 1e12}  # assumed, of memory read each second
@@ -140,7 +140,7 @@ def calibrate(
     step, sequence = _decode_line(points, start)
     costs = replace(
         start,
-        reply_tokens=Lengths([group.response_tokens or [] for group in trained]),
+        reply_tokens=ReplyLengths([group.response_tokens or [] for group in trained]),
         prompt_tokens=max(1, round(fmean(group.prompt_tokens or 0 for group in trained))),
         decode_step=step,
         decode_sequence=sequence,
@@ -148,15 +148,19 @@ def calibrate(
         score=Fixed(measured.seconds.get("score", 1e-6)),
     )
     simulated = simulate(costs)
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         if all(abs(simulated.seconds.get(phase, 0.0) / value - 1) < CLOSE for phase, value in measured.seconds.items()):
             break
-        costs = _scaled(costs, measured, simulated, messages=len(trained) / measured.steps)
+        costs = _scaled(costs, measured, simulated)
+        if 2 * number >= ROUNDS:
+            missing = measured.seconds["step"] - simulated.seconds["step"]
+            messages = 4 * len(trained) / measured.steps  # of a step: each group is generated, scored, annotated and trained
+            costs = replace(costs, coordinator_message=max(0.0, costs.coordinator_message + 0.2 * missing / messages))
         simulated = simulate(costs)
     return Calibration(costs, measured, simulated)
 
 
-def _scaled(costs: Costs, measured: Observed, simulated: Observed, messages: float) -> Costs:
+def _scaled(costs: Costs, measured: Observed, simulated: Observed) -> Costs:
     changed: dict[str, Any] = {}
     for phase, names in _SCALED.items():
         if phase not in measured.seconds or phase not in simulated.seconds:
@@ -165,8 +169,6 @@ def _scaled(costs: Costs, measured: Observed, simulated: Observed, messages: flo
         for name in names:
             old = getattr(costs, name)
             changed[name] = Fixed(old.value * factor) if isinstance(old, Fixed) else old * factor
-    missing = measured.seconds["step"] - simulated.seconds["step"]
-    changed["coordinator_message"] = max(0.0, costs.coordinator_message + 0.3 * missing / (4 * messages))
     return replace(costs, **changed)
 
 

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Protocol
 
 
-class Computing(Protocol):
+class Timeshared(Protocol):
     """What computes for as long as it likes, at a speed that changes."""
 
     def settle(self) -> None:
@@ -24,7 +24,7 @@ class Cores:
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int):
         self._loop, self._number = loop, number
         self._pieces: list[tuple[float, int, asyncio.Future[None]]] = []  # each with what `_done` is when it ends
-        self._steady: dict[Computing, None] = {}
+        self._steady: dict[Timeshared, None] = {}
         self._done = 0.0  # seconds that a piece would have computed by now that had begun with these processors
         self._since = loop.time()
         self._order = count()
@@ -54,14 +54,14 @@ class Cores:
                 heapq.heapify(self._pieces)
                 self._rearm()
 
-    def join(self, computing: Computing) -> None:
+    def join(self, computing: Timeshared) -> None:
         """`computing` computes from now on, until it leaves. Both are idempotent."""
         if self._number and computing not in self._steady:
             self._settle()
             self._steady[computing] = None
             self._rearm(computing)
 
-    def leave(self, computing: Computing) -> None:
+    def leave(self, computing: Timeshared) -> None:
         if computing in self._steady:
             self._settle()
             del self._steady[computing]
@@ -74,7 +74,7 @@ class Cores:
         for computing in self._steady:
             computing.settle()
 
-    def _rearm(self, but: Computing | None = None) -> None:
+    def _rearm(self, but: Timeshared | None = None) -> None:
         for computing in self._steady:
             if computing is not but:
                 computing.rearm()

@@ -15,7 +15,7 @@ class Distribution(Protocol):
         """One value."""
 
 
-class Lengths(Struct, frozen=True):
+class ReplyLengths(Struct, frozen=True):
     """Of replies in tokens, by group, as they were measured: those of one prompt are alike."""
 
     groups: Sequence[Sequence[int]]
@@ -55,7 +55,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     """Of one run. Seconds, unless it says otherwise; a decode step of B sequences takes `decode_step + B · decode_sequence`."""
 
     prompt_tokens: int = 16
-    reply_tokens: Distribution | Lengths = LogNormal(8.0, 0.5)  # cut at sampling.max_new_tokens
+    reply_tokens: Distribution | ReplyLengths = LogNormal(8.0, 0.5)  # cut at sampling.max_new_tokens
     length_scale: float = 1.0  # of all of them
     decode_step: float = 1e-3
     decode_sequence: float = 5e-5
@@ -78,7 +78,7 @@ class Costs(Struct, frozen=True, kw_only=True):
         """Of the replies of one group, int in 1 … `limit`."""
         drawn = (
             self.reply_tokens.draw_group(chance, size)
-            if isinstance(self.reply_tokens, Lengths)
+            if isinstance(self.reply_tokens, ReplyLengths)
             else [self.reply_tokens.draw(chance) for _ in range(size)]
         )
         return [max(1, min(limit, round(length * self.length_scale))) for length in drawn]

@@ -42,7 +42,7 @@ class SyncEpoch:
 
     async def receive(self, process: SimulatedProcess, version: PolicyVersion, seconds: float, timeout: float) -> None:
         """The bytes come once the sender sends; they take `seconds`. Their checksums, a tenth of that, hold or do not."""
-        await self._until(process, "prepare", timeout, lambda: version in self._sending)
+        await self._until(process, "announce", timeout, lambda: version in self._sending)
         await process.spend(seconds)
         if self.broken:
             raise process.fault("transfer", self.broken)

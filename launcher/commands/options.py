@@ -1,4 +1,4 @@
-"""The options of `sluice convert`."""
+"""The options of `sluice convert`, `import-mindspeed` and `simulate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.process.command_line import CommandParser
 
 
-def add(convert: CommandParser) -> None:
+def add_convert(convert: CommandParser) -> None:
     """Add the four directions to the parser of `sluice convert`."""
     directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     hf2mcore = directions.add_parser("hf2mcore", help="a Hugging Face folder into a layout of megatron-core's ranks")
@@ -54,3 +54,23 @@ def add(convert: CommandParser) -> None:
     megatron2hf.add_argument(
         "--hf-config", type=Path, metavar="DIR", help="the original model's config.json and tokenizer (default: by the args)"
     )
+
+
+def add_import(parser: CommandParser) -> None:
+    """Those of `sluice import-mindspeed`."""
+    parser.description = (
+        "Translate a configuration of MindSpeed-RL's, of the current format or of R1-Zero's, and say what became of each key."
+    )
+    parser.add_argument("file", type=Path, help="a YAML file with their sections")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="where the models' files are (default: model/ beside FILE)")
+    parser.add_argument("--output", type=Path, required=True, metavar="OURS.yaml", help="a new file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="what became of each key, also there, in Markdown")
+    parser.add_argument("--without", default="", metavar="KEY,KEY,...", help="leave out keys that would be refused")
+
+
+def add_simulate(simulate: CommandParser) -> None:
+    """Those of `sluice simulate` besides a configuration."""
+    simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
+    simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
+    simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
+    simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
