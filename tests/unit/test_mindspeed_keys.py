@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterator
@@ -13,12 +12,13 @@ import pytest
 import yaml
 from msgspec import inspect
 
-from launcher import cli
+from launcher.commands import options
 from launcher.mindspeed import guide
 from launcher.mindspeed.keys import MindSpeedKey, essential, find, named_there, table
 from launcher.mindspeed.layout import ASCEND
 from launcher.mindspeed.reading import read
 from runtime.config import Config, loading
+from runtime.process.command_line import CommandParser
 
 HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs" / "guides" / "mindspeed-rl.md"
@@ -147,8 +147,8 @@ def test_the_configuration_in_the_guide_is_of_the_schema() -> None:
 
 def test_every_option_of_the_command_is_in_the_guide() -> None:
     table_of_options = GUIDE.read_text(encoding="utf-8").partition("| option |")[2].partition("\n\n")[0]
-    parser = argparse.ArgumentParser()
-    cli._add_import(parser)
+    parser = CommandParser()
+    options.add_import(parser)
     for action in parser._actions:
         name = action.option_strings[-1] if action.option_strings else action.dest.upper()
         assert f"`{name}" in table_of_options or name == "--help", name
