@@ -15,7 +15,7 @@ from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.ledger.reader import LedgerReader
-from runtime.simulation.calibration import Calibration, assumed, calibrate
+from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
 from runtime.telemetry.shown import LiteralTable
@@ -47,6 +47,10 @@ def simulate(
 
     Raises ConfigError, UserError.
     """
+    if steps < LEAST:
+        raise UserError(f"--steps: {steps}; must be at least {LEAST}")
+    if picture is not None and not picture.parent.is_dir():
+        raise UserError(f"--picture: there is no folder {picture.parent}")
     began, console = time.monotonic(), Console()
     config = loading.resolve(loading.load(path, overrides))
     refuse(config)

@@ -21,6 +21,7 @@ from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow
 from runtime.simulation.costs import Costs, Fixed, LogNormal, ReplyLengths
 
+LEAST = 5  # steps
 ROUNDS = 16  # of which the first half leave the coordinator as it is: what is missing then is not its own
 CLOSE = 0.01  # of each measured figure
 _FLOPS = {"cpu": 4e10, "device": 1.5e14}  # assumed, each second, of a process
@@ -64,10 +65,10 @@ class Calibration(Struct):
 
 def observe(points: Sequence[Mapping[str, Any]], groups: Iterable[GroupRow]) -> Observed:
     """`points`: the metrics of a run's steps in order. A tenth of them, the first, is left out. Raises UserError for fewer than
-    five steps."""
+    `LEAST` steps."""
     steps = [point for point in points if "timing/all" in point]
-    if len(steps) < 5:
-        raise UserError(f"{len(steps)} steps are too few to measure anything: at least 5 are needed")
+    if len(steps) < LEAST:
+        raise UserError(f"{len(steps)} steps are too few to measure anything: at least {LEAST} are needed")
     first = max(1, len(steps) // 10)
     warm, durations = steps[first:], [float(point["timing/all"]) for point in steps[first:]]
     seconds = {phase: _mean(warm, name) for phase, name in _STEP_FIGURES.items()}

@@ -120,7 +120,8 @@ def test_a_command_answers_with_roles_rows_and_a_picture(
     [
         (("--sweep", "training.staleness"), "--sweep: 'training.staleness' names no values"),
         (("--from", "nowhere"), "--from nowhere: not a run's folder"),
-        (("--steps", "3"), "steps are too few"),
+        (("--steps", "3"), "--steps: 3; must be at least 5"),
+        (("--picture", "nowhere/x.html"), "--picture: there is no folder nowhere"),
         (
             ("services.rollout=[{replicas: 1}, {replicas: 1, engine: vllm}]",),
             "services.rollout: fleets of different engines or sizes are not modelled",
