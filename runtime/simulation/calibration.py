@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.cluster.topology import fleets
+from runtime.cluster.topology import fleets, is_group
 from runtime.config import Config
 from runtime.config.model_checks import policy_model
 from runtime.errors import UserError
@@ -101,6 +101,7 @@ def assumed(config: Config, device: str, cores: int) -> Costs:
     """Costs by the number of the model's parameters. `device`: `cpu` or `device`, each of a speed that is common."""
     parameters, trainer = _parameters(config), config.services.trainer.processes
     fleet = next(iter(fleets(config).values()))
+    reference = config.services.reference.processes if is_group(config, "reference") else 1
     width = 4 if device == "cpu" else 2
     token = 2 * parameters / _FLOPS[device]
     return Costs(
@@ -109,7 +110,7 @@ def assumed(config: Config, device: str, cores: int) -> Costs:
         decode_step=width * parameters / _BYTES[device] / fleet.tensor_parallel,
         decode_sequence=token / fleet.tensor_parallel,
         prefill_token=token / fleet.tensor_parallel,
-        reference_token=token,
+        reference_token=token / reference,
         train_token=3 * token / trainer,
         update=12 * parameters / _BYTES[device] / trainer,
         weights_bytes=float(width * parameters),
