@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.swarm import swarm
+from tests.swarm.planted import BUGS
 
 ROOT = Path(__file__).parents[2]
 PARTS, SEEDS = 4, 50  # 200 seeds, each of them twice; `make swarm` runs more
@@ -45,6 +46,12 @@ def test_every_seed_holds_and_gives_the_same_trace_in_another_process(part: int)
         other.wait()
     assert theirs.strip() == mine.strip()
     assert [line for line in mine.splitlines() if len(line.split()) > 2] == []
+
+
+def test_each_planted_bug_has_its_place_in_the_source() -> None:
+    """tests/system plants them; this says so sooner when the source has moved on."""
+    found = {name: (ROOT / f"{bug.module.replace('.', '/')}.py").read_text().count(bug.right) for name, bug in BUGS.items()}
+    assert {name: count for name, count in found.items() if count != 1} == {}
 
 
 @pytest.mark.parametrize(("seed", "faults"), MENDED.values(), ids=MENDED)
