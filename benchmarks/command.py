@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from msgspec import Struct
 from rich.console import Console
 
 from runtime.errors import UserError
+from runtime.process.command_line import ended_as_by_ctrl_c
 from runtime.telemetry.shown import LiteralTable, literal
 
 FOLDER = Path("runs") / ".cache" / "bench"
@@ -53,23 +52,13 @@ def run(name: str, options: Options) -> None:
     """Measure, print a table, and write the figures to `options.json`. Raises UserError, ServiceFault."""
     _check(name, options)
     console = Console()
-    with _ended_as_by_ctrl_c(), console.status("starting") as status:
+    with ended_as_by_ctrl_c(), console.status("starting") as status:
         report, tables = BENCHES[name](options, lambda told: status.update(literal(told)))
     for table in tables:
         console.print(table)
     if options.json is not None:
         figures = {"bench": name, "machine": msgspec.to_builtins(machine()), **msgspec.to_builtins(report)}
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
-
-
-@contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM too ends a bench in order: its processes with it, and its folders."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check(name: str, options: Options) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
-from runtime.process.command_line import CommandParser
+from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c
 
 if TYPE_CHECKING:
     from launcher.node.local_node import LocalNode
@@ -265,7 +265,8 @@ def _validate(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from launcher.commands.simulate import simulate
 
-    simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture)
+    with ended_as_by_ctrl_c():
+        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture)
     return 0
 
 

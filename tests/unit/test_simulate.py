@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runtime import config as schema
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.simulation import prediction
 from runtime.simulation.calibration import calibrate, observe
 from runtime.simulation.cores import Cores
 from runtime.simulation.costs import Costs, Fixed, LogNormal
@@ -136,6 +138,18 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], said: str, capsys: py
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def ended(self: Simulation) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(prediction, "MEMORY", tmp_path)
+    monkeypatch.setattr(Simulation, "run", ended)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["simulate", str(QUICKSTART)])
+    assert end.value.code == 130
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_short_run_measures_nothing() -> None:
