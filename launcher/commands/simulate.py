@@ -59,9 +59,9 @@ def simulate(
     if base.prediction is None:
         raise SluiceError(f"the simulated run ends: {base.fault}")
     console.print(_roles(base.prediction))
-    others = _sweep(path, overrides, sweep) if sweep else variations(config, calibration.costs)
     costs = calibration.costs
-    rows = [base, *(_row(name, tried, own if own is not None else costs, steps) for name, tried, own in others)]
+    others = _sweep(path, overrides, sweep, costs) if sweep else variations(config, costs)
+    rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
     console.print(_table(rows))
     print(*_sure(calibration, source), _NOT_MODELLED, sep="\n")
     if picture is not None:
@@ -100,14 +100,12 @@ def _row(name: str, config: Config, costs: Costs, steps: int) -> Row:
         return Row(name, None, str(error))
 
 
-def _sweep(path: Path, overrides: Sequence[str], sweep: str) -> Iterator[tuple[str, Config, Costs | None]]:
+def _sweep(path: Path, overrides: Sequence[str], sweep: str, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:
     key, found, values = sweep.partition("=")
     if not found or not values:
         raise UserError(f"--sweep: {sweep!r} names no values; must be like training.staleness=0,1,2")
     for value in values.split(","):
-        config = loading.resolve(loading.load(path, [*overrides, f"{key}={value}"]))
-        refuse(config)
-        yield f"{key}={value}", config, None
+        yield f"{key}={value}", loading.resolve(loading.load(path, [*overrides, f"{key}={value}"])), costs
 
 
 def _roles(prediction: Prediction) -> LiteralTable:

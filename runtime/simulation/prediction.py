@@ -42,12 +42,11 @@ class Prediction(Struct):
 class _Measured(Simulation):
     """Says in what part of the time no group could be admitted, whoever was idle. With step `lost_at` the last rollout dies."""
 
-    bound = 0.0  # share of the time in which no group may be admitted
+    bound = 0.0  # seconds in which no group may be admitted
     lost_at = 0
 
     def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
-        self._since, self._bound, self._began = loop.time(), 0.0, loop.time()
-        self._clock = loop
+        self._clock, self._since = loop, loop.time()
 
     def after_round(self) -> None:
         run = self.training
@@ -57,9 +56,8 @@ class _Measured(Simulation):
             self.cluster.kill([process for process in self.cluster.processes.values() if process.role == "rollout"][-1])
             self.lost_at = 0
         if not run.buffer.capacity(1 << 30, self.config.training.steps):
-            self._bound += now - self._since
+            self.bound += now - self._since
         self._since = now
-        self.bound = self._bound / max(1e-9, now - self._began)
 
 
 def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, lost_at: int = 0) -> Prediction:
@@ -105,7 +103,7 @@ def _uses(simulation: _Measured, seconds: float, observed: Observed) -> list[Rol
         busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
     step, sync = observed.seconds["step"], observed.seconds.get("weight sync", 0.0)
     waits = {
-        "rollout": f"may not begin a group in {simulation.bound:.0%} of the time: (η + 1) batches are admitted",
+        "rollout": f"may not begin a group in {simulation.bound / seconds:.0%} of the time: (η + 1) batches are admitted",
         "trainer": f"{min(1.0, sync / step):.0%} of a step for the weight sync, otherwise for groups",
         "reward": "replies",
         "reference": "replies",
