@@ -52,6 +52,7 @@ RENDEZVOUS_LEAST = 0.1  # the least that what follows in a rendezvous is given w
 GLOO_LEAVE = 5.0  # deadline of leaving a group at the interpreter's end
 COLLECTIVE_ABORT = 5.0  # deadline of a communicator's end
 COLLECTIVE_SLICE = 0.05  # poll whether a group was left, during a wait
+COLLECTIVE_LOSS = 1.0  # poll whether a connection was lost, during a wait; what is lost twice has failed
 COLLECTIVE_POLL = 0.0005  # poll of the device
 FOLDER_POLL = 0.05  # poll for a member, or a version, in a shared folder
 SHARD_POLL = 0.01  # poll for the next file of a version that is being written

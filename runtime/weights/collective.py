@@ -35,14 +35,22 @@ class _HostTransfer:
         self._mesh = mesh
 
     def wait(self, timeout: float) -> None:
-        """In slices, as gloo may forget a collective whose connection failed; and torch may give up a moment early."""
-        give_up = time.monotonic() + timeout
+        """In slices, as gloo may forget a collective whose connection failed; and torch may give up a moment early.
+
+        What a member sent before it left is still on its way when its connection is seen to be closed: hence two looks.
+        """
+        look = time.monotonic() + timeouts.COLLECTIVE_LOSS
+        give_up, lost = time.monotonic() + timeout, False
         while True:
-            aborted, left = self._mesh.pg is None, give_up - time.monotonic()
-            if self._ends(0.0 if aborted else min(left, timeouts.COLLECTIVE_SLICE)):
+            aborted, now = self._mesh.pg is None, time.monotonic()
+            if self._ends(0.0 if aborted else min(give_up - now, timeouts.COLLECTIVE_SLICE)):
                 return
-            if aborted or left <= 0:
+            if aborted or now >= give_up:
                 raise RuntimeError("the group was aborted" if aborted else "timed out")
+            if now >= look:
+                if lost:
+                    raise RuntimeError("the connection to a member was lost")
+                look, lost = now + timeouts.COLLECTIVE_LOSS, self._mesh.lost()
 
     def _ends(self, seconds: float) -> bool:
         try:

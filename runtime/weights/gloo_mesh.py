@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import select
 import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,15 +56,32 @@ def listeners() -> set[SocketAddress]:
     return {_plain(each.getsockname()) for each in _sockets() if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
-def shut_down(local: SocketAddress | None, remote: frozenset[SocketAddress]) -> None:
-    """Shut down the process's connections that were accepted at `local` or lead to one of `remote`."""
+def _connections(local: frozenset[SocketAddress], remote: frozenset[SocketAddress]) -> Iterator[socket.socket]:
+    """Duplicates of the process's connections that were accepted at one of `local` or lead to one of `remote`."""
     for duplicate in _sockets():
         try:
             peer = duplicate.getpeername()  # fails for listeners: shutting gloo's down would end the process
-            if _plain(peer) in remote or _plain(duplicate.getsockname()) == local:
-                duplicate.shutdown(socket.SHUT_RDWR)
+            if _plain(peer) in remote or _plain(duplicate.getsockname()) in local:
+                yield duplicate
         except OSError:
             continue  # not connected, or the peer was faster
+
+
+def shut_down(local: frozenset[SocketAddress], remote: frozenset[SocketAddress]) -> None:
+    """Shut down the process's connections that were accepted at one of `local` or lead to one of `remote`."""
+    for duplicate in _connections(local, remote):
+        with suppress(OSError):  # the peer was faster
+            duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _open_connections(local: frozenset[SocketAddress], remote: frozenset[SocketAddress]) -> int:
+    """How many of these connections neither end has closed."""
+    found = 0
+    for duplicate in _connections(local, remote):
+        look = select.poll()
+        look.register(duplicate, select.POLLRDHUP)  # which also tells of POLLHUP and POLLERR
+        found += not look.poll(0)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -180,10 +199,11 @@ class GlooMesh:
         """
         give_up = time.monotonic() + timeout
         self._leaving = threading.Lock()
-        devices, self._local = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
-        cards = meet(store, rank, " ".join([host, *(str(port) for _, port in self._local)]), labels, name, timeout)
+        devices, own = zip(*(_gloo_device(host) for _ in range(connections)), strict=True)
+        cards = meet(store, rank, " ".join([host, *(str(port) for _, port in own)]), labels, name, timeout)
         heard = [(address, int(port)) for address, *ports in map(str.split, cards) for port in ports]
-        self._remote = frozenset(heard) - frozenset(self._local)
+        self._local = frozenset(own)
+        self._remote = frozenset(heard) - self._local
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
         options = gloo._Options()
         options._devices = list(devices)
@@ -194,6 +214,11 @@ class GlooMesh:
         except RuntimeError as error:
             raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
         self.pg._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))
+        self._open = _open_connections(self._local, self._remote)
+
+    def lost(self) -> bool:
+        """Whether a connection that was there when the mesh was made has been closed, here or by the peer."""
+        return _open_connections(self._local, self._remote) < self._open
 
     def abort(self) -> None:
         """Close every connection and free the threads. Idempotent; any thread may call it, and none waits in it.
@@ -204,8 +229,7 @@ class GlooMesh:
         with self._leaving:
             pg, self.pg = self.pg, None
         if pg is not None:
-            for local in self._local:
-                shut_down(local, self._remote)
+            shut_down(self._local, self._remote)
             ending = [pg]
             del pg
             _let_go(ending)

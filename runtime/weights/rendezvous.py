@@ -107,7 +107,7 @@ class StoreGroup(WeightGroup):
         self.aborted = True
         for link in self._links:
             link.abort()
-        shut_down(None, self._paths)
+        shut_down(frozenset(), self._paths)
         self._store = None
 
     def _running_store(self) -> Any:
@@ -132,7 +132,8 @@ class PendingStoreGroup(PendingGroup):
             raise
 
     def abort(self) -> None:
-        shut_down((here := (self.address.host, self.address.port)), frozenset({here}))
+        here = frozenset({(self.address.host, self.address.port)})
+        shut_down(here, here)
 
     def _connect(self) -> WeightGroup:
         address = self.address
