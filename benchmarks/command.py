@@ -24,6 +24,8 @@ from runtime.telemetry.shown import LiteralTable, literal
 FOLDER = Path("runs") / ".cache" / "bench"
 INPUTS = FOLDER / "inputs"  # made at once by a rename, so that nothing else may lie in it
 
+DATA = {"rewards": "a folder that holds cases/ and data/gsm8k/", "scale": "a folder that holds real replies"}
+
 Measured = tuple[Any, list[LiteralTable]]  # the figures, and how they are shown
 Show = Callable[[str], None]
 
@@ -67,10 +69,9 @@ def _check(name: str, options: Options) -> None:
             raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
     if options.quick and name != "staleness":
         raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
-    if (options.data is not None) != (name == "rewards"):
-        raise UserError(
-            f"--data: {'bench rewards needs' if name == 'rewards' else 'only bench rewards takes'} a folder of cases"
-        )
+    if (options.data is not None) != (name in DATA):
+        needs = f"bench {name} needs" if name in DATA else f"only bench {' and bench '.join(DATA)} take"
+        raise UserError(f"--data: {needs} {DATA.get(name, 'a folder of data')}")
     if options.vllm_python is not None and name != "rollout":
         raise UserError(f"--vllm-python: bench {name} runs no vLLM; rollout is the only one that does")
     if options.trl_python is not None and name != "train":
@@ -81,6 +82,14 @@ def _check(name: str, options: Options) -> None:
 
 def machine() -> BenchMachine:
     return BenchMachine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
+
+
+def _scale(options: Options, show: Show) -> Measured:
+    from benchmarks import scale as bench
+
+    assert options.data is not None
+    report = asyncio.run(bench.measure(options.data, show))
+    return report, bench.render(report)
 
 
 def _simulation(options: Options, show: Show) -> Measured:
@@ -191,6 +200,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "publication": _publication,
     "rewards": _rewards,
     "rollout": _rollout,
+    "scale": _scale,
     "simulation": _simulation,
     "staleness": _staleness,
     "startup": _startup,

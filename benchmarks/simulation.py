@@ -1,22 +1,28 @@
-"""`sluice bench simulation`: what `sluice simulate` predicts, calibrated on two runs, beside other runs as they are."""
+"""`sluice bench simulation`: what `sluice simulate` predicts, beside runs as they are.
+
+Each run stands between two runs of the configuration that it is predicted from, and the prediction is the mean of those two
+calibrations, so that a machine that slows down does so for all three.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import psutil
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.inputs import bench_config
 from launcher.commands.simulate import calibrated
 from runtime import run_files
-from runtime.config import loading
+from runtime.config import Cluster, Config, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import Calibration, Observed, observe
@@ -31,65 +37,114 @@ LOST_AT = 30  # the step with which the rollout of that case dies
 DEADLINE = 300.0  # seconds of one run, whatever else the machine does
 POLL = 0.05  # seconds between two looks at a run's progress
 
-LONG = {"sampling.max_new_tokens": "160", "sampling.temperature": "0.7"}
-CALIBRATED_ON: dict[str, dict[str, str]] = {
-    "η 2, one rollout": {"training.staleness": "2"},
-    "long replies": {**LONG, "training.staleness": "2"},
-}
-CASES: dict[str, tuple[str, dict[str, str]]] = {  # each with the run whose calibration it takes
-    "η 0": ("η 2, one rollout", {"training.staleness": "0"}),
-    "η 1": ("η 2, one rollout", {"training.staleness": "1"}),
-    "η 4": ("η 2, one rollout", {"training.staleness": "4"}),
-    "two rollouts": ("η 2, one rollout", {"training.staleness": "2", "services.rollout.replicas": "2"}),
-    "groups of 16": ("η 2, one rollout", {"training.staleness": "2", "sampling.group_size": "16"}),
-    "16 slots": ("η 2, one rollout", {"training.staleness": "2", "services.rollout.slots": "16"}),
-    "long replies, η 0": ("long replies", {**LONG, "training.staleness": "0"}),
-    "long replies, two rollouts": ("long replies", {**LONG, "training.staleness": "2", "services.rollout.replicas": "2"}),
-    "a rollout of two is lost": ("η 2, one rollout", {"training.staleness": "2", "services.rollout.replicas": "2"}),
-}
+SHORT = {"training.staleness": "2"}
+LONG = {"training.staleness": "2", "sampling.max_new_tokens": "160", "sampling.temperature": "0.7"}
+TWO = {"services.rollout.replicas": "2"}
 
 
-class SimulationCase(Struct):
+class Case(Struct, frozen=True):
+    """`changed` in the configuration `base`, on which the simulation is calibrated."""
+
+    name: str
+    changed: dict[str, str]
+    base: dict[str, str] = SHORT
+    lost_at: int = 0  # the step with which the last rollout dies
+    nodes: bool = False  # three, each in a network namespace
+
+
+CASES = (
+    Case("η 0", {"training.staleness": "0"}),
+    Case("η 1", {"training.staleness": "1"}),
+    Case("η 4", {"training.staleness": "4"}),
+    Case("two rollouts", TWO),
+    Case("groups of 16", {"sampling.group_size": "16"}),
+    Case("16 slots", {"services.rollout.slots": "16"}),
+    Case("a rollout of two is lost", TWO, lost_at=LOST_AT),
+    Case("three nodes, two rollouts", TWO, nodes=True),
+    Case("long replies, η 0", {"training.staleness": "0"}, LONG),
+    Case("long replies, two rollouts", TWO, LONG),
+)
+
+
+class CaseReport(Struct):
+    """`slower`: by how much the trainer took longer for its update than in the simulation: the machine, above all."""
+
     name: str
     measured: Observed
-    predicted: Observed
+    samples_per_second: float  # predicted
+    staleness: float  # predicted
+    slower: float
 
     @property
     def error(self) -> float:
         """Of samples a second, as a share."""
-        return self.predicted.samples_per_second / self.measured.samples_per_second - 1
+        return self.samples_per_second / self.measured.samples_per_second - 1
+
+    @property
+    def corrected(self) -> float:
+        """The same with all of the simulation's time scaled to the speed at which the trainer ran."""
+        return (1 + self.error) / self.slower - 1
 
 
 class SimulationReport(Struct):
-    calibrations: dict[str, Calibration]
-    cases: list[SimulationCase]
+    calibrations: list[Calibration]
+    cases: list[CaseReport]
 
 
 async def measure(folder: Path, show: Callable[[str], None] = lambda line: None) -> SimulationReport:
-    """Raises ServiceFault where a run fails."""
-    calibrations: dict[str, Calibration] = {}
-    cases: list[SimulationCase] = []
-    for name, overrides in CALIBRATED_ON.items():
-        show(f"calibration: {name}")
-        calibrations[name] = calibrated(await _run(folder, overrides))
-    for name, (source, overrides) in CASES.items():
-        show(name)
-        lost_at = LOST_AT if "lost" in name else 0
-        run = await _run(folder, overrides, lost_at)
+    """Raises ServiceFault where a run fails. Nodes are left out, and that is said, where there can be no namespaces."""
+    calibrations: list[Calibration] = []
+    cases: list[CaseReport] = []
+    last: dict[str, str] = {}
+    for case in CASES:
+        if case.nodes and (reason := _no_namespaces()):
+            show(f"{case.name}: left out: {reason}")
+            continue
+        if case.base != last:
+            show(f"before {case.name}")
+            calibrations.append(calibrated(await _run(folder, case.base)))
+        show(case.name)
+        run = await (_run_on_nodes if case.nodes else _run)(folder, case.base | case.changed, case.lost_at)
         config = loading.resolve(loading.load(run / run_files.CONFIG, ()))
         with LedgerReader(run / run_files.LEDGER) as reader:
             measured = observe(read_jsonl(run / run_files.METRICS), reader.groups())
-        predicted = simulated(config, calibrations[source].costs, ContractDeadlines(config), STEPS, lost_at).observed
-        cases.append(SimulationCase(name, measured, predicted))
+        show(f"after {case.name}")
+        calibrations.append(calibrated(await _run(folder, case.base)))
+        last = case.base
+        cases.append(_compared(case, config, measured, calibrations[-2:]))
     return SimulationReport(calibrations, cases)
 
 
-async def _run(folder: Path, overrides: Mapping[str, str], lost_at: int = 0) -> Path:
-    """A run's folder, once it has ended."""
-    run, source = folder / "run", folder / "bench.yaml"
+def _compared(case: Case, config: Config, measured: Observed, calibrations: list[Calibration]) -> CaseReport:
+    config = replace(config, cluster=Cluster())  # namespaces share the machine's processors, as one node's processes do
+    deadlines = ContractDeadlines(config)
+    found = [simulated(config, each.costs, deadlines, STEPS, case.lost_at).observed for each in calibrations]
+    return CaseReport(
+        name=case.name,
+        measured=measured,
+        samples_per_second=1 / fmean(1 / each.samples_per_second for each in found),
+        staleness=fmean(each.staleness for each in found),
+        slower=measured.seconds["update"] / fmean(each.seconds["update"] for each in found),
+    )
+
+
+def _no_namespaces() -> str:
+    from tests.system import namespaces
+
+    return namespaces.why_not()
+
+
+def _given(folder: Path, changed: Mapping[str, str]) -> tuple[Path, list[str]]:
+    source = folder / "bench.yaml"
     source.write_text(loading.to_yaml(bench_config(folder / "inputs")), encoding="utf-8")
-    given = {"run.dir": str(run), "training.steps": str(STEPS), **overrides}
-    command = start.command("launcher.cli", "train", str(source), *(f"{key}={value}" for key, value in given.items()))
+    return source, [f"{key}={value}" for key, value in {"training.steps": str(STEPS), **changed}.items()]
+
+
+async def _run(folder: Path, changed: Mapping[str, str], lost_at: int = 0) -> Path:
+    """A run's folder, once it has ended."""
+    source, overrides = _given(folder, changed)
+    run = folder / "run"
+    command = start.command("launcher.cli", "train", str(source), f"run.dir={run}", *overrides)
     child = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -109,6 +164,28 @@ async def _run(folder: Path, overrides: Mapping[str, str], lost_at: int = 0) -> 
     return run
 
 
+async def _run_on_nodes(folder: Path, changed: Mapping[str, str], lost_at: int) -> Path:
+    """The same over three nodes, each in a namespace: rollouts on the second and the third, all else on the first."""
+    from tests.system.cluster import NAMES, cluster
+
+    assert not lost_at, "who dies is looked for among this machine's processes"
+    source, overrides = _given(folder, changed)
+    run, first = folder / "run", f"[{NAMES[0]}]"
+    shutil.rmtree(run, ignore_errors=True)
+    placed = [f"services.{role}.placement={first}" for role in ("trainer", "reference", "reward")]
+    placed.append(f"services.rollout.placement=[{', '.join(NAMES[1:])}]")
+    nodes = "cluster.nodes=[" + ", ".join(f"{{name: {name}}}" for name in NAMES) + "]"
+
+    def through() -> None:
+        with cluster(source, nodes, *placed, *overrides, folder=run) as made:
+            codes = [made.agents[name].wait(DEADLINE) for name in NAMES]
+            if any(codes):
+                raise ServiceFault("bench", "run", f"agents ended with {codes}: {made.said().strip().splitlines()[-1]}")
+
+    await asyncio.to_thread(through)
+    return run
+
+
 async def _lose(launcher: int, run: Path, step: int) -> None:
     """Kill the last rollout with that step."""
     metrics = run / run_files.METRICS
@@ -121,16 +198,20 @@ async def _lose(launcher: int, run: Path, step: int) -> None:
 
 
 def render(report: SimulationReport) -> list[LiteralTable]:
-    table = LiteralTable("run", "samples/s", "predicted", "error", "staleness", "predicted", title="simulation")
+    head = ("run", "samples/s", "predicted", "error", "at the run's own speed", "staleness", "predicted")
+    table = LiteralTable(*head, title="simulation")
     for case in report.cases:
-        seen, said = case.measured, case.predicted
-        row = (f"{seen.samples_per_second:.0f}", f"{said.samples_per_second:.0f}", f"{case.error:+.1%}")
-        table.add_row(case.name, *row, f"{seen.staleness:.2f}", f"{said.staleness:.2f}")
-    errors = [abs(case.error) for case in report.cases]
-    table.add_row("median and largest error", "", "", f"{median(errors):.1%}, {max(errors):.1%}", "", "")
-    fits = LiteralTable("calibrated on", "figure", "measured", "simulated", title="calibration, milliseconds")
-    for name, calibration in report.calibrations.items():
-        pairs: tuple[Any, Any] = (calibration.measured, calibration.simulated)
-        for phase, seconds in pairs[0].seconds.items():
-            fits.add_row(name, phase, f"{1000 * seconds:.2f}", f"{1000 * pairs[1].seconds.get(phase, 0.0):.2f}")
+        rates = (f"{case.measured.samples_per_second:.0f}", f"{case.samples_per_second:.0f}")
+        errors = (f"{case.error:+.1%}", f"{case.corrected:+.1%}")
+        table.add_row(case.name, *rates, *errors, f"{case.measured.staleness:.2f}", f"{case.staleness:.2f}")
+    whole = [
+        f"{median(map(abs, found)):.1%}, {max(map(abs, found)):.1%}"
+        for found in ([case.error for case in report.cases], [case.corrected for case in report.cases])
+    ]
+    table.add_row("median and largest error", "", "", *whole, "", "")
+    fits = LiteralTable("figure", "simulated / measured, each calibration", title="calibration")
+    pairs: list[tuple[Any, Any]] = [(each.measured, each.simulated) for each in report.calibrations]
+    for phase in pairs[0][0].seconds:
+        shares = ", ".join(f"{simulated.seconds[phase] / measured.seconds[phase]:.2f}" for measured, simulated in pairs)
+        fits.add_row(phase, shares)
     return [table, fits]

@@ -112,11 +112,11 @@ def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "name",
         choices=(
             *("coordinator", "engine", "engines", "learning", "messages", "packing"),
-            *("publication", "rewards", "rollout", "simulation", "staleness", "startup", "train"),
+            *("publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "train"),
         ),
     )
     bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
-    bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards: what holds cases/ and data/gsm8k/")
+    bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(
         "--vllm-python",
         type=Path,

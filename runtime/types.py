@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -69,6 +70,7 @@ def answer_of(command: type[Command[R]]) -> Any:
     return answer
 
 
+@cache
 def snake(name: str) -> str:
     """What a method is called that carries out a command: "begin_step" for BeginStep."""
     return re.sub("(?!^)([A-Z])", r"_\1", name).lower()

@@ -33,7 +33,7 @@ from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process.aio import first_error
 from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
-from runtime.telemetry.startup import Phases, Startup, in_order
+from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process
 from services.nodes import Nodes
@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the weights that the rollouts load")
     arguments = parser.parse_args()
+    collect_rarely()
 
     def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
         return CoordinatorProcess(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd)

@@ -19,7 +19,7 @@ from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrat
 from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
 from runtime.telemetry.shown import LiteralTable
-from runtime.telemetry.startup import Startup
+from runtime.telemetry.startup import Startup, collect_rarely
 from runtime.telemetry.trackers import read_jsonl
 from services.rpc.client import ContractDeadlines
 
@@ -51,6 +51,7 @@ def simulate(
         raise UserError(f"--steps: {steps}; must be at least {LEAST}")
     if picture is not None and not picture.parent.is_dir():
         raise UserError(f"--picture: there is no folder {picture.parent}")
+    collect_rarely()
     began, console = time.monotonic(), Console()
     config = loading.resolve(loading.load(path, overrides))
     refuse(config)

@@ -67,12 +67,17 @@ def slots(config: Config) -> dict[str, int]:
 
 def place_in_fleet(config: Config, instance: Instance) -> int:
     """Which of its fleet's replicas, or of its role's, an instance is."""
-    index = int(instance.name.rpartition("-")[2])
-    for fleet in fleets(config).values() if instance.role == "rollout" else ():
-        if index < fleet.replicas:
-            break
-        index -= fleet.replicas
-    return index
+    return _fleet_of(config, instance)[2] if instance.role == "rollout" else int(instance.name.rpartition("-")[2])
+
+
+def _fleet_of(config: Config, rollout: Instance) -> tuple[str, Rollout, int]:
+    """Its fleet's YAML path, the fleet, and which of its replicas it is. Raises KeyError."""
+    place = int(rollout.name.rpartition("-")[2])
+    for path, fleet in fleets(config).items():
+        if place < fleet.replicas:
+            return path, fleet, place
+        place -= fleet.replicas
+    raise KeyError(rollout.name)
 
 
 def uses_reference(config: Config) -> bool:
@@ -117,15 +122,14 @@ def data_leaders(settings: Spread) -> range:
 
 def path_of(config: Config, instance: Instance) -> str:
     """The YAML path of an instance's settings: of a rollout, its fleet's."""
-    if instance.role == "rollout":
-        mine = replicas(config)[instance.name]
-        return next(path for path, fleet in fleets(config).items() if fleet is mine)
-    return f"services.{instance.role}"
+    return _fleet_of(config, instance)[0] if instance.role == "rollout" else f"services.{instance.role}"
 
 
 def settings_of(config: Config, instance: Instance) -> Process:
     """What stands at `path_of`."""
-    settings: Process = replicas(config).get(instance.name) or getattr(config.services, instance.role)
+    settings: Process = (
+        _fleet_of(config, instance)[1] if instance.role == "rollout" else getattr(config.services, instance.role)
+    )
     return settings
 
 

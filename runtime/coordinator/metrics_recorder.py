@@ -214,21 +214,27 @@ class Probes:
         self._compared: list[str] = []  # whose probes the trainer was given last
         self._unanswered = 0
         self._off: set[str] = set()  # whose newest probe was over the limit
-        pool.subscribe(self._look)
+        self._loop = asyncio.get_running_loop()
+        self._look_due: asyncio.Handle | None = None
+        pool.subscribe(self._changed)
 
     def close(self) -> None:
         """Ask for no more, and wait for none. Idempotent."""
-        self._pool.unsubscribe(self._look)
+        self._pool.unsubscribe(self._changed)
+        if self._look_due is not None:
+            self._look_due.cancel()
         self._drop()
 
     @property
     def pending(self) -> bool:
+        self._look_if_due()
         return not all(asked.done() for asked in self._asked.values())
 
     async def answers(self, version: PolicyVersion) -> list[bytes]:
         """What the rollouts sampled with `version`, once each of them has answered or had its time; nothing where rollouts have
         another version. Then `close_step` has to follow."""
         self._compared, self._unanswered = [], 0
+        self._look_if_due()
         if version != self._version:
             return []
         while self.pending:
@@ -256,8 +262,19 @@ class Probes:
         finite = [gap for gap in gaps if math.isfinite(gap)]
         return figures | ({"mismatch/worst_rollout": max(finite)} if finite else {})
 
+    def _changed(self) -> None:
+        """Of a thousand rollouts that come together, each is told of: one look is for all of them."""
+        if self._look_due is None:
+            self._look_due = self._loop.call_soon(self._look)
+
+    def _look_if_due(self) -> None:
+        if self._look_due is not None:
+            self._look_due.cancel()
+            self._look()
+
     def _look(self) -> None:
         """Ask whoever has come to the committed version since."""
+        self._look_due = None
         version = self._pool.membership.committed
         if version != self._version:
             self._drop()

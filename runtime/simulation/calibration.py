@@ -97,9 +97,10 @@ def _spans(groups: Sequence[GroupRow]) -> dict[str, float]:
     return found
 
 
-def assumed(config: Config, device: str, cores: int) -> Costs:
-    """Costs by the number of the model's parameters. `device`: `cpu` or `device`, each of a speed that is common."""
-    parameters, trainer = _parameters(config), config.services.trainer.processes
+def assumed(config: Config, device: str, cores: int, parameters: float = 0.0) -> Costs:
+    """Costs by the number of the model's parameters, those of the configuration's model unless they are given. `device`: `cpu`
+    or `device`, each of a speed that is common."""
+    parameters, trainer = parameters or _parameters(config), config.services.trainer.processes
     fleet = next(iter(fleets(config).values()))
     reference = config.services.reference.processes if is_group(config, "reference") else 1
     width = 4 if device == "cpu" else 2
@@ -116,6 +117,7 @@ def assumed(config: Config, device: str, cores: int) -> Costs:
         weights_bytes=float(width * parameters),
         bandwidth=_LINK[device],
         coordinator_message=2e-4,
+        coordinator_byte=3e-9,
         cores=cores,
     )
 

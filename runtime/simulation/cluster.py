@@ -77,7 +77,7 @@ class SimulatedCluster:
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
-        self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has been given, and not looked at yet
+        self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # that the coordinator has not looked at yet
         for number, unit in enumerate(self._units()):
             self._nodes[unit.name] = f"node-{number % nodes}"
             self._allowances[unit.name] = Allowance(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
@@ -92,21 +92,23 @@ class SimulatedCluster:
         self.observer.published = self.observer.published or progress.phase not in ("starting", "recovering")
         self.loop.note(f"{progress.phase} {progress.step}")
 
-    def arrive(self, deliver: Callable[[], None]) -> None:
-        """An answer reaches the coordinator, whose one thread takes the one after the other."""
-        if not self.costs.coordinator_message:
+    def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
+        """An answer with a payload of `nbytes` reaches the coordinator, whose one thread takes the one after the other."""
+        seconds = self.costs.coordinator_message + nbytes * self.costs.coordinator_byte
+        if not seconds:
             deliver()
             return
-        self._inbox.append(deliver)
+        self._inbox.append((seconds, deliver))
         if len(self._inbox) == 1:
             self.loop.create_task(self._take())
 
     async def _take(self) -> None:
         while self._inbox:
+            seconds, deliver = self._inbox[0]
             began = self.loop.time()
-            await self.cores["node-0"].spend(self.costs.coordinator_message)
+            await self.cores["node-0"].spend(seconds)
             self.coordinator_busy += self.loop.time() - began
-            self._inbox[0]()
+            deliver()
             self._inbox.popleft()
 
     def of_node(self, node: str) -> list[SimulatedProcess]:

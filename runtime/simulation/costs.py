@@ -72,6 +72,7 @@ class Costs(Struct, frozen=True, kw_only=True):
     delay: Distribution = Fixed(2e-4)  # of a message, one way
     storage: Distribution = Fixed(5e-4)  # of what the coordinator writes or reads
     coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer that it is given
+    coordinator_byte: float = 0.0  # of that thread, for all that is done with a byte of a finished group
     cores: int = 0  # of a node, which all its processes share; 0: each has what it computes on
 
     def lengths(self, chance: random.Random, size: int, limit: int) -> list[int]:

@@ -20,12 +20,13 @@ from runtime import timeouts
 from runtime.coordinator.sync_group import seen
 from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.status import Status
-from runtime.types import GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, snake
+from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, snake
 
 if TYPE_CHECKING:
     from runtime.simulation.cluster import SimulatedCluster
 
 _ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
+BYTES = 8  # of a payload for each token: the token and its log-probability
 _LEAST = 1e-9  # seconds between two messages of one link: they stay in order
 
 
@@ -208,7 +209,8 @@ class SimulatedProcess:
             else:
                 answer.set_exception(error)
 
-        self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver))
+        nbytes = BYTES * sum(result.response_tokens) if isinstance(result, GeneratedGroup) else 0
+        self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver, nbytes))
 
     async def _answered(
         self, answer: asyncio.Future[Any], timer: asyncio.TimerHandle | None, carrying: list[asyncio.Task[None]] | None

@@ -64,5 +64,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
         command.run("rewards", command.Options(data=tmp_path))
     with pytest.raises(UserError, match="--data: bench rewards needs a folder"):
         command.run("rewards", command.Options())
-    with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
+    with pytest.raises(UserError, match="--data: only bench rewards and bench scale take a folder"):
         command.run("train", command.Options(data=tmp_path))

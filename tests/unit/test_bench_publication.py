@@ -47,7 +47,7 @@ def test_options_are_those_of_this_bench_alone(tmp_path: Path) -> None:
         command.run("train", command.Options(receivers=1))
     with pytest.raises(UserError, match="--receivers: 0 is not at least 1"):
         command.run("publication", command.Options(receivers=0))
-    with pytest.raises(UserError, match="--data: only bench rewards takes a folder"):
+    with pytest.raises(UserError, match="--data: only bench rewards and bench scale take a folder"):
         command.run("publication", command.Options(data=tmp_path))
     with pytest.raises(UserError, match="--json: there is no folder"):
         command.run("publication", command.Options(json=tmp_path / "none" / "figures.json"))
