@@ -27,7 +27,7 @@ from sluice import start
 
 TRIALS = ((10, 1000), (100, 1000), (1000, 100), (10_000, 12))  # replicas and steps
 DEADLINE = 1800.0  # seconds of one trial
-CARDS_STEPS = 12
+CARDS_STEPS = 8
 PARAMETERS = 32.8e9  # Qwen2.5-32B
 REPLIES = Path("data") / "qwen_math_cot_100" / "math_cot_100.jsonl"  # 8 real replies to each of 100 problems
 LETTERS = 3.0  # of a token, in such replies
@@ -132,7 +132,7 @@ def _configured(layout: Layout) -> Config:
             trainer=schema.Trainer(processes=layout.times * layout.trainer, engine="megatron"),
             reference=schema.ReferenceScorer(processes=layout.times * layout.reference, engine="megatron"),
         ),
-        deadlines=schema.Deadlines(generate=3600.0, train=7200.0),
+        deadlines=schema.Deadlines(generate=3600.0, score=3600.0, train=7200.0),
         trackers=[],
     )
 

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -46,8 +47,8 @@ class Case(Struct, frozen=True):
     """`changed` in the configuration `base`, on which the simulation is calibrated."""
 
     name: str
-    changed: dict[str, str]
-    base: dict[str, str] = SHORT
+    changed: Mapping[str, str]
+    base: Mapping[str, str] = MappingProxyType(SHORT)
     lost_at: int = 0  # the step with which the last rollout dies
     nodes: bool = False  # three, each in a network namespace
 
@@ -95,7 +96,7 @@ async def measure(folder: Path, show: Callable[[str], None] = lambda line: None)
     """Raises ServiceFault where a run fails. Nodes are left out, and that is said, where there can be no namespaces."""
     calibrations: list[Calibration] = []
     cases: list[CaseReport] = []
-    last: dict[str, str] = {}
+    last: Mapping[str, str] = {}
     for case in CASES:
         if case.nodes and (reason := _no_namespaces()):
             show(f"{case.name}: left out: {reason}")
@@ -104,7 +105,7 @@ async def measure(folder: Path, show: Callable[[str], None] = lambda line: None)
             show(f"before {case.name}")
             calibrations.append(calibrated(await _run(folder, case.base)))
         show(case.name)
-        run = await (_run_on_nodes if case.nodes else _run)(folder, case.base | case.changed, case.lost_at)
+        run = await (_run_on_nodes if case.nodes else _run)(folder, {**case.base, **case.changed}, case.lost_at)
         config = loading.resolve(loading.load(run / run_files.CONFIG, ()))
         with LedgerReader(run / run_files.LEDGER) as reader:
             measured = observe(read_jsonl(run / run_files.METRICS), reader.groups())
