@@ -162,7 +162,7 @@ def _trials_table(trials: list[dict[str, float]]) -> LiteralTable:
         own, whole = (trial[name] / trial["samples"] for name in ("coordinator_seconds", "seconds"))
         memory = trial["memory"]
         row = (f"{1e6 * own:.1f}", f"{own / first:.2f}", f"{1e6 * whole:.0f}", f"{memory / 1e6:.0f}")
-        table.add_row(f"{trial['replicas']:,}", f"{trial['steps']:,}", *row, f"{memory / trial['alive'] / 1e3:.1f}")
+        table.add_row(f"{trial['replicas']:,.0f}", f"{trial['steps']:,.0f}", *row, f"{memory / trial['alive'] / 1e3:.1f}")
     return table
 
 

@@ -25,6 +25,7 @@ import xxhash
 T = TypeVar("T")
 
 BEGAN = 1000.0  # what the clock shows at first, seconds: not 0, which may stand for "never"
+_MOST_CANCELLED = 100  # timers, before those that are cancelled are dropped together
 _LAST_ROUNDS = 10_000  # of callbacks in which what is cancelled has to end
 
 
@@ -80,7 +81,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._time = began
         self._ready: list[tuple[int, asyncio.Handle]] = []  # each with the callback that scheduled it
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._origin = self._created = 0
+        self._origin = self._created = self._cancelled = 0
         self._work: dict[Any, deque[Callable[[], None]]] = {}  # by executor, which takes one after the other
         self._trace = xxhash.xxh3_64()
         self._failure: BaseException | None = None
@@ -161,6 +162,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def _jump(self) -> None:
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
+            self._cancelled = max(0, self._cancelled - 1)
         if not self._timers:
             raise Stuck(f"nothing is ready and no timer is set; these wait:\n{self.waiting()}")
         self._time = max(self._time, self._timers[0][0])
@@ -259,7 +261,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self._closed
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is left out when its time comes."""
+        """It is left out when its time comes, or with the others once they are half of all."""
+        self._cancelled += 1
+        if self._cancelled > _MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
+            self._timers = [each for each in self._timers if not each[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
 
     async def shutdown_asyncgens(self) -> None:
         """None outlives the task that runs it."""
