@@ -223,6 +223,7 @@ class Probes:
         self._pool.unsubscribe(self._changed)
         if self._look_due is not None:
             self._look_due.cancel()
+            self._look_due = None
         self._drop()
 
     @property
