@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
 from tests.loopback.weight_cases import MANIFEST, PATIENCE, gather, mappings, settles, threads_and_files
 from tests.loopback.weight_members import ROOT, Member, connect, leave, post
+from tests.system.runs import shared_files
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
 
@@ -312,11 +312,6 @@ def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None
     del group, reception
     assert settles(lambda: [len(mappings() - mapped)], [0])
     assert settles(lambda: [len(shared_files() - files)], [0])  # what other workers make there they take away
-
-
-def shared_files() -> set[Path]:
-    """Not folders, in which simulations live."""
-    return {path for path in Path("/dev/shm").iterdir() if path.is_file()}
 
 
 def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:

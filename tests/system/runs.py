@@ -122,7 +122,8 @@ def belonging(folder: Path) -> list[psutil.Process]:
 
 
 def shared_files() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    """Not folders: in these simulations live, also some that were started beside the tests."""
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.is_file()} if SHARED_MEMORY.is_dir() else set()
 
 
 def forgotten(before: set[str]) -> set[str]:
