@@ -122,8 +122,10 @@ def belonging(folder: Path) -> list[psutil.Process]:
 
 
 def shared_files() -> set[str]:
-    """Not folders: in these simulations live, also some that were started beside the tests."""
-    return {path.name for path in SHARED_MEMORY.iterdir() if path.is_file()} if SHARED_MEMORY.is_dir() else set()
+    """And folders, but for those in which simulations live: they may have been started beside the tests."""
+    if not SHARED_MEMORY.is_dir():
+        return set()
+    return {path.name for path in SHARED_MEMORY.iterdir() if not (path.name.startswith("sluice-") and path.is_dir())}
 
 
 def forgotten(before: set[str]) -> set[str]:
