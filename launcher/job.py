@@ -20,9 +20,11 @@ from launcher.node.agent import Agent
 from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
+from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from launcher.warm_up import warm_up
 from runtime import run_files, timeouts
+from runtime.cluster.restarts import Allowance
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -117,16 +119,19 @@ class Job(ABC, Generic[Result]):
         self.view.phase("starting")
         (self.folder / run_files.STARTUP).unlink(missing_ok=True)  # of the run that this one resumes
         reader, writer = os.pipe()
-        path, python = self.folder / run_files.CONFIG, sys.executable
         try:
-            spec = topology.coordinator_spec(config, path, python, writer, self.launched, self.trains, self._here.machine)
-            self._coordinator = await self.supervisor.start(spec, pass_fds=(writer,))
+            self._coordinator = await self.supervisor.start(self._spec(config, "--ready-fd", str(writer)), pass_fds=(writer,))
         finally:
             os.close(writer)
         address = await self.guarded(self._first_word(reader, config.deadlines.start))
+        self.supervisor.followed = (self._coordinator.spec.name,)
         node = self._here.registration(self.config, config)
-        self._agent = Agent(node, config, address, self.supervisor, self._here.machine, python)
+        self._agent = Agent(node, config, address, self.supervisor, self._here.machine, sys.executable)
         return address
+
+    def _spec(self, config: Config, *where: str) -> ProcessSpec:
+        path, machine = self.folder / run_files.CONFIG, self._here.machine
+        return topology.coordinator_spec(config, path, sys.executable, where, self.launched, self.trains, machine)
 
     async def _first_word(self, descriptor: int, timeout: float) -> str:
         """The coordinator's address. Raises what it ended with when it did not come to say one."""
@@ -140,28 +145,51 @@ class Job(ABC, Generic[Result]):
         watching = asyncio.create_task(self._watch(address))
         following = asyncio.create_task(self._agent.follow())
         try:
-            await self.guarded(_unless({watching, following}, self._finished()))
+            again = self._spec(self._agent.config, "--address", address)
+            await self.guarded(_unless({watching, following}, self._finished(again)))
         finally:
             for task in (watching, following):
                 task.cancel()
             await asyncio.gather(watching, following, return_exceptions=True)
 
-    async def _finished(self) -> None:
-        """The coordinator ends first, having stopped the others."""
+    async def _finished(self, again: ProcessSpec) -> None:
+        """The coordinator ends first, having stopped the others. In place of one that is killed another comes, which takes them
+        up. Raises its fault when it fails, and when `services.coordinator.restarts` allow no further start."""
         assert self._coordinator is not None
-        if await self._coordinator.process.wait():
-            raise self._coordinator.fault()
+        allowance = Allowance(self._agent.config.services.coordinator.restarts)
+        while code := await self._coordinator.process.wait():
+            former, fault = self._coordinator, self._coordinator.fault()
+            delay = allowance.delay(time.monotonic()) if code < 0 else None
+            if delay is None:
+                raise fault
+            self.view.say(f"{fault}; started again in {delay:g} s")
+            self.supervisor.let_go(former)
+            await asyncio.sleep(delay)
+            self._coordinator = await self.supervisor.start(again, incarnation=former.incarnation + 1)
+            if self._signals:
+                self._coordinator.signal_group(signal.SIGTERM)
         self.supervisor.stop_restarts()
         await self.supervisor.wait_all(self.config.deadlines.stop)
 
     async def _watch(self, address: str) -> None:
-        with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
-            async for progress in session.watch(address):
-                self._began = self._began or progress.phase != "starting"
-                self._agent.apply_progress(progress)
-                if progress.phase == "training":
-                    self._tell_startup()
-                self.view.progress(progress)
+        """Until the run has ended. A coordinator that is silent, and lives, is ended: another comes in its place."""
+        silence = self._agent.config.deadlines.silence
+        while True:
+            told: Child | None = None
+            with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
+                async for progress in session.watch(address, silence):
+                    self._began = self._began or progress.phase != "starting"
+                    self._agent.apply_progress(progress)
+                    if progress.phase == "training":
+                        self._tell_startup()
+                    self.view.progress(progress)
+                    if progress.phase in ("finished", "failed"):
+                        return
+                    told = self._coordinator
+            if told is not None:
+                why = f"is silent (deadlines.silence {silence:g} s)"
+                self.supervisor.give_up(told.spec.name, told.incarnation, why)
+            await asyncio.sleep(timeouts.AGENT_RETRY)
 
     def _tell_startup(self) -> None:
         """Once, when it is known."""
@@ -199,8 +227,8 @@ class Job(ABC, Generic[Result]):
             self._twice.set()
             return
         self.view.phase("stopping (again to stop now)")
-        if self._began and self._coordinator is not None and self._coordinator.running:
-            self._coordinator.signal_group(signal.SIGTERM)
+        if self._began and self._coordinator is not None:
+            self._coordinator.signal_group(signal.SIGTERM)  # if it is away, the next one gets it
             grace = max(timeouts.INTERRUPTED_GRACE, self.config.deadlines.stop)
             asyncio.get_running_loop().call_later(grace, self._twice.set)
         else:

@@ -21,7 +21,6 @@ from runtime.evaluation.sets import evaluation_sets
 from runtime.ledger import checkpoint
 from runtime.ledger.reader import DATABASE, LedgerReader
 
-LOCK = ".lock"
 PROBE_BYTES = 1 << 16
 LOOKS = 5  # times
 
@@ -44,7 +43,7 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
     try:
         logs = folder / run_files.LOGS
         logs.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("ab")  # what a run under way wrote stays
+        lock = (folder / run_files.LOCK).open("ab")  # what a run under way wrote stays
         try:
             _take(lock)
         except BlockingIOError:
@@ -71,7 +70,7 @@ def _take(lock: IO[bytes]) -> None:
 
 def _alien(folder: Path) -> str:
     """What a run would replace in a folder that no run has had; "" for nothing."""
-    if (folder / LOCK).exists() or (folder / run_files.LEDGER).is_dir():
+    if (folder / run_files.LOCK).exists() or (folder / run_files.LEDGER).is_dir():
         return ""
     return next((name for name in (*run_files.OF_ONE_RUN, run_files.CONFIG) if (folder / name).exists()), "")
 

@@ -31,6 +31,10 @@ class RolePort(Protocol):
     async def call(self, command: Command[R]) -> R:
         """`post`, once this is awaited."""
 
+    def acknowledge(self, command: Command[Any]) -> None:
+        """What was answered to `command` is in the ledger. Until then the process keeps its answers about groups under
+        training, and to Apply, for a coordinator that asks again."""
+
     async def status(self) -> Status:
         """What the process says of itself. It answers while it computes."""
 

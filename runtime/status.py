@@ -88,3 +88,4 @@ class Stop(Struct, kw_only=True):
     """Ask a process to end, letting it finish for `drain_seconds`."""
 
     drain_seconds: float = 0.0
+    term: int = 0  # of the coordinator that asks, 0 for anybody else: a process that has heard a higher one does not heed it

@@ -84,6 +84,7 @@ class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     prompt: np.ndarray  # int32 [P]
     n: int
     seed: int
+    attempt: int = 0  # how often the group was asked for, this time included; with `group_id` what makes a repeat the same
     first: int = 0  # where a prompt's replies are asked for in parts, what came before this one
     sampling: SamplingParams
     purpose: Purpose = "train"
@@ -230,6 +231,7 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
     """Score the replies of one group against its label."""
 
     group_id: int
+    attempt: int = 0  # as in GroupRequest
     label: str
     source: str = ""  # the data source, for rules that differ by it
     answers: bool = False  # whether the replies' final answers are wanted
@@ -257,6 +259,7 @@ class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
     which travel unread to the trainer."""
 
     group_id: int
+    attempt: int = 0  # as in GroupRequest
     temperature: float = 1.0
     payload: bytes
 

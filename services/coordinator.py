@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +22,13 @@ from runtime import run_files, timeouts
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, slots
 from runtime.config import Config
+from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED
 from runtime.coordinator.evaluation import EvaluationRun
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import EvaluationContext, RunContext
+from runtime.coordinator.takeover import MembersKeeper, Takeover
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
@@ -50,8 +53,9 @@ class CoordinatorProcess:
 
     restarts = True
 
-    def __init__(self, config: Config, phases: Phases, trains: bool = True):
-        """`phases`: of the start-up so far. `trains`: False for an evaluation alone."""
+    def __init__(self, config: Config, phases: Phases, trains: bool = True, address: str = ""):
+        """`phases`: of the start-up so far. `trains`: False for an evaluation alone. `address`: of an earlier coordinator of
+        the run, in whose place this one comes."""
         self._config = config
         self._phases = phases
         self._trains = trains
@@ -68,10 +72,14 @@ class CoordinatorProcess:
         self._interrupted = False
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | None = None
-        self._address = ""
+        self._address = address
+        self._ledger: LedgerWriter | None = None
+        self._term = 1
+        self._left: Takeover | None = None  # by an earlier coordinator
+        self._keeper: MembersKeeper | None = None
 
-    async def serve(self, ready_fd: int) -> None:
-        """Everything. Raises UserError, ServiceFault."""
+    async def serve(self, ready_fd: int | None) -> None:
+        """Everything. `ready_fd`: where the address is told. Raises UserError, ServiceFault."""
         self._failed = asyncio.get_running_loop().create_future()
         server = Server(
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
@@ -80,19 +88,26 @@ class CoordinatorProcess:
         )
         settings, network = self._config.services.coordinator, self._config.network
         try:
-            self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
+            if self._address:
+                host, _, port = self._address.rpartition(":")
+                server.bind(host.strip("[]"), int(port))
+            else:
+                self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:
             if network.port_range is not None and not settings.port:
                 raise  # it names the range
             host = "services.coordinator.host" if settings.host else "network.interface"
             raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
+        if self._trains:
+            await self._open_ledger()
         await server.start()
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         (self._folder / run_files.ADDRESS).write_text(self._address)
-        os.write(ready_fd, f"{self._address}\n".encode())
-        os.close(ready_fd)
+        if ready_fd is not None:
+            os.write(ready_fd, f"{self._address}\n".encode())
+            os.close(ready_fd)
         end = "failed"
         try:
             await self._unless_failed(self._train() if self._trains else self._evaluate())
@@ -114,15 +129,35 @@ class CoordinatorProcess:
             self._failed.result()
         task.result()
 
+    async def _open_ledger(self) -> None:
+        """And see whether an earlier coordinator of this run has left processes to go on with."""
+        self._ledger = await LedgerWriter.open(self._folder / run_files.LEDGER, self._config.ledger.segment_bytes)
+        self._term = self._peers.term = await self._ledger.begin_term()
+        self._left = await takeover.left_by(self._ledger, run_files.run_id(self._folder))
+        if self._left is not None:
+            course, steps = self._left.course, self._config.training.steps
+            self._progress = Progress(phase="recovering", step=course.step, steps=steps, detail="the coordinator was lost")
+            self._nodes.take_up(self._left.members)
+        began = self._term if self._left is None else self._left.members.began
+        self._nodes.run = f"{run_files.run_id(self._folder)}.{began}"
+        self._keeper = MembersKeeper(self._register, self._ledger, partial(self._nodes.members, began))
+
     async def _train(self) -> None:
-        placed = await self._place()
-        context = await self._context()
+        assert self._ledger is not None
+        if self._left is not None:
+            log.info("takes up what the coordinator before left: %d steps are over", self._left.course.step)
+        placed = time.monotonic() if self._left is not None else await self._place()
+        context = await self._context(self._ledger)
         try:
             before = time.monotonic()
-            await self._peers.connect(placed)
+            if self._left is not None:
+                await self._peers.take_up()
+                self._run = await TrainingRun.taken_up(context, self._register, self._left.course)
+            else:
+                await self._peers.connect(placed)
+                self._run = TrainingRun(context, self._register)
             context.startup.phases["services"] = time.monotonic() - before
             context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
-            self._run = TrainingRun(context, self._register)
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -165,7 +200,7 @@ class CoordinatorProcess:
         await self._nodes.placed(self._started, self._wait_for_nodes)
         return time.monotonic()
 
-    async def _context(self) -> RunContext:
+    async def _context(self, ledger: LedgerWriter) -> RunContext:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
         phases = {"launcher": self._phases.born - self._launched, "coordinator": before - self._phases.born}
@@ -175,7 +210,9 @@ class CoordinatorProcess:
         held_out = load_held_out(config, tokenizer, train.problems)
         return RunContext(
             config=config,
-            ledger=await LedgerWriter.open(self._folder / run_files.LEDGER, config.ledger.segment_bytes),
+            ledger=ledger,
+            run=run_files.run_id(self._folder),
+            term=self._term,
             trackers=Trackers(self._config, self._folder),
             train=train,
             held_out=held_out,
@@ -210,6 +247,8 @@ class CoordinatorProcess:
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration) -> None:
             self._peers.admit(registration)
+            if self._keeper is not None:  # a coordinator that takes over knows of it, as it does not come again
+                await self._keeper.written()
 
         async def processes(_: None) -> Topology:
             return Topology(processes=self._peers.processes)
@@ -324,13 +363,15 @@ async def _quietly(work: Awaitable[T]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="the resolved configuration")
-    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--address", default="", help="HOST:PORT of an earlier coordinator, in whose place this one comes")
     parser.add_argument("--evaluate", action="store_true", help="no training: evaluate the weights that the rollouts load")
     arguments = parser.parse_args()
     collect_rarely()
 
     def work(config: Config, phases: Phases) -> Coroutine[Any, Any, None]:
-        return CoordinatorProcess(config, phases, trains=not arguments.evaluate).serve(arguments.ready_fd)
+        process = CoordinatorProcess(config, phases, not arguments.evaluate, arguments.address)
+        return process.serve(arguments.ready_fd)
 
     process.lead(arguments.config, work)
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime.commands import Priority
+from runtime.commands import Apply, Priority
 from runtime.config import Config, Spread
 from runtime.errors import Cancelled, ServiceFault
 from runtime.types import PolicyVersion
@@ -47,6 +47,10 @@ class SpmdService(process.Service):
         self._thread = ThreadPoolExecutor(1, "engine")
         self._worker: GroupRank
         self._busy_seconds = 0.0
+        self._commands = 0  # that were put in line
+        self._ordered = (
+            0  # versions that they make, the first included: of the steps whose Apply is in line, or was carried out
+        )
 
     def load(self) -> None:
         # The engine is made in its own thread, as some of torch's state belongs to the thread.
@@ -61,7 +65,12 @@ class SpmdService(process.Service):
         return self._worker.version
 
     def gauges(self) -> dict[str, float]:
-        return {"busy_seconds_total": self._busy_seconds, "steps_total": self._worker.version.step}
+        return {
+            "busy_seconds_total": self._busy_seconds,
+            "steps_total": self._worker.version.step,
+            "commands": self._commands,
+            "ordered": max(self._ordered, self._worker.version.step),
+        }
 
     def handler(self, method: contract.Method) -> Handler:
         return getattr(self, method.handler, self.execute)
@@ -69,6 +78,9 @@ class SpmdService(process.Service):
     def execute(self, command: Any) -> asyncio.Future[Any]:
         """Put it in line now. The engine's answer; of one that goes on beside the next commands, what comes of it."""
         loop = asyncio.get_running_loop()
+        self._commands += 1
+        if isinstance(command, Apply):
+            self._ordered = command.step + 1
         return loop.create_task(_answer(loop.run_in_executor(self._thread, self._carry_out, command)))
 
     def _carry_out(self, command: Any) -> Any:

@@ -8,14 +8,16 @@ import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 
-from runtime import timeouts
+from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
 from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, with_rollouts
 from runtime.config import Config, Rollout, loading
 from runtime.coordinator.register import Register
+from runtime.coordinator.takeover import Members, known_units
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.process import os_process
 from runtime.process.aio import still_missing
@@ -26,14 +28,15 @@ log = logging.getLogger("sluice")
 class Nodes:
     """`join` is the handler of a node's stream; `placed` waits for those that the run needs.
 
-    The register is told of what has a place, and of the loss of all that ran on a node that leaves.
+    The register is told of what has a place.
     """
 
     def __init__(self, config: Config, trains: bool, register: Register):
         """`trains`: False for an evaluation alone."""
         self._config = config
         self._yaml = loading.to_yaml(config)
-        self._id = uuid.uuid4().hex
+        self.run = uuid.uuid4().hex
+        """Another whenever all begin anew: agents end then what they ran before."""
         self._trains = trains
         self._register = register
         self.roster = Roster(config)
@@ -64,7 +67,7 @@ class Nodes:
         log.info("node %s came: %s, %d devices, agent %d", node.name, node.address, node.devices, node.pid)
         changed = self._streams[node.name] = asyncio.Event()
         try:
-            yield Assignment(coordinator=self._id, config=self._yaml)  # whose paths it is to look at
+            yield Assignment(run=self.run, config=self._yaml)  # whose paths it is to look at
             while await changed.wait() and self._streams.get(node.name) is changed:
                 changed.clear()
                 yield self._assignments[node.name]
@@ -118,6 +121,28 @@ class Nodes:
         if self._placement.pending:
             log.info("no room yet for %s", _names(self._placement.pending))
         self._start([seat.instance for seat in self._placement.seats])
+
+    def take_up(self, members: Members) -> None:
+        """Go on with the processes that an earlier coordinator has placed: their nodes come again by themselves, and what does
+        not run there any more is started."""
+        if members.rollouts:
+            self._config = with_rollouts(self._config, members.rollouts)
+            self._yaml = loading.to_yaml(self._config)
+        self._placement = Placement(tuple(members.seats), tuple(members.pending))
+        for unit in members.units:
+            self._register.take_up(unit.role, unit.ranks, unit.incarnation, unit.processes)
+
+    def members(self, began: int) -> Members:
+        """What a coordinator that takes over has to know. `began`: the term in which all was started."""
+        fleet, placement = self._config.services.rollout, self._placement or Placement(())
+        return Members(
+            run=run_files.run_id(Path(self._config.run.dir)),
+            began=began,
+            rollouts=fleet.replicas if isinstance(fleet, Rollout) else 0,
+            seats=list(placement.seats),
+            pending=list(placement.pending),
+            units=known_units(self._register),
+        )
 
     # ------------------------------------------------------------------------------------------ changes
 
@@ -180,7 +205,15 @@ class Nodes:
             after = self._place_beside(seats, self._config)
         except ConfigError:  # what the others left has no room here, and waits for them
             after = self._place_beside(self._placement.seats, self._config)
-        self._start([*mine, *(seat.instance for seat in after.seats if seat not in before)])
+        absent = [instance for instance in mine if not self._runs(name, instance)]
+        self._start([*absent, *(seat.instance for seat in after.seats if seat not in before)])
+
+    def _runs(self, name: str, instance: Instance) -> bool:
+        """Whether node `name`, which has come back, has this process still, or one that it has started in its place."""
+        assert self._placement is not None
+        unit, running = self._register.find(instance.name), self.roster.nodes[name].running
+        mine = [seat.instance.name for seat in self._placement.on(name) if self._register.find(seat.instance.name) is unit]
+        return unit is not None and running.get(mine[0], -1) >= unit.incarnation
 
     def _place_beside(self, kept: Sequence[Seat], config: Config) -> Placement:
         self._placement = place(config, self.roster.offers, kept, trains=self._trains, waits=True)
@@ -196,14 +229,10 @@ class Nodes:
             self._register.place(role, ranks)
 
     def _leave(self, name: str) -> None:
+        """Its agent is silent. Whether its processes live is told by the sessions to them."""
         self.roster.leave(name)
         self._streams.pop(name, None)
         log.warning("node %s left", name)
-        if self._placement is not None:
-            for seat in self._placement.on(name):
-                unit = self._register.find(seat.instance.name)
-                if unit is not None and unit.state.connected:
-                    self._register.lose(unit, f"its node {name} left")
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -239,7 +268,7 @@ class Nodes:
         assert self._placement is not None
         nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
         for name, started in launches(self._config, self._placement, nodes, incarnations).items():
-            self._assignments[name] = Assignment(coordinator=self._id, config=self._yaml, launches=started)
+            self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started)
             if name in self._streams:  # it is not, once all are closed
                 self._streams[name].set()
 

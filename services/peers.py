@@ -14,7 +14,7 @@ from runtime.coordinator.roles import wait_for
 from runtime.errors import DeadlineExceeded, SluiceError
 from runtime.status import Registration, Stop
 from runtime.telemetry.startup import in_order
-from services.rpc.client import GROUP_SERVICES, client, service_of
+from services.rpc.client import client, service_of
 from services.rpc.session import Session
 
 log = logging.getLogger("sluice")
@@ -24,6 +24,8 @@ class Peers:
     """Whoever starts the processes, a unit is talked to once all of it has registered with one incarnation."""
 
     def __init__(self, config: Config, register: Register):
+        self.term = 0
+        """The coordinator's, under which it speaks."""
         self._config = config
         self._register = register
         self._began = False  # no session is opened before all are there
@@ -54,7 +56,15 @@ class Peers:
         if late := await wait_for(self._register, missing, began + timeout):
             raise DeadlineExceeded(", ".join(late), "start", "did not register", timeout)
         self._began = True
-        await asyncio.gather(*(self._open(unit) for unit in self._register.units("", UnitState.REGISTERED)))
+        timeout = self._config.deadlines.start
+        await asyncio.gather(*(self._open(unit, timeout) for unit in self._register.units("", UnitState.REGISTERED)))
+
+    async def take_up(self) -> None:
+        """Open a session to each that had registered with an earlier coordinator. One that is not to be reached is lost."""
+        self._began = True
+        for unit in self._register.units("", UnitState.REGISTERED):
+            self._connect(unit, self._config.deadlines.silence)
+        await asyncio.gather(*self._opening, return_exceptions=True)
 
     async def stop_all(self) -> None:
         """Tell every process to stop; one that does not answer is the launcher's to end."""
@@ -62,7 +72,7 @@ class Peers:
             task.cancel()
         connected = [unit for unit in self._register.units() if unit.state.connected]
         sessions = [session for unit in connected for session in self._sessions[unit.name]]
-        order = Stop(drain_seconds=0.0)
+        order = Stop(drain_seconds=0.0, term=self.term)
         stops = (asyncio.wait_for(session.unary("Process", "Stop", order), timeouts.STOP_CALL) for session in sessions)
         for session in sessions:
             session.ends()
@@ -77,9 +87,12 @@ class Peers:
         if unit.state is UnitState.LOST:
             log.warning("%s (incarnation %d) is lost: %s", unit.name, unit.incarnation, unit.reason)
         elif unit.state is UnitState.REGISTERED and self._began:
-            task = asyncio.create_task(self._open(unit))
-            self._opening.add(task)
-            task.add_done_callback(partial(self._opened, unit))
+            self._connect(unit, self._config.deadlines.start)
+
+    def _connect(self, unit: Unit, timeout: float) -> None:
+        task = asyncio.create_task(self._open(unit, timeout))
+        self._opening.add(task)
+        task.add_done_callback(partial(self._opened, unit))
 
     def _opened(self, unit: Unit, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
@@ -90,13 +103,13 @@ class Peers:
                 log.error("%s (incarnation %d) could not be connected", unit.name, unit.incarnation, exc_info=error)
                 self._register.lose(unit, f"{type(error).__name__}: {error}")
 
-    async def _open(self, unit: Unit) -> None:
+    async def _open(self, unit: Unit, timeout: float) -> None:
         """Talk to the unit from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
-        silence = self._config.deadlines.silence if service in GROUP_SERVICES else 0.0  # of replicas their status tells
-        sessions = [Session(one.address, one.name, service, one.machine, silence) for one in unit.processes]
+        silence = self._config.deadlines.silence
+        sessions = [Session(one.address, one.name, service, one.machine, silence, self.term) for one in unit.processes]
         try:
-            await asyncio.gather(*(session.open(self._config.deadlines.start) for session in sessions))
+            await asyncio.gather(*(session.open(timeout) for session in sessions))
             if self._register.connect(client(unit.role, sessions, self._config, unit.incarnation)):
                 self._sessions[unit.name], sessions = sessions, former
         finally:

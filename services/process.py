@@ -33,7 +33,7 @@ from runtime.status import CallStats, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services.rpc import contract, session
-from services.rpc.server import Handler, Server
+from services.rpc.server import Fence, Handler, Server
 
 log = logging.getLogger("sluice")
 
@@ -194,11 +194,13 @@ class ServiceProcess:
         self._drain_seconds = service.config.deadlines.stop
         self._previous: tuple[float, dict[str, float]] = (self._started, {})
         self._calls = Calls(service.name)
+        self._fence = Fence()
 
     async def run(self) -> None:
         service = self._service
         settings, handlers = service.config.network, {service.service: self._role_handlers()}
-        server = Server({"Process": self._process_handlers(), **handlers}, {}, service.config.deadlines.silence)
+        handlers["Process"] = self._process_handlers()
+        server = Server(handlers, {}, service.config.deadlines.silence, self._fence)
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()
         await server.set_serving(False)
@@ -246,7 +248,8 @@ class ServiceProcess:
         )
         async with session.open_channel(self._coordinator) as channel:
             method = contract.METHODS["Coordinator", "Register"]
-            await session.call(channel, "coordinator", method, registration, self._service.config.deadlines.start)
+            deadlines = self._service.config.deadlines  # the coordinator may be away
+            await session.call(channel, "coordinator", method, registration, max(deadlines.start, deadlines.coordinator))
 
     async def _until_stopped(self) -> None:
         stopped = asyncio.create_task(self._stop.wait())
@@ -264,6 +267,8 @@ class ServiceProcess:
             return self.status()
 
         async def stop(request: Stop) -> None:
+            if request.term:
+                self._fence.check(request.term)
             self._drain_seconds = request.drain_seconds
             self._stop.set()
 

@@ -6,9 +6,9 @@ import fcntl
 from datetime import datetime, timezone
 from pathlib import Path
 
-from launcher.run_folder import LOCK
 from runtime import run_files
 from runtime.errors import UserError
+from runtime.run_files import LOCK
 from runtime.telemetry.report import lineages, panels, published, record, tables
 from runtime.telemetry.report.record import RunRecord
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from launcher.node import topology
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Child, Supervisor
-from launcher.run_folder import LOCK
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
 from runtime.cluster.topology import named_paths
@@ -56,10 +55,12 @@ class Agent:
 
     async def follow(self) -> None:
         """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
-        for `deadlines.start` seconds."""
-        timeout, loop = self._config.deadlines.start, asyncio.get_running_loop()
+        for `deadlines.start` seconds at first, and `deadlines.coordinator` once something runs here."""
+        loop = asyncio.get_running_loop()
         reached = loop.time()
         while True:
+            deadlines = self._config.deadlines
+            timeout = deadlines.coordinator if self._assignment.launches else deadlines.start
             try:
                 async with session.open_channel(self._coordinator, self._config.deadlines.silence) as channel:
                     await asyncio.wait_for(channel.channel_ready(), max(0.0, reached + timeout - loop.time()))
@@ -72,6 +73,11 @@ class Agent:
                     message = f"not to be reached at {self._coordinator} from node {self._node.name}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(timeouts.AGENT_RETRY)
+
+    @property
+    def config(self) -> Config:
+        """As the coordinator said it last."""
+        return self._config
 
     def apply_progress(self, progress: Progress) -> None:
         """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
@@ -109,15 +115,17 @@ class Agent:
     async def _report(self, death: Death) -> None:
         async with session.open_channel(self._coordinator) as channel:
             method = contract.METHODS["Coordinator", "ReportDeath"]
-            await session.call(channel, "coordinator", method, death, self._config.deadlines.start)
+            await session.call(channel, "coordinator", method, death, self._config.deadlines.coordinator)
 
     async def _obey(self, channel: grpc.aio.Channel) -> None:
         """Until the stream ends."""
-        told_paths = False
-        async with aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments:
+        told_paths, launches = False, [launch.name for launch in self._assignment.launches]
+        running = {name: number for name, number in self._supervisor.incarnations.items() if name in launches}
+        node = replace(self._node, running=running)
+        async with aclosing(session.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
                 self._read(assignment)
-                if assignment.coordinator != self._assignment.coordinator:
+                if assignment.run != self._assignment.run:
                     await self._forget(assignment)
                 if told_paths:
                     await self._apply(assignment)
@@ -126,7 +134,7 @@ class Agent:
                     await self._tell_paths(channel)
 
     async def _forget(self, assignment: Assignment) -> None:
-        """Another coordinator's process: what ran for the one before has registered there alone."""
+        """All begin anew: the coordinator does not know what ran for the one before."""
         self._supervisor.stop_restarts()
         await asyncio.gather(
             *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
@@ -190,8 +198,8 @@ def fingerprint(path: Path) -> str:
     """
     digest = xxhash.xxh3_64()
     try:
-        if (path / LOCK).is_file():
-            _add(digest, path / LOCK)
+        if (path / run_files.LOCK).is_file():
+            _add(digest, path / run_files.LOCK)
         elif path.is_dir():
             for file in sorted(path.rglob("*")):
                 if file.is_file():

@@ -117,6 +117,8 @@ class Supervisor:
         """The newest of each name that is not ended; it may have died, or be about to be started."""
         self._restarts: Mapping[str, Restarts] = {}
         self._decided_elsewhere: Collection[str] = ()
+        self.followed: Collection[str] = ()
+        """Who looks after what becomes of these when they are killed, is somebody else."""
         self._under_way = False
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
@@ -209,6 +211,8 @@ class Supervisor:
     def _replace(self, child: Child) -> bool:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
         name = child.spec.name
+        if name in self.followed and (child.process.returncode or 0) < 0:
+            return True
         if child.mistaken or name not in {*self._restarts, *self._decided_elsewhere}:
             return False
         self.let_go(child)

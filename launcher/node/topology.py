@@ -31,14 +31,15 @@ def coordinator_spec(
     config: Config,
     config_path: Path,
     python: str,
-    ready_fd: int,
+    where: Sequence[str],
     launched: float,
     trains: bool = True,
     machine: Machine = Machine(),  # noqa: B008  immutable
 ) -> ProcessSpec:
-    """The coordinator, which says its address on the file descriptor `ready_fd`. `launched`: when the run was asked for."""
+    """The coordinator. `where`: `--ready-fd` and the descriptor on which it says its address, or `--address` and that of the
+    one in whose place it comes. `launched`: when the run was asked for."""
     settings = config.services.coordinator
-    arguments = ("--config", str(config_path), "--ready-fd", str(ready_fd), *(() if trains else ("--evaluate",)))
+    arguments = ("--config", str(config_path), *where, *(() if trains else ("--evaluate",)))
     return ProcessSpec(
         name="coordinator",
         role="coordinator",

@@ -19,7 +19,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
     """A node's agent announces itself. `address` is the node's, for the others; `machine` as in `status.Registration`.
 
     `config` is a hash of the configuration that it was started with, `version` that of Sluice. `ports` are free ones, at which
-    SPMD groups that span nodes may meet.
+    SPMD groups that span nodes may meet. `running`: the incarnations of what it was told to run before, by the launches' names.
     """
 
     name: str
@@ -30,6 +30,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
     version: str = ""
     ports: list[int] = []
     pid: int = 0
+    running: dict[str, int] = {}
 
 
 class NodePaths(Struct, kw_only=True, frozen=True):
@@ -65,10 +66,10 @@ class Launch(Struct, kw_only=True, frozen=True):
 class Assignment(Struct, kw_only=True, frozen=True):
     """All that is to run on a node: what is not named there any more is to end. `config` is YAML.
 
-    `coordinator` is another for each coordinator's process: what an earlier one had started knows nothing of it, and is to end.
+    `run` is another whenever all begin anew: what was started before is to end.
     """
 
-    coordinator: str = ""
+    run: str = ""
     config: str
     launches: list[Launch] = []
 

@@ -52,8 +52,10 @@ class Deadlines(Section, frozen=True):
     """A process, from its start to its registration; a run without any rollout, or a request without any reward or reference to
     ask, until one is back; a trainer or critic to be back, after the longest backoff, and to read its checkpoint."""
     silence: Seconds = 30.0
-    """A rollout that tells nothing of itself, although its connection stays: then the run does without it; a rank of trainer,
-    critic, or reference on megatron, whose process answers no ping: then its group is started again."""
+    """A process that answers no ping, or a rollout that tells nothing of itself: the run does without it, and it is started
+    again, a rank with its group, a coordinator alone."""
+    coordinator: Seconds = 120.0
+    """The return of a coordinator that was lost: until then agents keep their processes, and these what they have."""
     generate: Seconds = 600.0
     """A group's generation, waiting for a slot included."""
     score: Seconds = 120.0

@@ -62,19 +62,9 @@ class Computing(Placed, frozen=True):
     where one of them has `offload_train_*`; all others are there at the same time. Empty: none."""
 
 
-class Coordinator(Process, frozen=True):
-    """The one process whose address is configured."""
-
-    host: str = ""
-    """On several nodes: the address that all reach the coordinator by. The node that has it starts the coordinator. Empty:
-    `network.interface`."""
-    port: Port = 0
-    """0: any free port; on several nodes it has to be named."""
-
-
 class Restarts(Section, frozen=True):
     """A process of the role that dies is started again, the ranks of a group together. After the death of a trainer or critic
-    both go on from the newest checkpoint.
+    both go on from the newest checkpoint; a coordinator takes up the processes that live.
     """
 
     attempts: NonNegative = 3
@@ -83,6 +73,17 @@ class Restarts(Section, frozen=True):
     """The time in which `attempts` are counted."""
     backoff: SecondsOr0 = 0.5
     """Before the first of them; then twice as long each time."""
+
+
+class Coordinator(Process, frozen=True):
+    """The one process whose address is configured."""
+
+    host: str = ""
+    """On several nodes: the address that all reach the coordinator by. The node that has it starts the coordinator. Empty:
+    `network.interface`."""
+    port: Port = 0
+    """0: any free port; on several nodes it has to be named."""
+    restarts: Restarts = Restarts()
 
 
 class Rollout(Computing, frozen=True):

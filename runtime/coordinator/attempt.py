@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import codec, run_files
-from runtime.cluster.topology import alternates
+from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import devices_of
@@ -36,8 +36,10 @@ from runtime.coordinator.evaluation import Evaluator
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, gap, line
 from runtime.coordinator.recovery import Checkpoints, Recovery, RunHistory
+from runtime.coordinator.register import member_of
 from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext, needs
+from runtime.coordinator.takeover import COURSE, Course, TakenUp
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainedStep, TrainLoop
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
@@ -46,6 +48,7 @@ from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import Note
+from runtime.ledger.states import Phase
 from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
 from runtime.telemetry import startup
@@ -59,15 +62,19 @@ INTERRUPTED = "interrupted"
 class Attempt:
     """`execute` runs the attempt; `stop` ends it in order."""
 
-    def __init__(self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory):
-        """`pool` and `history` belong to the run, and outlive the attempt."""
+    def __init__(
+        self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: TakenUp | None = None
+    ):
+        """`pool` and `history` belong to the run, and outlive the attempt. `taken_up`: it goes on where an earlier coordinator
+        was cut off."""
         config = context.config
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
         self._stream = PromptStream(
             context.train.problems, config.run.seed, config.data.shuffle, context.train.shares, config.data.curriculum
         )
-        self._position = self._first_position()
-        first = self._position.version.step if self._position else 0
+        self._taken_up = taken_up
+        self._position = None if taken_up else self._first_position()
+        first = taken_up.version.step if taken_up else self._position.version.step if self._position else 0
         self._incarnation = 0
         self._needs = needs(config)
         self._buffer = Buffer(
@@ -80,7 +87,7 @@ class Attempt:
         )
         self._buffer.last_step = config.training.steps
         history.goes_on_at(first)
-        self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history)
+        self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history, self._write_course)
         self._spans = SpanClock(now)
         self._publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
@@ -93,6 +100,7 @@ class Attempt:
         self._devices = devices_of(config, roles, pool, self._publisher, self._buffer, self._probes, self._spans)
         self._groups = GroupStage(context, roles, pool, self._devices, self._buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
+        self._training.next = self._training.over = first
         evaluates = context.held_out and config.rewards.rules
         self._evaluator = Evaluator(context, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
@@ -189,6 +197,7 @@ class Attempt:
             if not history.evaluated_before:
                 history.accuracy_before = await self._evaluate_before()
                 history.evaluated_before = True
+                self._write_course()
             # All steps; then the groups that no step has taken are given up, and the result is evaluated and saved.
             await self._train(tasks)
             await self._end_groups()
@@ -198,14 +207,18 @@ class Attempt:
 
     async def _begin(self) -> None:
         """Restore, connect the publication group, and bring the first version to every rollout."""
-        self._report("recovering" if self._history.attempts else "starting")
+        self._report("recovering" if self._history.attempts or self._taken_up else "starting")
         if self._position is not None:
             await self._restore(self._position)
-        before, version = now(), PolicyVersion(self._incarnation, self._buffer.step)
-        async with self._devices.lease("trainer") as lease:
-            await lease.sync(version)
-        self._context.startup.phases.setdefault("first publication", now() - before)
+        if self._taken_up is not None:
+            await self._take_up(self._taken_up)
+        before, version = now(), PolicyVersion(self._incarnation, self._buffer.committed)
+        if self._pool.membership.committed != version and not self._publisher.waits_for_next:
+            async with self._devices.lease("trainer") as lease:
+                await lease.sync(version)
+            self._context.startup.phases.setdefault("first publication", now() - before)
         self._recovery.begun = True
+        self._write_course()
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
 
     async def _evaluate_before(self) -> float | None:
@@ -224,6 +237,8 @@ class Attempt:
         if self._buffer.stop_reason:
             return
         self._admission = self._tasks.create_task(self._groups.run(self._tasks))
+        if history.evaluating is not None:  # as the coordinator was lost: from its beginning, with the weights as they are
+            self._evaluating = self._tasks.create_task(self._evaluate_beside(history.evaluating))
         await self._training.run(tasks)
         self._admission.cancel()
         await self._evaluation_over()
@@ -251,8 +266,10 @@ class Attempt:
             if self._is_evaluating():
                 history.skipped_evaluations += 1  # training waits for none
             else:
+                history.evaluating = step
                 self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
                 await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer can take its own
+        self._write_course()
         self._report("training")
 
     def evaluates(self, step: int) -> bool:
@@ -303,6 +320,7 @@ class Attempt:
 
     async def _note(self, step: int, found: EvaluationResult) -> None:
         self._checkpoints.accuracy[step] = found.accuracy
+        self._history.evaluating = None
         await self._recorder.evaluation(
             step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
         )
@@ -329,6 +347,38 @@ class Attempt:
             return Position(version=PolicyVersion(), stream=self._stream.state(), trained=[])
         return None
 
+    async def _take_up(self, found: TakenUp) -> None:
+        """Go on with the groups as they are, in the same incarnation, after the step that was over last."""
+        if (newest := await self._context.ledger.note(STREAM)) is not None:
+            self._stream.restore(codec.decode(StreamState, newest))
+        self._buffer.take_up(await self._context.ledger.take_up(found.version.step))
+        self._set_incarnation(found.version.incarnation)
+        self._checkpoints.take_up(self._incarnation)
+        if takes_turns(self._config):
+            # The rollouts were put to sleep, with what they generated: it is generated again, from the same seeds.
+            for group in list(self._buffer):
+                if group.state.phase == Phase.GENERATING:
+                    self._buffer.lose(group.group_id)
+        else:
+            self._pool.take_up(found.version, found.having)
+        self._publisher.waits_for_next = found.ahead
+
+    def _set_incarnation(self, incarnation: int) -> None:
+        self._incarnation = self._training.incarnation = self._recorder.incarnation = incarnation
+
+    def _write_course(self) -> None:
+        """How far the run is, for a coordinator that takes over."""
+        history, context = self._history, self._context
+        course = Course(
+            run=context.run,
+            step=self._training.over,
+            incarnation=self._incarnation,
+            models=[member_of(model) for model in self._recovery.models],
+            history=history,
+            rl_began=context.epoch + history.rl_began if history.rl_began else 0.0,
+        )
+        context.ledger.record(Note(key=COURSE, value=codec.encode(course)))
+
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
         # The stream of prompts goes on where it was last.
@@ -343,9 +393,7 @@ class Attempt:
         evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
-        self._incarnation = self._training.incarnation = self._recorder.incarnation = max(
-            restored.incarnation, position.version.incarnation + 1
-        )
+        self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
         self._checkpoints.resume(self._incarnation, position)
         if self._history.folder:
             await asyncio.gather(*(model.post(Restore(self._history.folder)) for model in self._recovery.models))

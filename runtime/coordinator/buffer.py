@@ -143,7 +143,7 @@ class Buffer:
         due = staleness.deadline(self.committed, self.staleness)
         group = self._apply(group_id, states.Dispatched(), replica=replica, deadline=due)
         group.attempt += 1
-        self._record(group, "generating", replica=replica, attempt=group.attempt)
+        self._record(group, "generating", replica=replica, attempt=group.attempt, due=due)
         return group
 
     def generated(self, result: GeneratedGroup) -> Group:
@@ -264,7 +264,26 @@ class Buffer:
             self.lose(group_id)
         return late
 
+    def take_up(self, rows: Sequence[GroupRow]) -> None:
+        """Go on with what an earlier coordinator left. What was taken for steps from `step` on is ready again, in the batch
+        that it was in: see `taken`. What was being generated still is."""
+        first = self.step
+        for row in rows:
+            self._groups[row.group_id] = group = self._restored(row)
+            if row.taken is not None and row.taken >= first:
+                group.state, group.taken, group.place = GroupState(self.needs, Phase.READY, row.marks), row.taken, row.place
+            elif row.phase == Phase.GENERATING:
+                group.replica, group.deadline = row.replica or "", row.due
+            self._count(group, 1)
+        while len(self.taken(self.step)) == self.groups_per_step:
+            self.step += 1
+        self._filled = len(self.taken(self.step))
+
     # ------------------------------------------------------------------------------------------ what can be asked
+
+    def taken(self, step: int) -> list[Group]:
+        """The batch of `step` as far as it is taken, in training order."""
+        return sorted((group for group in self if group.taken == step), key=lambda group: group.place or 0)
 
     def capacity(self, max_in_flight: int, steps: int) -> int:
         """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""

@@ -8,8 +8,8 @@ admission: a group is dispatched only while it may still be trained on in time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from itertools import count
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from runtime import codec
@@ -19,7 +19,7 @@ from runtime.coordinator.devices import Devices
 from runtime.coordinator.roles import RewardScoring, Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
-from runtime.errors import Unreachable
+from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.ports import RolePort
@@ -59,7 +59,6 @@ class GroupStage:
         self._prompts = context.train
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
-        self._turn = count()
         self._scoring = RewardScoring(roles, spans)
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
@@ -76,6 +75,8 @@ class GroupStage:
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
                 self._spawn(tasks, self._resume(group))
+            elif group.state.phase == Phase.GENERATING:
+                self._spawn(tasks, self._live(group, self._pool.find(group.replica)))
         while True:
             buffer.room_changed.clear()
             waiting, together = buffer.waiting(), 0
@@ -140,23 +141,29 @@ class GroupStage:
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
 
-    async def _live(self, group: Group, rollout: RolePort) -> None:
+    async def _live(self, group: Group, rollout: RolePort | None) -> None:
+        """From its dispatch to `rollout`, which may have it since before this coordinator came. None: that one is lost."""
         ticket = group.ticket
         request = GroupRequest(
             group_id=ticket.group_id,
             prompt=self._prompts.tokens[ticket.problem],
             n=self._size,
             seed=ticket.seed,
+            attempt=group.attempt,
             sampling=self._sampling,
         )
         try:
+            if rollout is None:
+                raise Unreachable(group.replica, "Generate", "was lost with the coordinator")
+            # The dispatch is written before the rollout hears of it: whoever takes over knows whom to ask for the group.
             with self._spans.span("rollout"):
-                result = await self._pool.generate(rollout, request)
-        except Unreachable:
+                result = await self._pool.generate(rollout, request, self._ledger.flush())
+        except (Unreachable, Cancelled):
             self._pool.repeat()
             self._buffer.lose(group.group_id)  # back to those that wait: another rollout generates it, from the same seed
             return
         self._buffer.generated(result)
+        self._ledger.then(partial(rollout.acknowledge, request))
         await self._annotate(group, result.payload)
 
     async def _resume(self, group: Group) -> None:
@@ -166,10 +173,9 @@ class GroupStage:
 
     async def _annotate(self, group: Group, payload: bytes) -> None:
         missing = group.state.needs & ~group.state.marks
-        turn = next(self._turn)
         jobs = []
         if missing & Mark.SCORED:
-            scoring = self._score(group, payload, turn)
+            scoring = self._score(group, payload)
             if self._dynamic_sampling is None:
                 jobs.append(scoring)
             else:
@@ -178,33 +184,41 @@ class GroupStage:
                 if group.group_id not in self._buffer:
                     return
         if missing & Mark.REFERENCED:
-            jobs.append(self._reference(group, payload, turn))
+            jobs.append(self._reference(group, payload))
         if missing & Mark.VALUED:
             jobs.append(self._value(group, payload))
         await asyncio.gather(*jobs)
 
-    async def _score(self, group: Group, payload: bytes, turn: int) -> None:
+    async def _score(self, group: Group, payload: bytes) -> None:
         ticket = group.ticket
         problem = self._prompts.problems[ticket.problem]
         request = ScoreRequest(
             group_id=group.group_id,
+            attempt=group.attempt,
             label=ticket.label,
             payload=payload,
             source=ticket.source,
             messages=problem.messages,
             extra=problem.extra,
         )
-        self._buffer.scored(await self._scoring.score(request, turn, group.asked))
+        # Replicas take turns by group: whoever takes over asks the one that has the answer.
+        answered: list[Callable[[], None]] = []
+        self._buffer.scored(await self._scoring.score(request, group.group_id, group.asked, answered))
+        self._ledger.then(*answered)
         # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.
         if self._dynamic_sampling is not None:
             self._dynamic_sampling.judge(group)
 
-    async def _reference(self, group: Group, payload: bytes, turn: int) -> None:
-        request = LogprobRequest(group_id=group.group_id, payload=payload, temperature=self._sampling.temperature)
+    async def _reference(self, group: Group, payload: bytes) -> None:
+        request = LogprobRequest(
+            group_id=group.group_id, attempt=group.attempt, payload=payload, temperature=self._sampling.temperature
+        )
+        answered: list[Callable[[], None]] = []
         with self._spans.span("reference_model"):
             async with self._devices.lease("reference"):
-                logprobs = await self._roles.references.ask(turn, request)
+                logprobs = await self._roles.references.ask(group.group_id, request, answered=answered)
         self._buffer.referenced(group.group_id, logprobs)
+        self._ledger.then(*answered)
 
     async def _value(self, group: Group, payload: bytes) -> None:
         assert self._roles.critic is not None

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
+
 from runtime.cluster.topology import alternates
 from runtime.commands import Offload, Save
+from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.register import Register, UnitChange
 from runtime.coordinator.roles import UPDATED, Roles, wait_for
@@ -104,23 +106,13 @@ class Recovery:
         """Wait until the models of the next attempt serve; rollouts generate meanwhile, as far as the staleness bound allows.
         Raises `loss` when the run is interrupted meanwhile. Raises DeadlineExceeded, which names the missing models, after
         `deadlines.start` plus the longest delay that `restarts` put before a start."""
-        self._waiting = asyncio.ensure_future(self._restarted())
+        self._waiting = asyncio.ensure_future(models_back(self._config, self._register))
         try:
             await self._waiting
         except asyncio.CancelledError:
             if self._interrupted:
                 raise loss from None
             raise
-
-    async def _restarted(self) -> None:
-        policies = [getattr(self._config.services, role).restarts for role in UPDATED if self._register.units(role)]
-        timeout = self._config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
-
-        def missing() -> list[str]:
-            return [unit.name for role in UPDATED for unit in self._register.units(role) if unit.port is None]
-
-        if late := await wait_for(self._register, missing, now() + timeout):
-            raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
 
     def _look(self, _: UnitChange | None = None) -> None:
         for model in self.models:
@@ -147,8 +139,19 @@ class Recovery:
                 self._register.lose(model, error.reason)
 
 
-@dataclass
-class RunHistory:
+async def models_back(config: Config, register: Register) -> None:
+    """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
+    policies = [getattr(config.services, role).restarts for role in UPDATED if register.units(role)]
+    timeout = config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
+
+    def missing() -> list[str]:
+        return [unit.name for role in UPDATED for unit in register.units(role) if unit.port is None]
+
+    if late := await wait_for(register, missing, now() + timeout):
+        raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
+
+
+class RunHistory(Struct):
     """`folder` is the checkpoint with which the next attempt begins: the newest one of this run, else the one that the run
     resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
     """
@@ -156,8 +159,9 @@ class RunHistory:
     folder: str
     attempts: int = 0  # attempts that have ended
     totals: Totals = field(default_factory=Totals)
-    accuracy: dict[int, float] = field(default_factory=dict)
+    accuracy: dict[int, float] = {}
     """What evaluations found, by step."""
+    evaluating: int | None = None  # the step whose evaluation goes on beside training
     evaluated_before: bool = False  # the evaluation before training is done, or not wanted
     accuracy_before: float | None = None
     skipped_evaluations: int = 0
@@ -168,11 +172,11 @@ class RunHistory:
     alarm: str = ""
     """The newest rollout whose log-probabilities were too far from the trainer's, and how far."""
     alarms: int = 0  # probes over the limit
-    _at_folder: Totals = field(default_factory=Totals)
+    at_folder: Totals = field(default_factory=Totals)
 
     def saved(self, folder: Path, totals: Totals) -> None:
         """A checkpoint is complete; `totals` are those of its steps."""
-        self.folder, self._at_folder = str(folder.absolute()), totals
+        self.folder, self.at_folder = str(folder.absolute()), totals
 
     def is_at(self, folder: Path) -> bool:
         """Whether the next attempt would begin with the checkpoint `folder`."""
@@ -181,7 +185,7 @@ class RunHistory:
     def lost(self, step: int) -> None:
         """The attempt ended at `step`: what came after the checkpoint will be done again."""
         self.attempts += 1
-        self.totals = self._at_folder.copy()
+        self.totals, self.evaluating = self.at_folder.copy(), None
         self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
         self.best_step = max(self.best_step, step)
 
@@ -204,7 +208,16 @@ class RunHistory:
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
+    def __init__(
+        self,
+        context: RunContext,
+        roles: Roles,
+        stream: PromptStream,
+        buffer: Buffer,
+        history: RunHistory,
+        write_course: Callable[[], None],
+    ):
+        """`write_course`: to be called when `history` has changed."""
         config = context.config
         self._folder = context.folder
         self._settings = config.checkpoint
@@ -217,7 +230,14 @@ class Checkpoints:
         self._buffer = buffer
         self._incarnation = 0
         self._history = history
+        self._write_course = write_course
         self.accuracy = history.accuracy
+
+    def take_up(self, incarnation: int) -> None:
+        """Go on as `incarnation`. A checkpoint that was being written as the coordinator was lost counts if it is whole."""
+        self._incarnation = incarnation
+        with _faults_told(self._folder):
+            checkpoint.sweep(self._folder)
 
     def resume(self, incarnation: int, position: Position) -> None:
         """Go on after `position`, as `incarnation`. Later checkpoints are set aside: their steps are made again."""
@@ -325,7 +345,9 @@ class Checkpoints:
                 if completing.exception() is None:
                     self._history.saved(folder, totals)
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=self._epoch + now()))
-        # Old checkpoints go, and what the ledger keeps for them.
+        self._write_course()
+        await self._ledger.flush()
+        # Old checkpoints go, now that nobody would go back to one of them, and what the ledger keeps for them.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         with _faults_told(folder):
             await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best))

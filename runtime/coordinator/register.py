@@ -260,6 +260,13 @@ class Register:
         elif unit.state is not UnitState.PLACED:
             self._follow(unit, unit.incarnation + 1)
 
+    def take_up(self, role: str, ranks: Sequence[str], incarnation: int, processes: Sequence[Any]) -> None:
+        """A unit of which an earlier coordinator knew; `processes`: of all its ranks, where all had registered, else none."""
+        self._unit_of |= dict.fromkeys(ranks, ranks[0])
+        state = _S.REGISTERED if processes else _S.PLACED
+        known = tuple(processes) or (None,) * len(ranks)
+        self._put(Unit(role=role, ranks=tuple(ranks), processes=known, incarnation=incarnation, state=state), None)
+
     def admit(self, process: Incarnated) -> bool:
         """A process has registered. Raises UserError for one that the run has no place for, or that is there already."""
         unit = self.find(process.name)

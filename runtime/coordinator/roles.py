@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
@@ -55,15 +56,24 @@ class Replicas:
     def _serving(self) -> Sequence[Unit]:
         return self._register.units(self._role, UnitState.SERVING)
 
-    async def ask(self, turn: int, request: Command[R], asked: set[str] | None = None) -> R:
-        """The answer of a replica, whose name is in `asked` until then. Raises what it raised, or ServiceFault when there is
-        none for `patience` seconds."""
+    async def ask(
+        self,
+        turn: int,
+        request: Command[R],
+        asked: set[str] | None = None,
+        answered: list[Callable[[], None]] | None = None,
+    ) -> R:
+        """The answer of a replica, whose name is in `asked` until then; `answered` gets what tells it that the answer is safe.
+        Raises what it raised, or ServiceFault when there is none for `patience` seconds."""
         names: set[str] = set() if asked is None else asked
         while True:
             replica = await self._choose(turn)
             names.add(replica.name)
             try:
-                return await replica.call(request)
+                answer = await replica.call(request)
+                if answered is not None:
+                    answered.append(partial(replica.acknowledge, request))
+                return answer
             except (Unreachable, Unanswered) as error:
                 self._lose(replica, error)
             finally:
@@ -127,15 +137,22 @@ class RewardScoring:
         self._replicas = {phase: replicas for phase, replicas in by_phase.items() if replicas}
         self._spans = spans
 
-    async def score(self, request: ScoreRequest, turn: int, asked: set[str] | None = None) -> Scores:
-        """Replicas take turns. `asked` holds, until this returns, the names of those that have not answered."""
+    async def score(
+        self,
+        request: ScoreRequest,
+        turn: int,
+        asked: set[str] | None = None,
+        answered: list[Callable[[], None]] | None = None,
+    ) -> Scores:
+        """Replicas take turns. `asked` holds, until this returns, the names of those that have not answered; `answered` as in
+        `Replicas.ask`."""
         names = set() if asked is None else asked
-        answers = (self._ask(phase, replicas, request, turn, names) for phase, replicas in self._replicas.items())
-        return combine(await asyncio.gather(*answers))
 
-    async def _ask(self, phase: str, replicas: Replicas, request: ScoreRequest, turn: int, asked: set[str]) -> Scores:
-        with self._spans.span(phase) if self._spans else nullcontext():
-            return await replicas.ask(turn, request, asked)
+        async def ask(phase: str, replicas: Replicas) -> Scores:
+            with self._spans.span(phase) if self._spans else nullcontext():
+                return await replicas.ask(turn, request, names, answered)
+
+        return combine(await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items())))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -178,12 +195,12 @@ class RolloutPool:
     that is lost fails every call under way with Unreachable: its groups are another's to make.
     """
 
-    def __init__(self, register: Register, slots: Mapping[str, int], patience: float = 120.0):
+    def __init__(self, register: Register, slots: Mapping[str, int], patience: float = 120.0, term: int = 1):
         """`slots`: how many sequences each generates at once, by name. `patience`: seconds that a run goes on without any
-        rollout."""
+        rollout. `term`: as of `Membership`."""
         self.register = register
         self.slots = slots
-        self.membership = Membership(register)
+        self.membership = Membership(register, term)
         self._loads = RolloutLoads(slots)
         self._patience = patience
         self._changed = asyncio.Event()
@@ -210,6 +227,11 @@ class RolloutPool:
     def commit(self, epoch: Epoch, version: PolicyVersion, swapped: Collection[str]) -> None:
         """The members called `swapped` of `epoch` have `version`, which counts; the others were lost."""
         self.membership.commit(epoch.number, version, [member for member in epoch.members if member.name in swapped])
+        self._notify()
+
+    def take_up(self, version: PolicyVersion, having: Collection[Member]) -> None:
+        """`version` counts, and those `having` it serve: an earlier coordinator has seen to that."""
+        self.membership.take_up(version, having)
         self._notify()
 
     def serve_as_loaded(self) -> None:
@@ -259,6 +281,11 @@ class RolloutPool:
 
     # ------------------------------------------------------------------------------------------ their work
 
+    def find(self, name: str) -> RolePort | None:
+        """The rollout called `name`, if it is connected."""
+        unit = self.register.find(name)
+        return None if unit is None else unit.port
+
     def least_loaded(self) -> RolePort:
         """Of those that serve, of whom there is at least one."""
         rollout: RolePort = self.register.port(self._loads.least(self.membership.serving))
@@ -268,11 +295,14 @@ class RolloutPool:
         """Its samples under way."""
         return self._loads.samples[member_of(rollout)]
 
-    async def generate(self, rollout: RolePort, request: GroupRequest) -> GeneratedGroup:
-        """Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not answer in time."""
+    async def generate(self, rollout: RolePort, request: GroupRequest, first: Awaitable[None] | None = None) -> GeneratedGroup:
+        """It is asked once `first` is done. Raises Unreachable when `rollout` is lost meanwhile, as it is when it does not
+        answer in time."""
         member = member_of(rollout)
         self._loads.add(member, request.n)
         try:
+            if first is not None:
+                await first
             return await rollout.call(request)
         except Unanswered as error:
             self.register.lose(member, str(error))

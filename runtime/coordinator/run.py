@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import logging
+
 from runtime.cluster.topology import slots
+from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED, Attempt
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.recovery import RunHistory
+from runtime.coordinator.recovery import RunHistory, models_back
 from runtime.coordinator.register import Register
 from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
+from runtime.coordinator.takeover import Course, TakenUp
+from runtime.errors import SluiceError
 from runtime.ledger.reader import LedgerReader
 from runtime.process.aio import now
 from runtime.telemetry.summary import Summary
+
+log = logging.getLogger("sluice")
 
 
 class TrainingRun:
     """One run. `stop` ends it in order; everything else happens in `execute`."""
 
-    def __init__(self, context: RunContext, register: Register):
-        """Raises Unreachable when trainer or critic is lost."""
+    def __init__(
+        self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: TakenUp | None = None
+    ):
+        """`history`, `taken_up`: as an earlier coordinator has left it. Raises Unreachable when trainer or critic is lost."""
         config = context.config
         self._context, self._config, self._register = context, config, register
         self._started = now()
-        self._pool = RolloutPool(register, slots(config), config.deadlines.start)
-        self._history = RunHistory(config.run.resume)
-        self._attempt = self._begin()
+        self._pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
+        self._history = history or RunHistory(config.run.resume)
+        self._attempt = self._begin(taken_up)
         self._interrupted = False
 
-    def _begin(self) -> Attempt:
-        return Attempt(self._context, Roles(self._register, self._config.deadlines.start), self._pool, self._history)
+    @classmethod
+    async def taken_up(cls, context: RunContext, register: Register, course: Course) -> TrainingRun:
+        """Go on after `course`; from the newest checkpoint where its trainer or critic is not there. Raises DeadlineExceeded
+        when no other comes either."""
+        config, history = context.config, course.history
+        history.rl_began = course.rl_began - context.epoch if course.rl_began else 0.0
+        try:
+            found = await takeover.take_up(config, register, course)
+        except SluiceError as error:
+            log.warning("the run goes back to its newest checkpoint: %s", error)
+            for unit in takeover.models(register):
+                register.lose(unit, str(error))
+            history.lost(course.step)
+            await models_back(config, register)
+            return cls(context, register, history)
+        return cls(context, register, history, found)
+
+    def _begin(self, taken_up: TakenUp | None = None) -> Attempt:
+        roles = Roles(self._register, self._config.deadlines.start)
+        return Attempt(self._context, roles, self._pool, self._history, taken_up)
 
     def stop(self, reason: str) -> None:
         """End after the step under way and save; with INTERRUPTED, without another evaluation."""

@@ -54,6 +54,8 @@ class RunContext(EvaluationContext):
     train: Prompts
     epoch: float  # what the loop's clock showing 0 is in seconds since the epoch: the ledger's times do not jump
     launched: float  # when the run was asked for, on the loop's clock
+    run: str = ""  # another for each start of the run by its user
+    term: int = 1  # one more with each coordinator of the ledger
     startup: Startup = field(default_factory=lambda: Startup(phases={}))  # so far
 
 

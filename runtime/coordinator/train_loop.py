@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -79,31 +80,37 @@ class TrainLoop:
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self.incarnation = 0
+        self.next = 0
+        """The step whose batch is to be applied next."""
+        self.over = 0
+        """How many steps are over: applied, published and told of."""
         self.first_applied = 0.0
         """When the first step was submitted whole, on the loop's clock."""
 
     async def run(self, tasks: TaskGroup) -> None:
         """Train until the buffer's `last_step`. A trainer's command that fails fails the task group."""
         # On shared devices: until the rollouts have generated all that the staleness bound admits.
-        while await self._devices.next_lease():
+        while self.next < self._buffer.step or await self._devices.next_lease():
             async with self._devices.lease("trainer") as lease:
                 unpublished = await self._steps(tasks, lease)
             # The lease ended with the sync of its last version, if that was not published before.
             if lease.version is not None:
                 self._buffer.commit(lease.version.step)
             if unpublished is not None:
-                await self._observer.finished(replace(unpublished, publication=lease.figures))
+                await self._finished(replace(unpublished, publication=lease.figures))
 
     async def _steps(self, tasks: TaskGroup, lease: Lease) -> TrainedStep | None:
         """The steps of a lease. Returns the last of them where it is published only as the lease ends."""
-        while (batch := await self._fill(tasks, self._buffer.step)) is not None:
-            step = self._buffer.step - 1
+        while (batch := await self._fill(tasks, self.next)) is not None:
+            step, self.next = self.next, self.next + 1
             # Where the run is once this step is made has to be known before it is applied; one checkpoint is written at a time.
             position = await self._checkpoints.due(step + 1)
             if position is not None:
                 await self.saved()
             if self._running is not None:
                 await self._running
+            # What a coordinator that takes over has to know of this step, and of the one before.
+            await self._ledger.flush()
             # The update is ordered, and right behind it the sync of the version that it makes.
             applying = await self._apply(tasks, step)
             sync = await lease.begin_sync(PolicyVersion(self.incarnation, step + 1))
@@ -115,7 +122,7 @@ class TrainLoop:
             trained = await self._finish_unpublished(step, batch, applying, position)
             if not self._goes_on():
                 return trained
-            await self._observer.finished(trained)
+            await self._finished(trained)
         if self._running is not None:
             await self._running
         return None
@@ -123,6 +130,8 @@ class TrainLoop:
     def _goes_on(self) -> bool:
         """Whether there is a batch for another step before the rollouts need the newest version."""
         buffer = self._buffer
+        if self.next < buffer.step:
+            return True
         there = sum(group.generated is not None and group.taken is None for group in buffer)
         return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and there >= buffer.groups_per_step
 
@@ -146,7 +155,11 @@ class TrainLoop:
 
     async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them on; None when the run ends first."""
-        buffer, batch = self._buffer, list[Group]()
+        buffer = self._buffer
+        if batch := buffer.taken(step):  # by a coordinator before this one
+            self._updates.begin(tasks, step)
+            known = [await self._train_group(group) for group in batch]
+            self._updates.accumulate(tasks, step, known, len(batch) == buffer.groups_per_step)
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
@@ -184,7 +197,13 @@ class TrainLoop:
             sync.close()
         self._buffer.commit(step + 1)
         trained = TrainedStep(step=step, groups=batch, result=result, publication=publishing.result())
+        await self._finished(trained)
+
+    async def _finished(self, trained: TrainedStep) -> None:
+        """The step is over: its models need not keep what they answered, once that is written."""
+        self.over = trained.step + 1
         await self._observer.finished(trained)
+        self._ledger.then(partial(self._updates.acknowledge, trained.step))
 
     async def _finish_unpublished(
         self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
@@ -234,6 +253,11 @@ class ModelUpdates:
         """A part of the step's batch; `last`: it completes it."""
         for model in (self._trainer, *self._critics):
             tasks.create_task(model.post(Accumulate(step, groups, last)))
+
+    def acknowledge(self, step: int) -> None:
+        """What came of `step` is safe."""
+        for model in (self._trainer, *self._critics):
+            model.acknowledge(Apply(step))
 
     async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         """The trainer's command is on its way when this returns: its result, and the critic's if there is one."""

@@ -87,6 +87,8 @@ class WeightPublisher:
         self._step_seconds = step_seconds
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
+        self.waits_for_next = False
+        """The trainer is past the committed version: newcomers get the next one, by the next `begin`."""
         self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)
@@ -135,6 +137,7 @@ class WeightPublisher:
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
+        self.waits_for_next = False
         if self._held:
             return await self._begun(version, None)
         await self._lock.acquire()
@@ -171,7 +174,7 @@ class WeightPublisher:
     async def _renew(self) -> None:
         """Open a new epoch if the last is stale, and bring the committed version to the newcomers."""
         membership = self._pool.membership
-        if self.committed is None or not membership.living or not membership.stale:
+        if self.waits_for_next or self.committed is None or not membership.living or not membership.stale:
             return
         await self.group.open()
         if membership.newcomers:

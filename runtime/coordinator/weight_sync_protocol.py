@@ -39,11 +39,15 @@ class Epoch(Struct, frozen=True):
     members: tuple[Member, ...]
 
 
+EPOCHS_OF_A_TERM = 10_000
+
+
 class Membership:
     """`epoch` is the newest; `committed` the version that counts, None before the first."""
 
-    def __init__(self, register: Register):
-        self.epoch = Epoch(0, ())
+    def __init__(self, register: Register, term: int = 1):
+        """`term`: the coordinator's. Its epochs have numbers that none of an earlier one had."""
+        self.epoch = Epoch((term - 1) * EPOCHS_OF_A_TERM, ())
         self.committed: PolicyVersion | None = None
         self._register = register
         self._broken = False
@@ -92,6 +96,13 @@ class Membership:
         self.committed = version
         for member in self.newcomers:
             if member in members:
+                self._register.serve(member)
+
+    def take_up(self, version: PolicyVersion, having: Iterable[Member]) -> None:
+        """`version` counts, and those `having` it serve."""
+        self.committed = version
+        for member in self.newcomers:
+            if member in set(having):
                 self._register.serve(member)
 
     def _members(self, *states: UnitState) -> tuple[Member, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -66,6 +67,7 @@ class LedgerWriter:
         self._written = 0
         self._writing: asyncio.Task[None] | None = None
         self._dirty = asyncio.Event()
+        self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # how much has to be written first
 
     @classmethod
     async def open(cls, folder: Path | str, segment_bytes: int) -> LedgerWriter:
@@ -85,6 +87,11 @@ class LedgerWriter:
         self._pending.append(record)
         self._recorded += 1
         self._dirty.set()
+
+    def then(self, *callbacks: Callable[[], None]) -> None:
+        """Call each once everything recorded so far is written."""
+        self._afterwards += ((self._recorded, callback) for callback in callbacks)
+        self._call_back()
 
     async def flush(self) -> None:
         """Returns when everything recorded before the call is written.
@@ -130,6 +137,15 @@ class LedgerWriter:
         await self.flush()
         return await self._call("restore", lambda writer: writer.restore(step, trained, needs))
 
+    async def take_up(self, step: int) -> list[GroupRow]:
+        """What an earlier coordinator left that had finished `step` steps, and whose processes live: every group that is live,
+        and those of later batches, whatever has become of them. Changes nothing."""
+        return await self._call("take up", lambda writer: writer.from_step(step))
+
+    async def begin_term(self) -> int:
+        """One more than any coordinator of this ledger had before; durable."""
+        return await self._call("begin", lambda writer: writer.begin_term())
+
     async def trim(self, step: int, retain_bytes: int) -> list[int]:
         """Delete the oldest segments, beyond `retain_bytes`, that no restart can need; returns their numbers.
 
@@ -158,11 +174,16 @@ class LedgerWriter:
         try:
             await self._call("write", lambda writer: writer.write(batch))
             self._written += len(batch)
+            self._call_back()
         except BaseException:
             self._pending[:0] = batch
             raise
         finally:
             self._writing = None
+
+    def _call_back(self) -> None:
+        while self._afterwards and self._afterwards[0][0] <= self._written:
+            self._afterwards.popleft()[1]()
 
     async def _call(self, phase: str, function: Callable[[_Writer], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -257,6 +278,16 @@ class _Writer:
             self._replace("meta", {"key": "incarnation", "value": b"%d" % incarnation})
         live = self._database.execute("SELECT * FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id")
         return Restored(groups=[group_row(row) for row in live], incarnation=incarnation)
+
+    def from_step(self, step: int) -> list[GroupRow]:
+        query = "SELECT * FROM groups WHERE state NOT IN ('retired', 'dropped') OR taken >= ? ORDER BY id"
+        return [group_row(row) for row in self._database.execute(query, (step,))]
+
+    def begin_term(self) -> int:
+        term = int(self.note("term") or 0) + 1
+        with self._transaction(durable=True):
+            self._replace("meta", {"key": "term", "value": b"%d" % term})
+        return term
 
     def trim(self, step: int, retain_bytes: int) -> list[int]:
         held = set()

@@ -64,6 +64,14 @@ def read(folder: Path, handle: Handle) -> bytes:
     raise PayloadLost(f"{path.name}: the record at {handle.offset} of {handle.length} bytes is torn")
 
 
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class PayloadStore:
     """The writing side; one per folder, used from one thread."""
 
@@ -71,7 +79,10 @@ class PayloadStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.segment_bytes = segment_bytes
-        self._open(max(segments(folder), default=-1) + 1)
+        newest = max(segments(folder), default=-1)
+        if newest >= 0:
+            _sync_file(segment_path(folder, newest))  # a store that was killed has not
+        self._open(newest + 1)
 
     def append(self, data: bytes) -> Handle:
         """Write one record. Raises StorageFull, leaving the store as it was."""

@@ -18,7 +18,7 @@ from runtime.ledger.states import Mark, Phase
 from runtime.types import PolicyVersion, Scores
 
 DATABASE = "ledger.sqlite"
-FORMAT = 2  # kept as the user_version: another one whenever the columns or the payloads change
+FORMAT = 3  # kept as the user_version: another one whenever the columns or the payloads change
 PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 
@@ -30,7 +30,7 @@ BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
-    replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
+    replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, due INTEGER, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
     response_tokens BLOB, truncated INTEGER, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
     {", ".join(f"{name}_at REAL" for name in (*(phase.value for phase in Phase), *MARKS, "lost"))}
 );
@@ -61,6 +61,7 @@ class GroupRow(Struct, kw_only=True):
     place: int | None  # in that batch
     replica: str | None
     attempt: int  # how often it was dispatched
+    due: int | None  # the last step that may take it, as far as that was known when it was dispatched
     oldest: PolicyVersion | None
     newest: PolicyVersion | None
     prompt_tokens: int | None

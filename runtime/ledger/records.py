@@ -41,6 +41,7 @@ class Change(Record, kw_only=True):
     ticket: Ticket | None = None
     replica: str | None = None
     attempt: int | None = None
+    due: int | None = None  # the last step that may take it, when it is dispatched
     taken: int | None = None  # the step whose batch it is in
     place: int | None = None  # in that batch
     generated: GeneratedGroup | None = None
@@ -64,7 +65,7 @@ class Note(Record, kw_only=True):
 
 
 _TIMES = [phase.value for phase in Phase]
-_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "reward", "scores", "replica")
+_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "reward", "scores", "replica", "due")
 
 
 def parts(record: Record) -> dict[str, bytes]:
@@ -125,7 +126,7 @@ def change_columns(change: Change) -> dict[str, Any]:
     if change.stamp:
         columns[f"{change.stamp}_at"] = change.at
     columns |= {
-        name: value for name in ("replica", "attempt", "taken", "place") if (value := getattr(change, name)) is not None
+        name: value for name in ("replica", "attempt", "due", "taken", "place") if (value := getattr(change, name)) is not None
     }
     if change.generated is not None:
         columns |= _generated_columns(change.generated)

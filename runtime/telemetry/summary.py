@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,7 @@ from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.startup import Startup
 
 LAUNCHER = "launcher"
+T = TypeVar("T")
 CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
 MISMATCH = "mismatch/"
 MEANS, EXTREMES = (
@@ -76,19 +77,22 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
             raise UserError(f"{path}: not a summary: {error}") from error
 
 
-class Totals:
+def _add(sums: dict[T, float], name: T, value: float) -> None:
+    sums[name] = sums.get(name, 0.0) + value
+
+
+class Totals(Struct):
     """Adds up the steps' metrics (`metrics.step_metrics`) to what the summary says of the whole run."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.samples = 0.0
-        self.tokens = 0.0
-        self.timing: Counter[str] = Counter()
-        self.staleness: Counter[int] = Counter()
-        self.masked = 0.0
-        self.score_errors: Counter[str] = Counter()
-        self._idle_seconds: Counter[str] = Counter()
-        self._mismatch: defaultdict[str, float] = defaultdict(float)
+    steps: int = 0
+    samples: float = 0.0
+    tokens: float = 0.0
+    masked: float = 0.0
+    timing: dict[str, float] = {}
+    staleness: dict[int, float] = {}
+    score_errors: dict[str, float] = {}
+    idle_seconds: dict[str, float] = {}
+    mismatch: dict[str, float] = {}
 
     def copy(self) -> Totals:
         """As it is now, whatever is added later."""
@@ -102,31 +106,32 @@ class Totals:
         for name, value in metrics.items():
             group, _, rest = name.partition("/")
             if group == "timing":
-                self.timing[rest] += value
+                _add(self.timing, rest, value)
             elif name.startswith(SCORE_ERRORS):
-                self.score_errors[name.removeprefix(SCORE_ERRORS)] += value
+                _add(self.score_errors, name.removeprefix(SCORE_ERRORS), value)
             elif group == "idle":
-                self._idle_seconds[rest] += value * metrics["timing/all"]
+                _add(self.idle_seconds, rest, value * metrics["timing/all"])
         self._add_mismatch({name.removeprefix(MISMATCH): metrics[name] for name in metrics if name.startswith(MISMATCH)})
-        self.staleness.update({int(value): count for value, count in metrics.get("staleness/histogram", {}).items()})
+        for age, count in metrics.get("staleness/histogram", {}).items():
+            _add(self.staleness, int(age), count)
 
     def _add_mismatch(self, step: Mapping[str, float]) -> None:
         """Means are over the tokens of all steps, extremes those of any step; the others are sums. `steps`: in which any token
         was compared."""
-        known, tokens = self._mismatch, step.get("tokens", 0)
+        known, tokens = self.mismatch, step.get("tokens", 0)
         for name, value in step.items():
             if name in EXTREMES:
                 known[name] = max(known.get(name, value), value)
             elif name in MEANS:
-                known[name] = (known[name] * known["tokens"] + value * tokens) / (known["tokens"] + tokens)
+                before = known.get("tokens", 0.0)
+                known[name] = (known.get(name, 0.0) * before + value * tokens) / (before + tokens)
         for name in step.keys() - {*EXTREMES, *MEANS}:
-            known[name] += step[name]
-        known["steps"] += bool(tokens)
+            _add(known, name, step[name])
+        _add(known, "steps", bool(tokens))
 
     def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
         """The summary of the steps added. `rest`: the fields that steps do not tell."""
-        samples = self.staleness.total()
-        wall = self.timing["all"]
+        samples, wall = sum(self.staleness.values()), self.timing.get("all", 0.0)
         return Summary(
             steps=self.steps,
             rl_seconds=rl_seconds,
@@ -134,13 +139,13 @@ class Totals:
             tokens_per_second=self.tokens / rl_seconds if rl_seconds else 0.0,
             staleness_mean=sum(value * count for value, count in self.staleness.items()) / samples if samples else 0.0,
             staleness_max=max(self.staleness, default=0),
-            staleness_histogram=dict(sorted(self.staleness.items())),
-            idle_trainer=self._idle_seconds["trainer"] / wall if wall else 0.0,
-            idle_rollout=self._idle_seconds["rollout"] / wall if wall else 0.0,
+            staleness_histogram={age: round(count) for age, count in sorted(self.staleness.items())},
+            idle_trainer=self.idle_seconds.get("trainer", 0.0) / wall if wall else 0.0,
+            idle_rollout=self.idle_seconds.get("rollout", 0.0) / wall if wall else 0.0,
             timing=dict(self.timing),
-            mismatch=dict(self._mismatch),
+            mismatch=dict(self.mismatch),
             masked=round(self.masked),
-            score_errors={reason: round(count) for reason, count in self.score_errors.most_common()},
+            score_errors={reason: round(count) for reason, count in Counter(self.score_errors).most_common()},
             **rest,
         )
 

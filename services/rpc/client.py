@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.cluster.topology import data_leaders
+from runtime.commands import Accumulate, BeginStep
 from runtime.config import Config
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.status import Status
@@ -108,6 +109,10 @@ class RoleClient:
     async def call(self, command: Command[R]) -> R:
         return await self.post(command)
 
+    def acknowledge(self, command: Command[Any]) -> None:
+        """The answer to `command` is safe: it need not be kept any more."""
+        self._session.acknowledge(method_of(self._service, command).key_of(command))
+
     async def status(self) -> Status:
         return await self._session.unary("Process", "Status")
 
@@ -128,6 +133,7 @@ class GroupClient(RoleClient):
         super().__init__(service, sessions[0], config, incarnation)
         self._sessions = sessions
         self._leaders = leaders
+        self._ordered = 0  # steps before this one have been ordered by an earlier coordinator
         self._reason = ""
         self._gone = asyncio.Event()
         self._tell: list[Callable[[str], None]] = []
@@ -144,7 +150,25 @@ class GroupClient(RoleClient):
         method = method_of(self._service, command)
         if method.gathered is type(command):
             return self._gatherings[method].ask(command)
+        if isinstance(command, BeginStep | Accumulate) and command.step < self._ordered:
+            return _done()
         return self._answered(method, self._posted(method, command))
+
+    def acknowledge(self, command: Command[Any]) -> None:
+        key = method_of(self._service, command).key_of(command)
+        for session in self._sessions:
+            session.acknowledge(key)
+
+    async def take_up(self) -> int:
+        """Go on where an earlier coordinator was cut off: what belongs to a step whose Apply it had ordered is not asked for
+        again. Returns how many steps it had. Raises ServiceFault where some ranks were given commands that others were not, so
+        that they may wait for each other for ever."""
+        told = await asyncio.gather(*(session.unary("Process", "Status") for session in self._sessions))
+        counts = {status.name: int(status.gauges["commands"]) for status in told}
+        if len(set(counts.values())) > 1:
+            raise ServiceFault(self.name, "take up", f"the coordinator was lost as it gave a command: {counts}")
+        self._ordered = int(told[0].gauges["ordered"])
+        return self._ordered
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """Call `tell(why)` once a rank is lost, at once if one is. Not after `give_up`."""
@@ -212,6 +236,10 @@ class GroupClient(RoleClient):
         self.give_up(reason)
         for tell in told:
             tell(reason)
+
+
+async def _done() -> Any:
+    return None
 
 
 async def _first_of(posted: Sequence[Coroutine[Any, Any, Any]]) -> Any:

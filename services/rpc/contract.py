@@ -105,8 +105,9 @@ class Method:
     """One method, and what its callers have to know of it.
 
     `deadline`: the configuration's key of the seconds until its answer; "" where its callers say. `command` is the Struct that
-    asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's field
-    that makes a repeat the same call, which is not done twice: its answer is kept until the caller acknowledges it.
+    asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
+    that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
+    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead.
     """
 
     service: str
@@ -119,7 +120,7 @@ class Method:
     ranks: Ranks = Ranks.FIRST
     share: Share | None = None
     gathered: type | None = None
-    key: str = ""
+    key: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -132,7 +133,9 @@ class Method:
 
     def key_of(self, command: Any) -> str:
         """What makes a call of it the same as another, or "" ."""
-        return f"{self.name}/{getattr(command, self.key)}" if self.key else ""
+        if not self.key or getattr(command, "group_id", 0) < 0:
+            return ""
+        return "/".join((self.name, *(str(getattr(command, field)) for field in self.key)))
 
     def seconds(self, config: Config) -> float:
         """How long its answer may take. A weight sync is posted before the step that makes its weights has ended, and may wait
@@ -245,6 +248,7 @@ _START, _TRAIN, _SCORE, _SAVE = "deadlines.start", "deadlines.train", "deadlines
 _JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout", "publication.abort_timeout"
 _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
+_OF_GROUP = ("group_id", "attempt")
 
 _ROWS = (
     _method("Process", "Status", None, status.Status, **_CONTROL),
@@ -257,14 +261,14 @@ _ROWS = (
     _method("Coordinator", "ReportDeath", nodes.Death, None),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply),  # served by a process of the user's
-    _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key="group_id"),
+    _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key=_OF_GROUP),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
     _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
     _command("Rollout", commands.AbortWeights, _ABORT, **_CONTROL),
     _command("Rollout", commands.Move, _COMMIT, **_CONTROL),  # it may take as long as to take over a version
-    _command("Reward", ScoreRequest, _SCORE, name="Score", key="group_id"),
-    _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key="group_id"),
+    _command("Reward", ScoreRequest, _SCORE, name="Score", key=_OF_GROUP),
+    _command("Reference", LogprobRequest, _SCORE, name="Logprobs", key=_OF_GROUP),
     _command("Reference", commands.Onload, _SCORE),
     _command("Reference", commands.Offload, _SCORE),
     _command(
@@ -296,8 +300,8 @@ _ROWS = (
             _command(service, commands.Restore, _START, **_ALL),
             _command(service, commands.BeginStep, _TRAIN, **_ALL),
             _command(service, commands.Accumulate, _TRAIN, ranks=Ranks.SHARES, share=_by_tokens),
-            _command(service, commands.Apply, _TRAIN, **_ALL, key="step"),
-            _command(service, commands.Save, _SAVE, **_ALL, key="folder"),
+            _command(service, commands.Apply, _TRAIN, **_ALL, key=("step",)),
+            _command(service, commands.Save, _SAVE, **_ALL),
             _command(service, commands.Onload, _TRAIN, **_ALL),
             _command(service, commands.Offload, _TRAIN, **_ALL),
         )

@@ -66,7 +66,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 class Server:
     """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
 
-    `silence`: as of `options`.
+    `silence`: as of `options`. `fence`: whom it heeds.
     """
 
     def __init__(
@@ -74,12 +74,13 @@ class Server:
         services: Mapping[str, Mapping[str, Handler]],
         streams: Mapping[tuple[str, str], StreamHandler],
         silence: float = 0.0,
+        fence: Fence | None = None,
     ):
         self._server = grpc.aio.server(options=options(silence))
         self._health = health.aio.HealthServicer()
         self._names = [f"{contract.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
-            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, streams),))
+            self._server.add_generic_rpc_handlers((_service_handlers(service, handlers, streams, fence or Fence()),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -110,7 +111,7 @@ class Server:
 
 
 def _service_handlers(
-    service: str, handlers: Mapping[str, Handler], streams: Mapping[tuple[str, str], StreamHandler]
+    service: str, handlers: Mapping[str, Handler], streams: Mapping[tuple[str, str], StreamHandler], fence: Fence
 ) -> grpc.GenericRpcHandler:
     out: dict[str, grpc.RpcMethodHandler] = {}
     for name, handler in handlers.items():
@@ -120,7 +121,7 @@ def _service_handlers(
         if owner == service:
             out[name] = grpc.unary_stream_rpc_method_handler(_streaming(contract.METHODS[owner, name], source))
     if any(owner == service for owner, _ in contract.METHODS if owner not in ("Process", "Coordinator")):
-        session = _SessionHandler(service, handlers)
+        session = _SessionHandler(service, handlers, fence)
         out["Session"] = grpc.stream_stream_rpc_method_handler(
             session.serve, request_deserializer=common_pb2.CallFrame.FromString
         )
@@ -159,51 +160,85 @@ async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) 
     await context.abort(code, contract.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
 
 
-class _SessionHandler:
-    """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion."""
+class Fence:
+    """Which coordinator a process heeds: the newest that it has heard of. The words of one before it come too late."""
 
-    def __init__(self, service: str, handlers: Mapping[str, Handler]):
+    def __init__(self) -> None:
+        self._term = 0
+
+    def check(self, term: int) -> None:
+        """Raises Fenced for a term below the highest so far."""
+        if term < self._term:
+            raise errors.Fenced(f"the coordinator of term {term} has been followed by that of term {self._term}")
+        self._term = term
+
+
+class _SessionHandler:
+    """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion.
+
+    A call that has a key outlives its stream: the next coordinator asks for it by the same key, and gets its answer. One
+    without is withdrawn as its stream ends.
+    """
+
+    def __init__(self, service: str, handlers: Mapping[str, Handler], fence: Fence):
         self._service = service
         self._handlers = handlers
+        self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by it
         self._kept = KeptAnswers(KEPT)
 
     async def serve(self, frames: AsyncIterator[common_pb2.CallFrame], context: grpc.aio.ServicerContext) -> None:
         outbox = stream.Outbox()
-        answering: dict[int, asyncio.Future[Any]] = {}
+        answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # of each call its key, and the answer to come
         reader = asyncio.create_task(self._read(frames, outbox, answering))
         try:
             while replies := await outbox.frame():
                 await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader
-        except errors.InvalidMessage as error:
+        except (errors.InvalidMessage, errors.Fenced) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
-            for answer in list(answering.values()):
-                answer.cancel()
+            for key, answer in list(answering.values()):
+                if not key:
+                    answer.cancel()
 
     async def _read(
-        self, frames: AsyncIterator[common_pb2.CallFrame], outbox: stream.Outbox, answering: dict[int, asyncio.Future[Any]]
+        self,
+        frames: AsyncIterator[common_pb2.CallFrame],
+        outbox: stream.Outbox,
+        answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
         joiner = stream.Joiner()
         try:
             async for frame in frames:
                 contract.check_schema(frame.schema)
+                self._fence.check(frame.term)
                 for key in frame.acknowledged:
                     self._kept.forget(key)
                 for call in frame.calls:
                     if call.cancel:
                         joiner.forget(call.id)
-                        if call.id in answering:
-                            answering[call.id].cancel()
+                        self._withdraw(call, answering)
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
                         self._begin(call, body, outbox, answering)
         finally:
             outbox.close()
 
+    def _withdraw(self, call: common_pb2.Call, answering: dict[int, tuple[str, asyncio.Future[Any]]]) -> None:
+        """Nobody wants its answer any more, and it need not be kept."""
+        self._kept.forget(call.key)
+        if call.id in answering:
+            key, answer = answering[call.id]
+            self._running.pop(key, None)
+            answer.cancel()
+
     def _begin(
-        self, call: common_pb2.Call, body: bytes, outbox: stream.Outbox, answering: dict[int, asyncio.Future[Any]]
+        self,
+        call: common_pb2.Call,
+        body: bytes,
+        outbox: stream.Outbox,
+        answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
         """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
         if (kept := self._kept.get(call.key)) is not None:
@@ -219,7 +254,7 @@ class _SessionHandler:
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
             _put_error(outbox, call.id, error)
             return
-        answering[call.id] = answer
+        answering[call.id] = call.key, answer
         if call.key:
             self._running[call.key] = answer
         answer.add_done_callback(partial(self._reply, call.id, call.key, method, outbox, answering))
@@ -230,12 +265,13 @@ class _SessionHandler:
         key: str,
         method: contract.Method,
         outbox: stream.Outbox,
-        answering: dict[int, asyncio.Future[Any]],
+        answering: dict[int, tuple[str, asyncio.Future[Any]]],
         answer: asyncio.Future[Any],
     ) -> None:
         """Put the answer of a call into the outbox. One that its caller withdrew, now or before, is Cancelled."""
         answering.pop(id_, None)
-        self._running.pop(key, None)
+        if self._running.get(key) is answer:  # else it was withdrawn, and asked for anew
+            del self._running[key]
         try:
             body = method.reply.pack(answer.result())
         except asyncio.CancelledError:

@@ -80,17 +80,18 @@ class Session:
     When the stream breaks, every call under way and every later one raises ServiceFault. `machine` is where the peer runs.
     """
 
-    def __init__(self, address: str, name: str, service: str, machine: str = "", silence: float = 0.0):
-        """`silence`: as of `server.options`."""
+    def __init__(self, address: str, name: str, service: str, machine: str = "", silence: float = 0.0, term: int = 0):
+        """`silence`: as of `server.options`. `term`: the coordinator's."""
         self.name = name
         self.machine = machine
         self.address = address
         self._service = service
+        self._term = term
         self._channel = open_channel(address, silence)
         self._ids = itertools.count(1)
         self._outbox = stream.Outbox()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
-        self._keys: dict[int, str] = {}  # of the calls that the peer has not answered yet, withdrawn ones too
+        self._keys: dict[int, str] = {}  # of those that have one
         self._acknowledged: list[str] = []  # since the last frame
         self._broken = ""  # why, once the stream is broken
         self._tasks: list[asyncio.Task[None]] = []
@@ -161,10 +162,15 @@ class Session:
         finally:
             timer.cancel()
             self._waiting.pop(id_, None)
+            self._keys.pop(id_, None)
         return method.reply.parse(body)
 
+    def acknowledge(self, key: str) -> None:
+        """The answer to the call of this key is safe here: the peer need not keep it. Told with the next call."""
+        self._acknowledged.append(key)
+
     def _withdraw(self, id_: int) -> None:
-        self._outbox.put(common_pb2.Call(id=id_, cancel=True), urgent=True)
+        self._outbox.put(common_pb2.Call(id=id_, cancel=True, key=self._keys.get(id_, "")), urgent=True)
 
     def _expire(self, id_: int, timeout: float) -> None:
         method_name, future = self._waiting[id_]
@@ -196,7 +202,7 @@ class Session:
         try:
             while calls := await self._outbox.frame():
                 acknowledged, self._acknowledged = self._acknowledged, []
-                head = common_pb2.CallFrame(schema=SCHEMA_VERSION, acknowledged=acknowledged)
+                head = common_pb2.CallFrame(schema=SCHEMA_VERSION, acknowledged=acknowledged, term=self._term)
                 await rpc.write(stream.frame(head, "calls", calls))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end, and says why
@@ -220,10 +226,8 @@ class Session:
             self._break(f"{type(error).__name__}: {error}")
 
     def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
-        body = None if reply.HasField("error") else joiner.add(reply.id, reply.body, reply.more)
         failed = reply.HasField("error")
-        if (body is not None or failed) and (key := self._keys.pop(reply.id, "")):
-            self._acknowledged.append(key)
+        body = None if failed else joiner.add(reply.id, reply.body, reply.more)
         method_name, future = self._waiting.get(reply.id, ("", None))
         if future is None or future.done():
             return

@@ -44,8 +44,8 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, resume: str) -> No
 
 
 def test_whoever_only_looks_whether_a_run_is_under_way_keeps_none_from_starting(tmp_path: Path) -> None:
-    (tmp_path / run_folder.LOCK).touch()
-    looking = (tmp_path / run_folder.LOCK).open("rb")
+    (tmp_path / run_files.LOCK).touch()
+    looking = (tmp_path / run_files.LOCK).open("rb")
     fcntl.flock(looking, fcntl.LOCK_SH)
     threading.Timer(2 * timeouts.RUN_LOCK_POLL, looking.close).start()
     _, lock = run_folder.prepare(tmp_path, Run(name="a"))

@@ -47,14 +47,16 @@ class Call(_message.Message):
     def __init__(self, id: _Optional[int] = ..., method: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., more: bool = ..., cancel: bool = ..., key: _Optional[str] = ...) -> None: ...
 
 class CallFrame(_message.Message):
-    __slots__ = ("schema", "calls", "acknowledged")
+    __slots__ = ("schema", "calls", "acknowledged", "term")
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     schema: int
     calls: _containers.RepeatedCompositeFieldContainer[Call]
     acknowledged: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, schema: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., acknowledged: _Optional[_Iterable[str]] = ...) -> None: ...
+    term: int
+    def __init__(self, schema: _Optional[int] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., acknowledged: _Optional[_Iterable[str]] = ..., term: _Optional[int] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "body", "more", "error")
@@ -135,7 +137,9 @@ class StatusReply(_message.Message):
     def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., version: _Optional[_Union[PolicyVersion, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ..., rates: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
 
 class StopRequest(_message.Message):
-    __slots__ = ("drain_seconds",)
+    __slots__ = ("drain_seconds", "term")
     DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     drain_seconds: float
-    def __init__(self, drain_seconds: _Optional[float] = ...) -> None: ...
+    term: int
+    def __init__(self, drain_seconds: _Optional[float] = ..., term: _Optional[int] = ...) -> None: ...

@@ -73,7 +73,14 @@ class Topology(_message.Message):
     def __init__(self, processes: _Optional[_Iterable[_Union[Registration, _Mapping]]] = ...) -> None: ...
 
 class NodeRegistration(_message.Message):
-    __slots__ = ("name", "address", "devices", "machine", "config", "version", "ports", "pid")
+    __slots__ = ("name", "address", "devices", "machine", "config", "version", "ports", "pid", "running")
+    class RunningEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +89,7 @@ class NodeRegistration(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PORTS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     devices: int
@@ -90,7 +98,8 @@ class NodeRegistration(_message.Message):
     version: str
     ports: _containers.RepeatedScalarFieldContainer[int]
     pid: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., devices: _Optional[int] = ..., machine: _Optional[str] = ..., config: _Optional[str] = ..., version: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ...) -> None: ...
+    running: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., devices: _Optional[int] = ..., machine: _Optional[str] = ..., config: _Optional[str] = ..., version: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class NodePaths(_message.Message):
     __slots__ = ("node", "found")
@@ -136,14 +145,14 @@ class Launch(_message.Message):
     def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[int]] = ..., incarnation: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("config", "launches", "coordinator")
+    __slots__ = ("config", "launches", "run")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     LAUNCHES_FIELD_NUMBER: _ClassVar[int]
-    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     config: str
     launches: _containers.RepeatedCompositeFieldContainer[Launch]
-    coordinator: str
-    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ..., coordinator: _Optional[str] = ...) -> None: ...
+    run: str
+    def __init__(self, config: _Optional[str] = ..., launches: _Optional[_Iterable[_Union[Launch, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Death(_message.Message):
     __slots__ = ("node", "name", "incarnation", "reason", "mistake")
