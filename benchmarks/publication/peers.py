@@ -126,8 +126,11 @@ class PeerMember(BenchPeer):
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """A process that ends fails the call that is under way, which ends the bench."""
 
+    def acknowledge(self, command: Any) -> None:
+        """It keeps no answers."""
+
     def give_up(self, reason: str) -> None:
-        """Likewise."""
+        """As of `when_lost`."""
 
 
 class TrainerPeer(PeerMember):

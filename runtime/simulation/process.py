@@ -75,6 +75,9 @@ class SimulatedProcess:
     async def call(self, command: Any) -> Any:
         return await self.post(command)
 
+    def acknowledge(self, command: Any) -> None:
+        """What it has answered it does not keep."""
+
     async def status(self) -> Status:
         """What the engine says of itself; a stopped process says nothing."""
         if self._lost:

@@ -44,6 +44,9 @@ class Losable:
             if not call.done():
                 call.set_exception(Unreachable(self.name, "call", self.gone))
 
+    def acknowledge(self, command: Any) -> None:
+        """It keeps nothing."""
+
     def die(self, reason: str = "connection lost") -> None:
         self.give_up(reason)
         told, self._tell = self._tell, []

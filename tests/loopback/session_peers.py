@@ -102,8 +102,10 @@ async def raw_stream(address: str) -> AsyncIterator[Any]:
         rpc.cancel()
 
 
-def frame(*calls: common_pb2.Call, acknowledged: Sequence[str] = (), schema: int = SCHEMA_VERSION) -> common_pb2.CallFrame:
-    return common_pb2.CallFrame(schema=schema, calls=calls, acknowledged=acknowledged)
+def frame(
+    *calls: common_pb2.Call, acknowledged: Sequence[str] = (), schema: int = SCHEMA_VERSION, term: int = 0
+) -> common_pb2.CallFrame:
+    return common_pb2.CallFrame(schema=schema, calls=calls, acknowledged=acknowledged, term=term)
 
 
 def logprobs(id_: int, payload: bytes, **fields: Any) -> common_pb2.Call:

@@ -43,7 +43,7 @@ class Coordinator:
         self.joined.put_nowait(node)
         if self.refuses:
             raise UserError(self.refuses)
-        yield Assignment(coordinator=self.name, config=self._yaml)
+        yield Assignment(run=self.name, config=self._yaml)
         await self.ends.wait()
 
     async def start(self) -> None:

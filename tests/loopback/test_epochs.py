@@ -112,6 +112,9 @@ class Port:
     def when_lost(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
 
+    def acknowledge(self, command: Any) -> None:
+        """It keeps no answers."""
+
     def give_up(self, reason: str) -> None:
         self._gone.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 
 from runtime.types import LogprobRequest
@@ -60,8 +61,8 @@ def test_what_is_acknowledged_or_has_no_key_is_done_again() -> None:
     run(test())
 
 
-def test_a_session_acknowledges_what_it_was_answered_and_what_it_withdrew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the newest answers, which the next frame acknowledges."""
+def test_a_session_acknowledges_what_it_is_told_to_and_what_it_withdrew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along with its next call."""
     kept: list[KeptAnswers] = []
 
     class Noted(KeptAnswers):
@@ -85,7 +86,9 @@ def test_a_session_acknowledges_what_it_was_answered_and_what_it_withdrew(monkey
             peer.gate.set()
             for number in range(20):
                 await session.call("Logprobs", request(b"a", number), PATIENCE)
-            assert [one for each in kept for one in each._answers] == ["Logprobs/19"]
+                if number != 7:
+                    session.acknowledge(f"Logprobs/{number}/0")
+            assert [one for each in kept for one in each._answers] == ["Logprobs/7/0", "Logprobs/19/0"]
 
     run(test())
 
@@ -101,6 +104,42 @@ def test_a_call_that_was_withdrawn_is_done_anew() -> None:
             peer.gate.set()
             await rpc.write(frame(logprobs(8, b"a", key="k")))
             assert [answer(one) for one in await replies(rpc, 1)] == [b"a!"]
+
+    run(test())
+
+
+def test_a_call_that_has_a_key_outlives_its_stream() -> None:
+    async def test() -> None:
+        peer = Peer()
+        async with serving(peer.logprobs) as address:
+            async with raw_stream(address) as rpc:
+                await rpc.write(frame(logprobs(1, b"a", key="k"), logprobs(2, b"b")))
+                await peer.arrived.wait()
+            await peer.withdrawn.wait()  # the one without
+            async with raw_stream(address) as rpc:  # of the next coordinator
+                await rpc.write(frame(logprobs(1, b"a", key="k"), term=2))
+                await rpc.write(frame(logprobs(2, b"c"), term=2))
+                peer.gate.set()
+                assert sorted(answer(one) for one in await replies(rpc, 2)) == [b"a!", b"c!"]
+            assert sorted(peer.seen) == [b"a", b"b", b"c"]
+
+    run(test())
+
+
+def test_a_coordinator_in_whose_place_another_has_come_is_not_heeded() -> None:
+    async def test() -> None:
+        peer = Peer()
+        peer.gate.set()
+        async with serving(peer.logprobs) as address, raw_stream(address) as former:
+            await former.write(frame(logprobs(1, b"a"), term=1))
+            assert [answer(one) for one in await replies(former, 1)] == [b"a!"]
+            async with raw_stream(address) as rpc:
+                await rpc.write(frame(logprobs(1, b"b"), term=2))
+                assert [answer(one) for one in await replies(rpc, 1)] == [b"b!"]
+            await former.write(frame(logprobs(2, b"late"), term=1))
+            with pytest.raises(grpc.aio.AioRpcError, match="term 1 has been followed by that of term 2"):
+                await replies(former, 1)
+            assert peer.seen == [b"a", b"b"]
 
     run(test())
 

@@ -14,7 +14,7 @@ from tests.system.runs import Live, check_gone, eventually, listening, one_line,
 pytestmark = pytest.mark.timeout(360)
 
 LONG = ("training.steps=100000",)  # nobody waits for its end
-NEVER = tuple(f"services.{role}.restarts.attempts=0" for role in ("reward", "reference", "trainer"))
+NEVER = tuple(f"services.{role}.restarts.attempts=0" for role in ("coordinator", "reward", "reference", "trainer"))
 no_megatron = importlib.util.find_spec("megatron") is None
 TOLD = 60.0  # seconds until a run whose process was killed has ended
 STUCK = 90.0  # and one whose process does not answer: the deadlines below, and what it takes to end everything

@@ -23,7 +23,7 @@ pytest.importorskip("plotly", reason="needs plotly: make install")
 from launcher import cli
 from launcher.commands import report as launcher_report
 from launcher.commands.report import report
-from launcher.run_folder import LOCK
+from runtime.run_files import LOCK
 from runtime import config, run_files
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer

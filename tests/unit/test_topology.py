@@ -181,5 +181,5 @@ def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() ->
     found = specs(config, trains=False)
     assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in found} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
     assert {instance.name for instance in instances(config, trains=False)} == {spec.name for spec in found}
-    assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0, trains=False).command
-    assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", 3, 0.0).command
+    assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, trains=False).command
+    assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0).command

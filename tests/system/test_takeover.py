@@ -1,0 +1,88 @@
+"""The coordinator is killed in the middle of a run, again and again: another takes up the processes that live, and what comes
+out is what an undisturbed run makes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
+from tests.system.runs import Live, eventually, started, steps
+
+pytestmark = pytest.mark.timeout(600)
+
+END = 240.0  # seconds that a run may take
+OFTEN = ("services.coordinator.restarts.attempts=1000", "services.coordinator.restarts.backoff=0")
+# One group is decoded at a time, a step makes two updates of its whole batch, and the loss looks at no log-probabilities of the
+# rollouts: so the weights depend on the tokens alone.
+DETERMINISTIC = ("training.staleness=0", "services.rollout.replicas=1", "services.rollout.slots=4", "training.mini_batch_size=2", "algorithm.loss=ppo")
+
+
+def others(run: Live) -> dict[int, str]:
+    """The processes of the run besides the coordinator, by their ids."""
+    family = {one.pid: one.cmdline() for one in psutil.Process(run.process.pid).children(recursive=True)}
+    return {pid: " ".join(command[2:5]) for pid, command in family.items() if "services.coordinator" not in command}
+
+
+def kill_coordinator(run: Live, seconds: float) -> None:
+    """Once it has trained for `seconds` more, whatever it is at; returns when another has made a step."""
+    before = run.steps()
+    eventually(lambda: run.steps() > before, END, "a step")
+    with pytest.raises(psutil.TimeoutExpired):
+        run.member("coordinator").wait(seconds)
+    former = run.member("coordinator")
+    former.kill()
+    former.wait(END)
+    at = run.steps()
+    eventually(lambda: run.steps() > at or run.process.poll() is not None, END, f"a step after step {at}")
+
+
+def check_ledger(folder: Path, groups_per_step: int) -> None:
+    """Every group has one final state, those that were trained were generated once, and each step has its batch."""
+    with LedgerReader(folder / "ledger") as ledger:
+        ledger.check_final(groups_per_step)
+        rows = list(ledger.groups())
+    assert [row.group_id for row in rows] == list(range(len(rows)))
+    assert {row.phase for row in rows} <= {Phase.RETIRED, Phase.DROPPED}
+    assert {row.why for row in rows if row.phase == Phase.DROPPED} <= {"run ended"}
+    assert {row.attempt for row in rows if row.phase == Phase.RETIRED} == {1}
+    batches: dict[Any, list[Any]] = {}
+    for row in rows:
+        if row.phase == Phase.RETIRED:
+            batches.setdefault(row.taken, []).append(row.place)
+    assert sorted(batches) == list(range(len(batches)))
+    assert all(sorted(places) == list(range(groups_per_step)) for places in batches.values())
+
+
+def test_the_run_goes_on_with_the_processes_that_it_had(config: Path, tmp_path: Path) -> None:
+    chance = random.Random(7)
+    with started(config, *OFTEN, "training.steps=60", "checkpoint.every=7", folder=tmp_path / "run") as run:
+        run.reaches(2)
+        before = others(run)
+        for _ in range(6):
+            kill_coordinator(run, chance.uniform(0.0, 0.4))
+            assert others(run) == before
+        assert run.wait(END) == 0, run.output + run.errors
+    found = steps(run.folder)
+    assert sorted({point["step"] for point in found}) == list(range(1, 61))
+    assert {point["publication/incarnation"] for point in found if "publication/incarnation" in point} <= {0}
+    check_ledger(run.folder, 4)
+
+
+def test_the_weights_are_those_of_an_undisturbed_run_bit_for_bit(config: Path, tmp_path: Path) -> None:
+    made = {}
+    for name, kills in (("undisturbed", 0), ("disturbed", 10)):
+        chance = random.Random(11)
+        with started(config, *OFTEN, *DETERMINISTIC, "training.steps=50", folder=tmp_path / name) as run:
+            run.reaches(1)
+            for _ in range(kills):
+                kill_coordinator(run, chance.uniform(0.0, 0.3))
+            assert run.wait(END) == 0, run.output + run.errors
+        made[name] = (run.folder / "model" / "model.safetensors").read_bytes()
+        check_ledger(run.folder, 4)
+    assert made["disturbed"] == made["undisturbed"]
