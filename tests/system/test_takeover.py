@@ -20,7 +20,13 @@ END = 240.0  # seconds that a run may take
 OFTEN = ("services.coordinator.restarts.attempts=1000", "services.coordinator.restarts.backoff=0")
 # One group is decoded at a time, a step makes two updates of its whole batch, and the loss looks at no log-probabilities of the
 # rollouts: so the weights depend on the tokens alone.
-DETERMINISTIC = ("training.staleness=0", "services.rollout.replicas=1", "services.rollout.slots=4", "training.mini_batch_size=2", "algorithm.loss=ppo")
+DETERMINISTIC = (
+    "training.staleness=0",
+    "services.rollout.replicas=1",
+    "services.rollout.slots=4",
+    "training.mini_batch_size=2",
+    "algorithm.loss=ppo",
+)
 
 
 def others(run: Live) -> dict[int, str]:
@@ -86,3 +92,36 @@ def test_the_weights_are_those_of_an_undisturbed_run_bit_for_bit(config: Path, t
         made[name] = (run.folder / "model" / "model.safetensors").read_bytes()
         check_ledger(run.folder, 4)
     assert made["disturbed"] == made["undisturbed"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(("services.trainer.processes=2", "publication.senders=all"), id="two ranks"),
+        pytest.param(("algorithm.preset=ppo", "critic={}"), id="critic"),
+        pytest.param(("evaluation.every=4",), id="evaluation beside training"),
+        pytest.param(("services.rollout.colocate=trainer", "training.staleness=1"), id="turns"),
+    ],
+)
+def test_other_layouts_go_on_as_well(config: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    chance = random.Random(3)
+    with started(config, *OFTEN, *settings, "training.steps=40", "checkpoint.every=5", folder=tmp_path / "run") as run:
+        run.reaches(2)
+        for _ in range(4):
+            kill_coordinator(run, chance.uniform(0.0, 0.4))
+        assert run.wait(END) == 0, run.output + run.errors
+    assert sorted({point["step"] for point in steps(run.folder)}) == list(range(1, 41))
+    with LedgerReader(run.folder / "ledger") as ledger:
+        assert ledger.check_final(4)["retired"] == 160
+
+
+def test_a_coordinator_that_is_stopped_is_killed_and_followed(config: Path, tmp_path: Path) -> None:
+    with started(config, *OFTEN, "training.steps=30", "deadlines.silence=4", folder=tmp_path / "run") as run:
+        run.reaches(2)
+        before = others(run)
+        run.member("coordinator").suspend()
+        assert run.wait(END) == 0, run.output + run.errors
+        assert "coordinator: run: is silent (deadlines.silence 4 s); started again" in run.output
+    assert sorted({point["step"] for point in steps(run.folder)}) == list(range(1, 31))
+    assert before
+    check_ledger(run.folder, 4)

@@ -45,7 +45,7 @@ def _commands() -> list[str]:
                 else f"`{row.deadline}`"
             )
             rows.append(
-                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in GROUP_SERVICES else ''} | {row.key} |"
+                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in GROUP_SERVICES else ''} | {', '.join(row.key)} |"
             )
     return [
         *("## Commands", ""),
