@@ -39,7 +39,10 @@ ACCEPT_TRANSFER = 60.0  # deadline of a transfer in `sluice accept`
 ACCEPT_TOOL = 30.0  # deadline of a tool, such as npu-smi, that `sluice accept` asks
 ACCEPT_STALLED = 3.0  # deadline of the transfer that is to fail in `sluice accept`
 HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is told another
-TRACKERS = 10.0  # deadline of a point for which a tracker has no room, and of the last ones at the end
+TRACKERS = 10.0  # deadline of a point for which metrics.jsonl has no room, and of the last ones of any tracker at the end
+TRACKER_RETRY = 60.0  # after a tracker's failure, until it is tried again
+DISK_SLOW = 10.0  # that a file system may take for the ledger's writing before status and log say that the run waits for it
+DISK_RETRY = 1.0  # between two attempts to write where there was no room, or the file system failed
 CONVERSION_GRID = 60.0  # of the collectives of the one process that converts a model for megatron-core
 
 # ------------------------------------------------------------------------------------------------ weight sync

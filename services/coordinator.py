@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,17 +134,17 @@ class CoordinatorProcess:
         self._term = self._peers.term = await self._ledger.begin_term()
         self._left = await takeover.left_by(self._ledger, run_files.run_id(self._folder))
         if self._left is not None:
-            course, steps = self._left.course, self._config.training.steps
-            self._progress = Progress(phase="recovering", step=course.step, steps=steps, detail="the coordinator was lost")
+            done, steps = self._left.course.history.version.step, self._config.training.steps
+            self._progress = Progress(phase="recovering", step=done, steps=steps, detail="the coordinator was lost")
             self._nodes.take_up(self._left.members)
         began = self._term if self._left is None else self._left.members.began
         self._nodes.run = f"{run_files.run_id(self._folder)}.{began}"
-        self._keeper = MembersKeeper(self._register, self._ledger, partial(self._nodes.members, began))
+        self._keeper = MembersKeeper(self._register, self._ledger, self._nodes, began)
 
     async def _train(self) -> None:
         assert self._ledger is not None
         if self._left is not None:
-            log.info("takes up what the coordinator before left: %d steps are over", self._left.course.step)
+            log.info("takes up what the coordinator before left: version %s is done", self._left.course.history.version)
         placed = time.monotonic() if self._left is not None else await self._place()
         context = await self._context(self._ledger)
         try:
@@ -291,6 +290,8 @@ class CoordinatorProcess:
         detail = f"{self._config.run.name}: {progress.phase} {done}/{total}"
         if progress.phase in ("starting", "recovering") and progress.detail:
             detail += f": {progress.detail}"
+        if self._ledger is not None and self._ledger.waits:
+            detail += f"; {self._ledger.waits}"
         if self._run is not None:
             gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
             if (wait := self._run.buffer.oldest_wait()) is not None:

@@ -37,7 +37,7 @@ class StopConditions(Section, frozen=True):
 class Checkpoint(Section, frozen=True):
     """Atomic checkpoints; one is written at the end always."""
 
-    every: StepsOr0 = 0
+    every: StepsOr0 = 50
     """Steps between two; 0: only at the end."""
     keep: Positive = 2
     """The newest so many stay."""

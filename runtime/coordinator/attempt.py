@@ -34,12 +34,12 @@ from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import devices_of
 from runtime.coordinator.evaluation import Evaluator
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
+from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, gap, line
-from runtime.coordinator.recovery import Checkpoints, Recovery, RunHistory
-from runtime.coordinator.register import member_of
+from runtime.coordinator.recovery import Checkpoints, Recovery
 from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext, needs
-from runtime.coordinator.takeover import COURSE, Course, TakenUp
+from runtime.coordinator.takeover import TakenUp
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainedStep, TrainLoop
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
@@ -87,7 +87,7 @@ class Attempt:
         )
         self._buffer.last_step = config.training.steps
         history.goes_on_at(first)
-        self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history, self._write_course)
+        self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history)
         self._spans = SpanClock(now)
         self._publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
@@ -100,7 +100,7 @@ class Attempt:
         self._devices = devices_of(config, roles, pool, self._publisher, self._buffer, self._probes, self._spans)
         self._groups = GroupStage(context, roles, pool, self._devices, self._buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
-        self._training.next = self._training.over = first
+        self._training.next = first
         evaluates = context.held_out and config.rewards.rules
         self._evaluator = Evaluator(context, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
@@ -218,6 +218,7 @@ class Attempt:
                 await lease.sync(version)
             self._context.startup.phases.setdefault("first publication", now() - before)
         self._recovery.begun = True
+        self._history.version = version
         self._write_course()
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
 
@@ -257,13 +258,14 @@ class Attempt:
     async def finished(self, trained: TrainedStep) -> None:
         """After each step: its metrics, an evaluation if one is due, and the conditions to stop."""
         config, step, history = self._config, trained.step + 1, self._history
+        history.version = PolicyVersion(self._incarnation, step)
         await self._recorder.step(trained)
         if startup.TOTAL not in self._context.startup.phases:
             self._started_up()
         if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         if self.evaluates(step):
-            if self._is_evaluating():
+            if self._evaluating is not None and not self._evaluating.done():
                 history.skipped_evaluations += 1  # training waits for none
             else:
                 history.evaluating = step
@@ -276,9 +278,6 @@ class Attempt:
         """Whether version `step` is to be evaluated beside training."""
         every = self._config.evaluation.every
         return self._evaluator is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
-
-    def _is_evaluating(self) -> bool:
-        return self._evaluating is not None and not self._evaluating.done()
 
     def _started_up(self) -> None:
         """The first step is done: start-up ended when the trainer had the whole batch of it."""
@@ -367,17 +366,7 @@ class Attempt:
         self._incarnation = self._training.incarnation = self._recorder.incarnation = incarnation
 
     def _write_course(self) -> None:
-        """How far the run is, for a coordinator that takes over."""
-        history, context = self._history, self._context
-        course = Course(
-            run=context.run,
-            step=self._training.over,
-            incarnation=self._incarnation,
-            models=[member_of(model) for model in self._recovery.models],
-            history=history,
-            rl_began=context.epoch + history.rl_began if history.rl_began else 0.0,
-        )
-        context.ledger.record(Note(key=COURSE, value=codec.encode(course)))
+        write_course(self._context, self._roles, self._history)
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""

@@ -10,49 +10,16 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, structs
 
 from runtime.coordinator import staleness
+from runtime.coordinator.group import Group, asked_of, restored
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
-from runtime.ledger.payloads import Handle
-from runtime.ledger.reader import PARTS, GroupRow
+from runtime.ledger.reader import GroupRow
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Event, GroupState, Mark, Phase
 from runtime.types import GeneratedGroup, Scores
-
-Part = bytes | Handle  # in memory, or on disk since before a restart
-
-
-class Group(Struct, eq=False, kw_only=True):
-    """A live group. `deadline` (the last step that may take it) is known from the dispatch on."""
-
-    ticket: Ticket
-    state: GroupState
-    since: float  # of the last transition, seconds since the epoch
-    replica: str = ""
-    attempt: int = 0
-    deadline: int | None = None
-    generated: GeneratedGroup | None = None  # its payload moved to `payload`
-    payload: Part | None = None
-    asked: set[str] = field(default_factory=set)  # who is scoring it now
-    scores: Scores | None = None
-    reference: Part | None = None
-    values: Part | None = None
-    taken: int | None = None  # the step whose batch it is in
-    place: int | None = None  # in that batch
-
-    @property
-    def group_id(self) -> int:
-        return self.ticket.group_id
-
-    @property
-    def tokens(self) -> int:
-        """Of all its samples, prompts included. 0 until it is generated."""
-        if self.generated is None:
-            return 0
-        lengths = self.generated.response_tokens
-        return self.generated.prompt_tokens * len(lengths) + sum(lengths)
 
 
 class Wait(Struct, frozen=True):
@@ -257,7 +224,7 @@ class Buffer:
         """Take over what the ledger restored. Returns the groups that have to be generated again although they are intact,
         because `groups_per_step` or `staleness` became smaller and their deadlines could no longer be met."""
         for row in rows:
-            self._groups[row.group_id] = group = self._restored(row)
+            self._groups[row.group_id] = group = restored(row, self.needs, self._clock(), self.staleness)
             self._count(group, 1)
         late = staleness.overdue(self._opened(), self.step, self.groups_per_step)
         for group_id in late:
@@ -269,7 +236,7 @@ class Buffer:
         that it was in: see `taken`. What was being generated still is."""
         first = self.step
         for row in rows:
-            self._groups[row.group_id] = group = self._restored(row)
+            self._groups[row.group_id] = group = restored(row, self.needs, self._clock(), self.staleness)
             if row.taken is not None and row.taken >= first:
                 group.state, group.taken, group.place = GroupState(self.needs, Phase.READY, row.marks), row.taken, row.place
             elif row.phase == Phase.GENERATING:
@@ -323,7 +290,7 @@ class Buffer:
         if not waiting:
             return None
         group = min(waiting, key=lambda g: (g.deadline is None, g.deadline or 0, g.since, g.group_id))
-        return Wait(group.group_id, _service(group), group.state.phase.value, self._clock() - group.since, group.deadline)
+        return Wait(group.group_id, asked_of(group), group.state.phase.value, self._clock() - group.since, group.deadline)
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -385,35 +352,3 @@ class Buffer:
         self._count(group, -1)
         self._finished[group.state.phase] += 1
         self.room_changed.set()
-
-    def _restored(self, row: GroupRow) -> Group:
-        group = Group(
-            ticket=Ticket(**{name: getattr(row, name) for name in Ticket.__struct_fields__}),
-            state=GroupState(self.needs, row.phase, row.marks, row.step, row.why),
-            since=self._clock(),
-            attempt=row.attempt,
-        )
-        if row.oldest is None or row.newest is None:
-            return group
-        group.generated = GeneratedGroup(
-            group_id=row.group_id,
-            prompt_tokens=row.prompt_tokens or 0,
-            response_tokens=row.response_tokens or [],
-            truncated=row.truncated or 0,
-            oldest=row.oldest,
-            newest=row.newest,
-            payload=b"",
-        )
-        group.deadline = staleness.deadline(row.oldest.step, self.staleness)
-        group.replica, group.scores = row.replica or "", row.scores
-        group.payload, group.reference, group.values = (row.handles.get(part) for part in PARTS)
-        return group
-
-
-def _service(group: Group) -> str:
-    if group.state.phase != Phase.GENERATED:
-        return group.replica or "rollout"
-    missing = group.state.needs & ~group.state.marks
-    if missing & Mark.SCORED:
-        return " and ".join(sorted(group.asked)) or "reward"
-    return "reference" if missing & Mark.REFERENCED else "critic"

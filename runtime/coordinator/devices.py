@@ -23,7 +23,7 @@ from typing import Any, Literal
 from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.commands import Level, Move, Offload, Onload
 from runtime.config import Config
-from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.device_schedule import (
     Action,
     Arrived,
@@ -42,6 +42,7 @@ from runtime.coordinator.device_schedule import (
     Trained,
     VersionPublished,
 )
+from runtime.coordinator.group import Group
 from runtime.coordinator.metrics_recorder import Probes
 from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
 from runtime.coordinator.roles import Roles, RolloutPool

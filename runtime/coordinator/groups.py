@@ -14,8 +14,9 @@ from typing import Any
 
 from runtime import codec
 from runtime.algorithms.advantages import has_signal
-from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import Devices
+from runtime.coordinator.group import Group
 from runtime.coordinator.roles import RewardScoring, Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime import timeouts
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.recovery import RunHistory
+from runtime.coordinator.history import RunHistory
 from runtime.coordinator.register import Member, member_of
 from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.run_context import RunContext, accelerators
@@ -141,6 +141,8 @@ class MetricsRecorder:
                 dynamic_sampling=self._dynamic_sampling.close_step() if self._dynamic_sampling else {},
             )
         )
+        if self._trackers.dropped:
+            metrics["trackers/dropped"] = float(self._trackers.dropped)
         self._totals.add(metrics)
         self.newest = metrics
         await self._trackers.log(trained.step + 1, metrics)

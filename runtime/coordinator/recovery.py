@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from msgspec import Struct, field
+from typing import Any, TypeVar
 
 from runtime.cluster.topology import alternates
 from runtime.commands import Offload, Save
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.register import Register, UnitChange
 from runtime.coordinator.roles import UPDATED, Roles, wait_for
 from runtime.coordinator.run_context import RunContext
@@ -43,6 +42,7 @@ from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
+T = TypeVar("T")
 
 
 class Recovery:
@@ -151,57 +151,6 @@ async def models_back(config: Config, register: Register) -> None:
         raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
 
 
-class RunHistory(Struct):
-    """`folder` is the checkpoint with which the next attempt begins: the newest one of this run, else the one that the run
-    resumes, else "", the beginning. Checkpoints that a former run left in the same folder do not count.
-    """
-
-    folder: str
-    attempts: int = 0  # attempts that have ended
-    totals: Totals = field(default_factory=Totals)
-    accuracy: dict[int, float] = {}
-    """What evaluations found, by step."""
-    evaluating: int | None = None  # the step whose evaluation goes on beside training
-    evaluated_before: bool = False  # the evaluation before training is done, or not wanted
-    accuracy_before: float | None = None
-    skipped_evaluations: int = 0
-    rl_began: float = 0.0  # when the first prompt was admitted, on the loop's clock
-    rl_seconds: float = 0.0  # from then to the last step
-    best_step: int = 0  # the last step of any attempt
-    attempts_without_progress: int = 0  # in a row
-    alarm: str = ""
-    """The newest rollout whose log-probabilities were too far from the trainer's, and how far."""
-    alarms: int = 0  # probes over the limit
-    at_folder: Totals = field(default_factory=Totals)
-
-    def saved(self, folder: Path, totals: Totals) -> None:
-        """A checkpoint is complete; `totals` are those of its steps."""
-        self.folder, self.at_folder = str(folder.absolute()), totals
-
-    def is_at(self, folder: Path) -> bool:
-        """Whether the next attempt would begin with the checkpoint `folder`."""
-        return bool(self.folder) and Path(self.folder).resolve() == folder.resolve()
-
-    def lost(self, step: int) -> None:
-        """The attempt ended at `step`: what came after the checkpoint will be done again."""
-        self.attempts += 1
-        self.totals, self.evaluating = self.at_folder.copy(), None
-        self.attempts_without_progress = 0 if step > self.best_step else self.attempts_without_progress + 1
-        self.best_step = max(self.best_step, step)
-
-    def off(self, alarm: str) -> None:
-        """A probe is over `mismatch.limit`. `alarm` says so; "" if the same rollout's last probe was over it too."""
-        self.alarms += 1
-        if alarm:
-            self.alarm = alarm
-            log.warning("%s", alarm)
-
-    def goes_on_at(self, step: int) -> None:
-        """Another attempt begins at `step`."""
-        for later in [known for known in self.accuracy if known > step]:
-            del self.accuracy[later]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -215,12 +164,12 @@ class Checkpoints:
         stream: PromptStream,
         buffer: Buffer,
         history: RunHistory,
-        write_course: Callable[[], None],
     ):
-        """`write_course`: to be called when `history` has changed."""
         config = context.config
+        self._context = context
         self._folder = context.folder
         self._settings = config.checkpoint
+        self._seconds = config.deadlines.save
         self._alternates = alternates(config)
         self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
@@ -230,7 +179,6 @@ class Checkpoints:
         self._buffer = buffer
         self._incarnation = 0
         self._history = history
-        self._write_course = write_course
         self.accuracy = history.accuracy
 
     def take_up(self, incarnation: int) -> None:
@@ -283,7 +231,7 @@ class Checkpoints:
             await self.save(step, position)
             return
         with _faults_told(folder):
-            await asyncio.to_thread(checkpoint.reposition, folder, position)
+            await self._on_disk(asyncio.to_thread(checkpoint.reposition, folder, position), folder)
 
     def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
@@ -339,20 +287,27 @@ class Checkpoints:
         with _faults_told(folder):
             completing = asyncio.ensure_future(asyncio.to_thread(checkpoint.complete, partial, folder, position))
             try:
-                await asyncio.shield(completing)
+                await self._on_disk(asyncio.shield(completing), folder)
             finally:  # a thread cannot be cancelled: what it completes counts
-                await asyncio.wait({completing})
-                if completing.exception() is None:
+                await asyncio.wait({completing}, timeout=self._seconds)
+                if completing.done() and completing.exception() is None:
                     self._history.saved(folder, totals)
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=self._epoch + now()))
-        self._write_course()
+        write_course(self._context, self._roles, self._history)
         await self._ledger.flush()
         # Old checkpoints go, now that nobody would go back to one of them, and what the ledger keeps for them.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         with _faults_told(folder):
-            await asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best))
+            await self._on_disk(asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best)), folder)
         oldest = min(checkpoint.steps(self._folder), default=step)
         await self._ledger.trim(oldest, self._retain_bytes)
+
+    async def _on_disk(self, work: Awaitable[T], folder: Path) -> T:
+        """Raises DeadlineExceeded when the file system does not answer within `deadlines.save`."""
+        try:
+            return await asyncio.wait_for(work, self._seconds)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 
     def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:
         """A copy of the totals, taken when `finishing` is done, before later steps are added."""

@@ -8,11 +8,12 @@ from runtime.cluster.topology import slots
 from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED, Attempt
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.recovery import RunHistory, models_back
+from runtime.coordinator.history import Course, RunHistory
+from runtime.coordinator.recovery import models_back
 from runtime.coordinator.register import Register
 from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
-from runtime.coordinator.takeover import Course, TakenUp
+from runtime.coordinator.takeover import TakenUp
 from runtime.errors import SluiceError
 from runtime.ledger.reader import LedgerReader
 from runtime.process.aio import now
@@ -48,7 +49,7 @@ class TrainingRun:
             log.warning("the run goes back to its newest checkpoint: %s", error)
             for unit in takeover.models(register):
                 register.lose(unit, str(error))
-            history.lost(course.step)
+            history.lost(history.version.step)
             await models_back(config, register)
             return cls(context, register, history)
         return cls(context, register, history, found)

@@ -22,8 +22,7 @@ trainer or critic is not what the course says, the run goes back to its newest c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -32,7 +31,7 @@ from runtime.cluster.placement import Seat
 from runtime.cluster.topology import Instance, takes_turns
 from runtime.commands import Level, Move, Offload
 from runtime.config import Config
-from runtime.coordinator.recovery import RunHistory
+from runtime.coordinator.history import COURSE, Course
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
 from runtime.coordinator.roles import UPDATED
 from runtime.errors import ServiceFault, SluiceError
@@ -41,7 +40,7 @@ from runtime.ledger.records import Note
 from runtime.status import Registration
 from runtime.types import PolicyVersion
 
-MEMBERS, COURSE = "members", "course"  # notes
+MEMBERS = "members"  # the note
 
 
 class KnownUnit(Struct):
@@ -63,17 +62,6 @@ class Members(Struct, kw_only=True):
     seats: list[Seat]
     pending: list[Instance]
     units: list[KnownUnit]
-
-
-class Course(Struct, kw_only=True):
-    """How far the `run` is: `step` steps are over, made by these `models`. `rl_began`: seconds since the epoch."""
-
-    run: str
-    step: int
-    incarnation: int
-    models: list[Member]
-    history: RunHistory
-    rl_began: float = 0.0
 
 
 class Takeover(Struct):
@@ -102,11 +90,17 @@ def known_units(register: Register) -> list[KnownUnit]:
     ]
 
 
+class PlacedMembers(Protocol):
+    def members(self, began: int) -> Members:
+        """Who takes part now."""
+
+
 class MembersKeeper:
     """Writes the note of the members, once for all changes of a turn of the event loop."""
 
-    def __init__(self, register: Register, ledger: LedgerWriter, members: Callable[[], Members]):
-        self._ledger, self._members = ledger, members
+    def __init__(self, register: Register, ledger: LedgerWriter, placed: PlacedMembers, began: int):
+        """`began`: as of `Members`."""
+        self._ledger, self._placed, self._began = ledger, placed, began
         self._due: asyncio.Handle | None = None
         register.subscribe(self._look)
         self._look()
@@ -124,7 +118,7 @@ class MembersKeeper:
 
     def _write(self) -> None:
         self._due = None
-        self._ledger.record(Note(key=MEMBERS, value=codec.encode(self._members())))
+        self._ledger.record(Note(key=MEMBERS, value=codec.encode(self._placed.members(self._began))))
 
 
 class TakenUp(Struct, frozen=True):
@@ -138,16 +132,16 @@ class TakenUp(Struct, frozen=True):
 
 async def take_up(config: Config, register: Register, course: Course) -> TakenUp:
     """Go on after `course` with the processes that live. Raises SluiceError where trainer or critic is not what it says."""
-    version, ahead = PolicyVersion(course.incarnation, course.step), False
+    version, ahead = course.history.version, False
     for unit in models(register):
         if unit.port is None or unit.member not in course.models:
-            raise SluiceError(f"{unit.name} (incarnation {unit.incarnation}) is another than made step {course.step}")
+            raise SluiceError(f"{unit.name} (incarnation {unit.incarnation}) is another than made version {version}")
         ordered = await unit.port.take_up()
-        if ordered not in (course.step, course.step + 1):
-            raise SluiceError(f"{unit.name} has made {ordered} steps, but {course.step} are over")
+        if ordered not in (version.step, version.step + 1):
+            raise SluiceError(f"{unit.name} has made {ordered} steps, but {version.step} are over")
         if takes_turns(config):
             await unit.port.call(Offload())  # nobody has the devices at first
-        ahead |= unit.role == "trainer" and ordered > course.step
+        ahead |= unit.role == "trainer" and ordered > version.step
     rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
     told = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))
     having = tuple(unit.member for unit, theirs in zip(rollouts, told, strict=True) if theirs is not None and theirs >= version)

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from runtime.chosen_algorithm import groups_per_update, streams
 from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload
 from runtime.config import Config
-from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import Devices, Lease
+from runtime.coordinator.group import Group
 from runtime.coordinator.metrics_recorder import Probes
 from runtime.coordinator.recovery import Checkpoints
 from runtime.coordinator.weight_sync import Transaction
@@ -82,8 +83,6 @@ class TrainLoop:
         self.incarnation = 0
         self.next = 0
         """The step whose batch is to be applied next."""
-        self.over = 0
-        """How many steps are over: applied, published and told of."""
         self.first_applied = 0.0
         """When the first step was submitted whole, on the loop's clock."""
 
@@ -201,7 +200,6 @@ class TrainLoop:
 
     async def _finished(self, trained: TrainedStep) -> None:
         """The step is over: its models need not keep what they answered, once that is written."""
-        self.over = trained.step + 1
         await self._observer.finished(trained)
         self._ledger.then(partial(self._updates.acknowledge, trained.step))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ from runtime.ledger.records import (
 from runtime.ledger.states import GroupState, Mark
 
 T = TypeVar("T")
+log = logging.getLogger("sluice")
 
 Ranges = list[tuple[int, int]]
 """Group ids, as disjoint ranges in order, both ends included."""
@@ -66,6 +68,8 @@ class LedgerWriter:
         self._recorded = 0
         self._written = 0
         self._writing: asyncio.Task[None] | None = None
+        self.waits = ""
+        """Why nothing can be written now: the run waits until it can. "" while all is well."""
         self._dirty = asyncio.Event()
         self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # how much has to be written first
 
@@ -94,10 +98,8 @@ class LedgerWriter:
         self._call_back()
 
     async def flush(self) -> None:
-        """Returns when everything recorded before the call is written.
-
-        Raises StorageFull or ServiceFault; what was not written stays recorded, and a later flush writes it.
-        """
+        """Returns when everything recorded before the call is written. Where there is no room, or the file system fails, it
+        waits until that is over, as `waits` says: nothing is lost meanwhile."""
         target = self._recorded
         while self._written < target:
             if self._writing is None:
@@ -172,7 +174,7 @@ class LedgerWriter:
     async def _write_pending(self) -> None:
         batch, self._pending = self._pending, []
         try:
-            await self._call("write", lambda writer: writer.write(batch))
+            await self._until_written(batch)
             self._written += len(batch)
             self._call_back()
         except BaseException:
@@ -181,13 +183,41 @@ class LedgerWriter:
         finally:
             self._writing = None
 
+    async def _until_written(self, batch: list[Record]) -> None:
+        while True:
+            try:
+                await self._call("write", lambda writer: writer.write(batch))
+            except (StorageFull, ServiceFault) as error:
+                if not self.waits:
+                    size = sum(len(part) for record in batch for part in parts(record).values())
+                    self.waits = f"waits until {size:,} bytes can be written to {self.folder}: {error}"
+                    log.warning("%s", self.waits)
+                await asyncio.sleep(timeouts.DISK_RETRY)
+            else:
+                if self.waits:
+                    log.warning("%s can be written again", self.folder)
+                self.waits = ""
+                return
+
     def _call_back(self) -> None:
         while self._afterwards and self._afterwards[0][0] <= self._written:
             self._afterwards.popleft()[1]()
 
     async def _call(self, phase: str, function: Callable[[_Writer], T]) -> T:
+        """Work of the thread. While a file system does not answer, the run waits, and `waits` says so."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, _guarded, phase, self.folder, lambda: function(self._writer))
+        work = loop.run_in_executor(self._thread, _guarded, phase, self.folder, lambda: function(self._writer))
+        await asyncio.wait({work}, timeout=timeouts.DISK_SLOW)
+        if work.done():
+            return work.result()
+        self.waits = (
+            f"waits for the file system of {self.folder}, which has not answered for {timeouts.DISK_SLOW:g} s ({phase})"
+        )
+        log.warning("%s", self.waits)
+        try:
+            return await work
+        finally:
+            self.waits = ""
 
 
 def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
@@ -198,10 +228,12 @@ def _guarded(phase: str, folder: Path, function: Callable[[], T]) -> T:
         if is_full(error):
             raise StorageFull(folder) from error
         raise ServiceFault("ledger", phase, str(error)) from error
-    except sqlite3.Error as error:
+    except sqlite3.OperationalError as error:
         if "is full" in str(error):
             raise StorageFull(folder) from error
         raise ServiceFault("ledger", phase, f"{folder / DATABASE}: {error}") from error
+    except sqlite3.Error as error:
+        raise InvariantViolated(f"ledger: {phase}: {folder / DATABASE}: {error}") from error
 
 
 _PART_OF = {Mark.REFERENCED: "reference", Mark.VALUED: "values"}

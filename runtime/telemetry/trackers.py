@@ -1,19 +1,22 @@
 """Where metrics go: JSON lines, TensorBoard, Weights & Biases, SwanLab, in any combination.
 
-Each tracker has a thread and a bounded queue of its own: a slow one delays neither the event loop nor the others. When a
-queue stays full, `log` waits up to a deadline and then fails by name, so that no point is lost unsaid.
+Each tracker has a thread and a bounded queue of its own: a slow one delays neither the event loop nor the others.
+`metrics.jsonl` has every point: when its queue stays full, `log` waits up to a deadline and then fails by name. Any other
+tracker may fail, as services do: a warning says so, it is tried again after a while, and the points that it misses are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import os
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -165,11 +168,17 @@ class SwanLab(Backend):
         self._run.finish()
 
 
+log = logging.getLogger("sluice")
+
+
 class _Worker:
-    """The thread of one backend. After a failure it only empties its queue, so that nobody waits for room in vain."""
+    """The thread of one backend. After a failure it empties its queue, so that nobody waits for room in vain; unless it is
+    `essential` it begins again after a while. `dropped` counts the points that it missed."""
 
     def __init__(self, tracker: Tracker, folder: Path, config: Config):
         self.name = tracker.name
+        self.essential = tracker.name == "jsonl"
+        self.dropped = 0
         self._tracker, self._folder, self._config = tracker, folder, config
         self.failure: BaseException | None = None
         self._queue: queue.Queue[tuple[int, float, Metrics] | None] = queue.Queue(_QUEUE_POINTS)
@@ -177,23 +186,33 @@ class _Worker:
         self._thread.start()
 
     async def put(self, point: tuple[int, float, Metrics] | None, seconds: float) -> None:
-        """Hand over a point, None for the end. Raises DeadlineExceeded when there was no room for `seconds`."""
+        """Hand over a point, None for the end. Raises DeadlineExceeded when there was no room for `seconds` in what is
+        essential."""
         try:
             self._queue.put_nowait(point)
         except queue.Full:
+            if point is not None and not self.essential:
+                self.dropped += 1
+                return
             try:
                 await asyncio.to_thread(self._queue.put, point, True, seconds)
             except queue.Full:
-                raise DeadlineExceeded(f"tracker {self.name}", "log", f"{_QUEUE_POINTS} points behind", seconds) from None
+                if self.essential:
+                    raise DeadlineExceeded(f"tracker {self.name}", "log", f"{_QUEUE_POINTS} points behind", seconds) from None
 
     async def join(self, seconds: float) -> None:
         await asyncio.to_thread(self._thread.join, seconds)
         self.check()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self.essential:
             raise DeadlineExceeded(f"tracker {self.name}", "close", f"{self._queue.qsize()} points not written", seconds)
+        if self._thread.is_alive() or self.dropped:
+            late = self._queue.qsize() if self._thread.is_alive() else 0
+            log.warning("tracker %s has %d points less than metrics.jsonl", self.name, self.dropped + late)
 
     def check(self) -> None:
-        """Raises what the backend failed of, if it did."""
+        """Raises what the backend failed of, if it is essential and did."""
+        if not self.essential:
+            return
         if isinstance(self.failure, OSError):
             where = self.failure.filename or self._folder
             raise UserError(f"tracker {self.name}: {where}: {self.failure.strerror or self.failure}") from self.failure
@@ -201,17 +220,35 @@ class _Worker:
             raise ServiceFault(f"tracker {self.name}", "log", f"{self.failure}") from self.failure
 
     def _run(self) -> None:
-        try:
-            backend = _backend(self._tracker, self._folder, self._config)
+        while True:
             try:
-                while (point := self._queue.get()) is not None:
-                    backend.log(*point)
-            finally:
-                backend.close()
-        except Exception as error:  # noqa: BLE001  third-party code; `check` raises it where it is awaited
-            self.failure = error
-            while self._queue.get() is not None:
-                pass
+                return self._serve()
+            except Exception as error:  # noqa: BLE001  third-party code; `check` raises it where it is awaited
+                self.failure, seconds = error, None if self.essential else timeouts.TRACKER_RETRY
+                log.warning("tracker %s failed, and misses what comes next: %s", self.name, error)
+                self.dropped += 1
+                if self._is_over_within(seconds):
+                    return None
+
+    def _serve(self) -> None:
+        """Until the end."""
+        backend = _backend(self._tracker, self._folder, self._config)
+        try:
+            while (point := self._queue.get()) is not None:
+                backend.log(*point)
+        finally:
+            backend.close()
+
+    def _is_over_within(self, seconds: float | None) -> bool:
+        """Take points, and drop them, for so long; None: until the end. Whether the end came."""
+        until = None if seconds is None else time.monotonic() + seconds
+        with suppress(queue.Empty):
+            while True:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if self._queue.get(timeout=left) is None:
+                    return True
+                self.dropped += 1
+        return False
 
 
 class Trackers:
@@ -232,14 +269,19 @@ class Trackers:
     async def log(self, step: int, metrics: Metrics, timeout: float = timeouts.TRACKERS) -> None:
         """Hand over one point; returns at once unless a tracker is far behind. `metrics` must not change afterwards.
 
-        Raises UserError when a file could not be written, ServiceFault when a tracker failed, and DeadlineExceeded when one
-        made no room within `timeout` seconds.
+        Raises UserError when metrics.jsonl could not be written, and DeadlineExceeded when it made no room within `timeout`
+        seconds.
         """
         now = time.time()
         named = metric_names.mindspeed(metrics, self._scores) if self._mindspeed else metrics
         for worker in self._workers:
             worker.check()
             await worker.put((step, now, metrics if worker.name == "jsonl" else named), timeout)
+
+    @property
+    def dropped(self) -> int:
+        """Points that trackers other than `jsonl` have missed."""
+        return sum(worker.dropped for worker in self._workers if not worker.essential)
 
     async def close(self, timeout: float = timeouts.TRACKERS) -> None:
         """Write out everything, all trackers within `timeout` seconds. Raises the first failure once all had their time."""

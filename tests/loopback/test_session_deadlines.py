@@ -82,11 +82,13 @@ def test_a_cancelled_call_is_withdrawn_from_an_actors_line() -> None:
 
 
 def test_closing_the_session_withdraws_its_calls() -> None:
+    """Those without a key, as of an evaluation's group: the others wait for the next coordinator."""
+
     async def test() -> None:
         peer = Peer()
         async with serving(peer.logprobs) as address:
             async with connected(address) as session:
-                waiting = asyncio.gather(session.call("Logprobs", request(), PATIENCE), return_exceptions=True)
+                waiting = asyncio.gather(session.call("Logprobs", request(b"", -1), PATIENCE), return_exceptions=True)
                 await peer.arrived.wait()
             await peer.withdrawn.wait()
             (fault,) = await waiting

@@ -48,7 +48,8 @@ class Coordinator:
 class Heeding(Agent):
     """Follows nobody; hears."""
 
-    def __init__(self, hear: Callable[[Progress], None]):
+    def __init__(self, config: Config, hear: Callable[[Progress], None]):
+        self._config = config
         self.apply_progress = hear  # type: ignore[method-assign]
 
     async def follow(self) -> None:
@@ -73,9 +74,10 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
     async def until_done() -> None:
         found = Watching(config.Config(run=Run(name="a", dir=str(folder))), view, LocalNode("here", Machine()))
         coordinator: Any = Coordinator()
-        found.supervisor, found._coordinator, found._agent = Supervisor(folder, view), coordinator, Heeding(heeded.append)
+        heeding = Heeding(found.config, heeded.append)
+        found.supervisor, found._coordinator, found._agent = Supervisor(folder, view), coordinator, heeding
 
-        async def watch(address: str) -> AsyncIterator[Progress]:
+        async def watch(address: str, silence: float) -> AsyncIterator[Progress]:
             for progress in course:
                 yield progress
             coordinator.over.set()

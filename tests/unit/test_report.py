@@ -23,13 +23,13 @@ pytest.importorskip("plotly", reason="needs plotly: make install")
 from launcher import cli
 from launcher.commands import report as launcher_report
 from launcher.commands.report import report
-from runtime.run_files import LOCK
 from runtime import config, run_files
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer
 from runtime.errors import UserError
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
+from runtime.run_files import LOCK
 from runtime.telemetry.report import published, record
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.config import Config, Critic, MetricNames, Run, Tracker, Training
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.telemetry import trackers
@@ -259,19 +259,54 @@ def test_a_slow_tracker_holds_back_the_caller_but_not_the_loop(fake: Fake, tmp_p
     assert fake.steps == list(range(6)) and fake.closed.is_set()
 
 
-def test_a_stuck_tracker_is_named_after_the_deadline(fake: Fake, tmp_path: Path) -> None:
+def test_metrics_that_cannot_be_written_are_named_after_the_deadline(fake: Fake, tmp_path: Path) -> None:
     async def session() -> None:
-        tracking = Trackers(settings(Tracker(name="tensorboard")), tmp_path)
-        with pytest.raises(DeadlineExceeded, match=r"tracker tensorboard: log: 2 points behind \(deadline 0.05 s\)"):
+        tracking = Trackers(settings(Tracker(name="jsonl")), tmp_path)
+        with pytest.raises(DeadlineExceeded, match=r"tracker jsonl: log: 2 points behind \(deadline 0.05 s\)"):
             for step in range(6):
                 await tracking.log(step, {}, timeout=0.05)
-        with pytest.raises(DeadlineExceeded, match="tracker tensorboard"):
+        with pytest.raises(DeadlineExceeded, match="tracker jsonl"):
             await tracking.close(timeout=0.05)
         open_gate(fake)
         await tracking.close()
 
     asyncio.run(session())
     assert fake.closed.is_set()
+
+
+def test_another_tracker_that_is_stuck_holds_up_nobody_and_what_it_misses_is_counted(
+    fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def session() -> None:
+        tracking = Trackers(settings(Tracker(name="wandb")), tmp_path)
+        for step in range(9):  # one in hand, or none yet, and two in the queue
+            await tracking.log(step, {})
+        assert tracking.dropped in (6, 7)
+        open_gate(fake)
+        await tracking.close()
+
+    asyncio.run(session())
+    assert f"tracker wandb has {9 - len(fake.steps)} points less than metrics.jsonl" in caplog.text
+
+
+def test_a_service_that_fails_is_tried_again_and_ends_nothing(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(timeouts, "TRACKER_RETRY", 0.0)
+    open_gate(fake).failure = ConnectionError("503 Service Unavailable")
+
+    async def session() -> None:
+        tracking = Trackers(settings(Tracker(name="swanlab")), tmp_path)
+        await tracking.log(0, {})
+        assert await asyncio.to_thread(fake.closed.wait, 60)
+        fake.failure = None
+        await tracking.log(1, {})
+        await tracking.close()
+        assert tracking.dropped == 1
+
+    asyncio.run(session())
+    assert fake.steps == [1]
+    assert "tracker swanlab failed, and misses what comes next: 503 Service Unavailable" in caplog.text
 
 
 @pytest.mark.parametrize(

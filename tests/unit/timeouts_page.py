@@ -44,9 +44,8 @@ def _commands() -> list[str]:
                 if row.deadline == "publication"
                 else f"`{row.deadline}`"
             )
-            rows.append(
-                f"| {row.service}.{row.name} | {key} | {row.ranks.value if row.service in GROUP_SERVICES else ''} | {', '.join(row.key)} |"
-            )
+            ranks = row.ranks.value if row.service in GROUP_SERVICES else ""
+            rows.append(f"| {row.service}.{row.name} | {key} | {ranks} | {', '.join(row.key)} |")
     return [
         *("## Commands", ""),
         "The coordinator's calls. `Status`, `Stop` and the agents' calls have `CONTROL_CALL`, or one of what they are for.",
