@@ -148,15 +148,15 @@ class CoordinatorProcess:
         placed = time.monotonic() if self._left is not None else await self._place()
         context = await self._context(self._ledger)
         try:
-            before = time.monotonic()
             if self._left is not None:
                 await self._peers.take_up()
                 self._run = await TrainingRun.taken_up(context, self._register, self._left.course)
             else:
+                before = time.monotonic()
                 await self._peers.connect(placed)
                 self._run = TrainingRun(context, self._register)
-            context.startup.phases["services"] = time.monotonic() - before
-            context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
+                context.startup.phases["services"] = time.monotonic() - before
+                context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
@@ -207,6 +207,8 @@ class CoordinatorProcess:
         train = training_prompts(config.data, tokenizer)
         log.info("prompts: %s", train.report())
         held_out = load_held_out(config, tokenizer, train.problems)
+        began = Startup.read(self._folder) if self._left is not None else None  # the run's, which an earlier one has told
+        phases["data"] = time.monotonic() - before
         return RunContext(
             config=config,
             ledger=ledger,
@@ -220,9 +222,7 @@ class CoordinatorProcess:
             supervisor=self,
             epoch=time.time() - time.monotonic(),
             launched=self._launched,
-            startup=Startup(
-                phases={**phases, "data": time.monotonic() - before}, processes={"coordinator": self._phases.seconds}
-            ),
+            startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),
         )
 
     def _interrupt(self) -> None:

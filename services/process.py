@@ -26,7 +26,7 @@ import services
 from runtime import timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
-from runtime.errors import ServiceFault, SluiceError, UserError
+from runtime.errors import ServiceFault, SluiceError, Unreachable, UserError
 from runtime.process import os_process
 from runtime.process.network import transport_variables
 from runtime.status import CallStats, Registration, State, Status, Stop
@@ -248,8 +248,15 @@ class ServiceProcess:
         )
         async with session.open_channel(self._coordinator) as channel:
             method = contract.METHODS["Coordinator", "Register"]
-            deadlines = self._service.config.deadlines  # the coordinator may be away
-            await session.call(channel, "coordinator", method, registration, max(deadlines.start, deadlines.coordinator))
+            deadlines = self._service.config.deadlines
+            until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
+            while True:
+                left = until - time.monotonic()
+                try:
+                    return await session.call(channel, "coordinator", method, registration, left)
+                except Unreachable:  # it was lost before it answered: the next one is waited for
+                    if left < timeouts.CONTROL_CALL:
+                        raise
 
     async def _until_stopped(self) -> None:
         stopped = asyncio.create_task(self._stop.wait())

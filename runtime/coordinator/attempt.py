@@ -143,7 +143,6 @@ class Attempt:
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
         async with TaskGroup() as tasks:
-            # The journal is written beside everything else.
             self._tasks = tasks
             self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
             loss = await self._recovery.run_until_lost(self._until_saved())
@@ -152,8 +151,7 @@ class Attempt:
                 self._recovery.check_progress(loss, self._buffer.committed)
                 self._report("recovering", detail=str(loss))
                 await self._recovery.wait_restarted(loss)
-            # Tasks end before the last records are written.
-            await self._close()
+            await self._close()  # before the last records are written
         await self._context.ledger.flush()
         return loss is not None
 
@@ -217,8 +215,7 @@ class Attempt:
             async with self._devices.lease("trainer") as lease:
                 await lease.sync(version)
             self._context.startup.phases.setdefault("first publication", now() - before)
-        self._recovery.begun = True
-        self._history.version = version
+        self._recovery.begun, self._history.version = True, version
         self._write_course()
         self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
 

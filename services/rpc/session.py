@@ -29,7 +29,8 @@ def open_channel(address: str, silence: float = 0.0) -> grpc.aio.Channel:
 async def call(
     channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
-    """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded, or ServiceFault."""
+    """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded; Unreachable
+    where the connection broke meanwhile."""
     stub = channel.unary_unary(method.path, method.request.serialize, method.reply.parse)
     try:
         return await stub(request, timeout=timeout, wait_for_ready=True)
@@ -38,7 +39,8 @@ async def call(
             raise told from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise errors.Unanswered(name, method.name, "did not answer", timeout) from None
-        raise errors.ServiceFault(name, method.name, f"{error.code().name}: {error.details()}") from None
+        lost = errors.Unreachable if error.code() is grpc.StatusCode.UNAVAILABLE else errors.ServiceFault
+        raise lost(name, method.name, f"{error.code().name}: {error.details()}") from None
 
 
 async def items(
