@@ -278,7 +278,7 @@ def test_another_tracker_that_is_stuck_holds_up_nobody_and_what_it_misses_is_cou
     fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def session() -> None:
-        tracking = Trackers(settings(Tracker(name="wandb")), tmp_path)
+        tracking = Trackers(settings(Tracker(name="tensorboard")), tmp_path)
         for step in range(9):  # one in hand, or none yet, and two in the queue
             await tracking.log(step, {})
         assert tracking.dropped in (6, 7)
@@ -286,7 +286,7 @@ def test_another_tracker_that_is_stuck_holds_up_nobody_and_what_it_misses_is_cou
         await tracking.close()
 
     asyncio.run(session())
-    assert f"tracker wandb has {9 - len(fake.steps)} points less than metrics.jsonl" in caplog.text
+    assert f"tracker tensorboard has {9 - len(fake.steps)} points less than metrics.jsonl" in caplog.text
 
 
 def test_a_service_that_fails_is_tried_again_and_ends_nothing(
@@ -296,7 +296,7 @@ def test_a_service_that_fails_is_tried_again_and_ends_nothing(
     open_gate(fake).failure = ConnectionError("503 Service Unavailable")
 
     async def session() -> None:
-        tracking = Trackers(settings(Tracker(name="swanlab")), tmp_path)
+        tracking = Trackers(settings(Tracker(name="tensorboard")), tmp_path)
         await tracking.log(0, {})
         assert await asyncio.to_thread(fake.closed.wait, 60)
         fake.failure = None
@@ -306,7 +306,7 @@ def test_a_service_that_fails_is_tried_again_and_ends_nothing(
 
     asyncio.run(session())
     assert fake.steps == [1]
-    assert "tracker swanlab failed, and misses what comes next: 503 Service Unavailable" in caplog.text
+    assert "tracker tensorboard failed, and misses what comes next: 503 Service Unavailable" in caplog.text
 
 
 @pytest.mark.parametrize(
