@@ -16,13 +16,12 @@ Kind = Literal["kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock"
 KINDS: tuple[Kind, ...] = ("kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash")
 
 AFTER = 3.0  # seconds between a fault and one that follows it, on average: a process is back after about as long
-ALL = 1 << 30
 
 
 class Fault(Struct, frozen=True):
     """`at`: seconds of virtual time. `who`: a process, or a node. `seconds`: how long it lasts, 0 for good; of `clock`: how
     far it is set before the next start. `rounds`: of `crash`, the rounds of callbacks that are still run then; of `full`, the
-    writes that fail, 0 for all until the run is started again."""
+    attempts to write that fail before there is room again."""
 
     kind: Kind
     at: float
@@ -60,7 +59,7 @@ def _one(chance: random.Random, units: Sequence[str], nodes: int, within: float,
         lasts = chance.uniform(-3600.0, 3600.0)
     if kind in ("full", "clock", "crash"):
         who = ""
-    rounds = chance.randrange(20) if kind == "crash" else chance.choice((0, 1, 2)) if kind == "full" else 0
+    rounds = chance.randrange(20) if kind == "crash" else chance.choice((60, 1, 2)) if kind == "full" else 0
     return Fault(kind, at, who, lasts if kind in ("stop", "slow", "clock") else 0.0, rounds)
 
 
@@ -96,7 +95,7 @@ class Faults:
         if fault.kind == "crash":
             self._crash_at = self._loop.rounds + fault.rounds
         elif fault.kind == "full":
-            self.failing_writes = fault.rounds or ALL
+            self.failing_writes = fault.rounds
         elif fault.kind == "clock":
             self.clock += fault.seconds
         elif fault.kind == "node":
