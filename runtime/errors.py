@@ -41,6 +41,7 @@ class StorageFull(UserError):
     """No room on the device. Nothing half written is ever read, and the write can be repeated once there is room."""
 
     def __init__(self, path: Path | str):
+        self.path = str(path)
         super().__init__(f"{path}: no space left on device; free some, then go on with run.resume=auto")
 
 

@@ -330,8 +330,8 @@ class Attempt:
         async with self._devices.lease("trainer", last=True):
             # A checkpoint to resume from, and the model for others to load.
             await self._checkpoints.save_end(step)
-            folder = self._context.folder / run_files.MODEL
-            await self._roles.trainer.call(Export(str(folder.absolute())))
+            folder = str((self._context.folder / run_files.MODEL).absolute())
+            await self._checkpoints.until_room(lambda: self._roles.trainer.call(Export(folder)))
 
     def _first_position(self) -> Position | None:
         """Where the attempt begins; None for a run that begins anew."""

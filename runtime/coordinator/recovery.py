@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from runtime import timeouts
 from runtime.cluster.topology import alternates
 from runtime.commands import Offload, Save
 from runtime.config import Config
@@ -32,12 +33,13 @@ from runtime.coordinator.register import Register, UnitChange
 from runtime.coordinator.roles import UPDATED, Roles, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
-from runtime.errors import DeadlineExceeded, ServiceFault, Unreachable
+from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import CheckpointSaved
 from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import first_error, now
+from runtime.status import Progress
 from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
 
@@ -179,6 +181,7 @@ class Checkpoints:
         self._buffer = buffer
         self._incarnation = 0
         self._history = history
+        self._alarm = ""  # that there was no room
         self.accuracy = history.accuracy
 
     def take_up(self, incarnation: int) -> None:
@@ -228,23 +231,49 @@ class Checkpoints:
         """Save version `step` at the end of the run. If it is saved already, only the run's position is written again."""
         folder, position = checkpoint.folder_for(self._folder, step), await self.position(step)
         if not self._history.is_at(folder):
-            await self.save(step, position)
+            await self.until_room(lambda: self.save(step, position))
             return
         with _faults_told(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.reposition, folder, position), folder)
+
+    async def until_room(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work`, again until there is room for what it writes."""
+        while True:
+            try:
+                return await work()
+            except StorageFull as error:
+                self._no_room(f"waits for room in {Path(error.path).parent}")
+                step, steps = self._buffer.committed, self._buffer.last_step
+                self._context.supervisor.report(Progress(phase="saving", step=step, steps=steps, alarm=self._alarm))
+                await asyncio.sleep(timeouts.SAVE_RETRY)
+
+    async def unless_full(self, step: int, saving: Awaitable[None]) -> None:
+        """Where there is no room for version `step` the checkpoint before stays the one that counts, and training goes on."""
+        try:
+            await saving
+        except StorageFull as error:
+            self._no_room(f"no checkpoint of step {step}: no room in {Path(error.path).parent}")
+
+    def _no_room(self, alarm: str) -> None:
+        """Told until a checkpoint is complete."""
+        log.warning("%s", alarm)
+        self._history.alarm = self._alarm = alarm
 
     def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
         The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
         with it does not repeat that step.
-        Raises StorageFull when there is no room for it.
+        Awaiting raises StorageFull when there is no room for it.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
-        with _faults_told(folder):
-            partial = checkpoint.begin(folder.absolute())
-            if roles.critic is not None:
-                (partial / checkpoint.CRITIC).mkdir()
+        try:
+            with _faults_told(folder):
+                partial = checkpoint.begin(folder.absolute())
+                if roles.critic is not None:
+                    (partial / checkpoint.CRITIC).mkdir()
+        except StorageFull as error:
+            return _raised(error)
         if roles.critic is not None and self._alternates:
             return self._saved_at(
                 step,
@@ -292,6 +321,8 @@ class Checkpoints:
                 await asyncio.wait({completing}, timeout=self._seconds)
                 if completing.done() and completing.exception() is None:
                     self._history.saved(folder, totals)
+                    if self._history.alarm == self._alarm:
+                        self._history.alarm = ""
         self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=self._epoch + now()))
         write_course(self._context, self._roles, self._history)
         await self._ledger.flush()
@@ -327,6 +358,10 @@ class Checkpoints:
 
     def _best(self, steps: Iterable[int]) -> int | None:
         return max(steps, key=lambda step: self.accuracy[step], default=None)
+
+
+async def _raised(error: StorageFull) -> None:
+    raise error
 
 
 @contextmanager

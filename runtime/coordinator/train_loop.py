@@ -116,7 +116,8 @@ class TrainLoop:
             if sync is not None:  # both go on while the next batch is filled
                 self._running = tasks.create_task(self._finish(step, batch, applying, sync))
                 if position is not None:
-                    self._saving = tasks.create_task(self._save(self._checkpoints.save(step + 1, position, self._running)))
+                    saving = self._checkpoints.save(step + 1, position, self._running)
+                    self._saving = tasks.create_task(self._save(step + 1, saving))
                 continue
             trained = await self._finish_unpublished(step, batch, applying, position)
             if not self._goes_on():
@@ -148,9 +149,9 @@ class TrainLoop:
         if self._saving is not None:
             await self._saving
 
-    async def _save(self, saving: Coroutine[Any, Any, None]) -> None:
+    async def _save(self, step: int, saving: Coroutine[Any, Any, None]) -> None:
         with self._spans.span("checkpoint"):
-            await saving
+            await self._checkpoints.unless_full(step, saving)
 
     async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them on; None when the run ends first."""
@@ -211,7 +212,7 @@ class TrainLoop:
         result = await joined(trainer, others)
         self._buffer.consume(step)
         if position is not None:
-            await self._save(self._checkpoints.save(step + 1, position))
+            await self._save(step + 1, self._checkpoints.save(step + 1, position))
         return TrainedStep(step=step, groups=batch, result=result, publication=None)
 
     async def _publish(self, sync: Transaction) -> PublicationFigures:

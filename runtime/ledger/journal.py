@@ -190,7 +190,8 @@ class LedgerWriter:
             except (StorageFull, ServiceFault) as error:
                 if not self.waits:
                     size = sum(len(part) for record in batch for part in parts(record).values())
-                    self.waits = f"waits until {size:,} bytes can be written to {self.folder}: {error}"
+                    why = "no space left on device" if isinstance(error, StorageFull) else error.reason
+                    self.waits = f"waits until {size:,} bytes can be written to {self.folder}: {why}"
                     log.warning("%s", self.waits)
                 await asyncio.sleep(timeouts.DISK_RETRY)
             else:

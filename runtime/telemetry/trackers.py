@@ -1,7 +1,8 @@
 """Where metrics go: JSON lines, TensorBoard, Weights & Biases, SwanLab, in any combination.
 
 Each tracker has a thread and a bounded queue of its own: a slow one delays neither the event loop nor the others.
-`metrics.jsonl` has every point: when its queue stays full, `log` waits up to a deadline and then fails by name. Any other
+`metrics.jsonl` has every point: where it cannot be written, as there is no room, the points wait until it can; when its queue
+stays full, `log` waits up to a deadline and then fails by name. Any other
 tracker may fail, as services do: a warning says so, it is tried again after a while, and the points that it misses are counted.
 """
 
@@ -17,8 +18,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -74,23 +76,31 @@ class Backend(ABC):
 
 
 class JsonLines(Backend):
-    """One object a point: step, time, and the metrics; a histogram is an object of counts. Flushed at once."""
+    """One object a point: step, time, and the metrics; a histogram is an object of counts. Written once it can be."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _open_after_last_line(path)
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        self._file.write(msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
-        self._file.flush()
+        left = msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n"
+        told = False
+        while left:
+            try:
+                left = left[self._file.write(left) :]
+            except OSError as error:
+                if not told:
+                    log.warning("waits until %d bytes can be written to %s: %s", len(left), self._file.name, error.strerror)
+                told = True
+                time.sleep(timeouts.DISK_RETRY)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _open_after_last_line(path: Path) -> IO[bytes]:
+def _open_after_last_line(path: Path) -> FileIO:
     """Open for appending, without the torn line that a killed process may have left."""
-    file = path.open("a+b")
+    file = path.open("a+b", buffering=0)
     size = end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - _BLOCK_BYTES)

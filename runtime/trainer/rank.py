@@ -166,11 +166,11 @@ class UpdateRank(GroupRank):
         return self._saving
 
     def _require_saved(self) -> None:
-        """All ranks have answered for the checkpoint before: on this one nothing is left to be done, but perhaps to say so."""
+        """All ranks have answered for the checkpoint before, and said whether it failed: nothing of it is left to be done."""
         timeout = self.config.deadlines.save
         try:
             if self._saving is not None:
-                self._saving.result(timeout)
+                self._saving.exception(timeout)
         except FutureTimeout as error:
             raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "still writes the one before", timeout) from error
 

@@ -323,6 +323,7 @@ def method_of(service: str, command: Any) -> Method:
 # its own peer, and the caller's caller must not take them for its.
 TOLD = (
     errors.UserError,
+    errors.StorageFull,
     errors.ConfigError,
     errors.InvalidMessage,
     errors.Cancelled,
@@ -339,6 +340,8 @@ def error_to_wire(error: BaseException) -> common_pb2.Error:
     if isinstance(error, errors.ServiceFault):
         out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
         out.deadline = error.deadline or 0.0
+    if isinstance(error, errors.StorageFull):
+        out.message = text(error.path)
     return out
 
 
@@ -352,7 +355,7 @@ def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Except
     kind = getattr(errors, error.kind, None)
     if kind is errors.ConfigError:
         return errors.ConfigError(error.message.splitlines())
-    if kind in (errors.InvalidMessage, errors.Cancelled, errors.UserError, errors.InvariantViolated):
+    if kind in (errors.InvalidMessage, errors.Cancelled, errors.UserError, errors.StorageFull, errors.InvariantViolated):
         return kind(error.message)
     if kind in (errors.ServiceFault, errors.DeadlineExceeded):
         return kind(error.service, error.phase, error.message, error.deadline or None)

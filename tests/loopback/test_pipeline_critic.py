@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from runtime import config, run_files
+from runtime import config, run_files, timeouts
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
 from runtime.commands import WeightsCommitted
 from runtime.coordinator.run import TrainingRun
-from runtime.errors import ServiceFault, StorageFull, UserError
+from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, StepResult, ValueRequest
@@ -280,15 +280,25 @@ def test_a_checkpoint_that_one_fails_to_write_is_not_there(tmp_path: Path, who: 
     assert left(folder) == {"step-00000002", "step-00000004", "step-00000006", "step-00000008", "step-00000009"}
 
 
-def test_a_disk_that_is_full_when_the_checkpoint_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_disk_that_is_full_when_the_checkpoint_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sync_tree, met = checkpoint.sync_tree, 0
+
+    def full(folder: Path) -> dict[str, int]:
+        nonlocal met
+        met += 1
+        if met in (1, 3, 4):  # at step 2, and twice at the end
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return sync_tree(folder)
 
     monkeypatch.setattr(checkpoint, "sync_tree", full)
-    folder = critic_folder(tmp_path, steps=3, sections=EVERY_TWO)
-    with pytest.raises(StorageFull, match="step-00000002: no space left on device"):
-        folder.run(with_critic(Cast.make()))
-    assert left(folder) == set()
+    monkeypatch.setattr(timeouts, "SAVE_RETRY", 0.01)
+    folder = critic_folder(tmp_path, steps=5, sections=EVERY_TWO)
+    folder.run(with_critic(Cast.make()))
+    assert left(folder) == {"step-00000004", "step-00000005"}
+    assert "no checkpoint of step 2: no room in" in caplog.text
+    assert caplog.text.count("waits for room in") == 2
 
 
 def test_a_run_that_fails_while_it_saves_leaves_no_part_of_the_checkpoint(tmp_path: Path) -> None:

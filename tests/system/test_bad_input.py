@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.system.runs import belonging, check_gone, one_line, sluice, trained, write_config
+from tests.system.runs import belonging, check_gone, one_line, sluice, trained
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -120,39 +118,6 @@ def test_a_folder_that_holds_a_run(config: Path, tmp_path: Path) -> None:
     assert str(folder) in line
     assert "run.resume=auto" in line
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one mebibyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, timeout=10
-        )
-    except FileNotFoundError:
-        pytest.skip("a full disk needs a file system of its own, and there is no mount command")
-    if mounted.returncode:
-        pytest.skip(f"a full disk needs a file system of its own, and mounting one is not allowed: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=10)
-
-
-def test_a_disk_that_is_full(config: Path, small_disk: Path) -> None:
-    (small_disk / "ballast").write_bytes(bytes((1 << 20) - (1 << 15)))
-    line = refused(config, small_disk / "run")
-    assert str(small_disk / "run") in line
-    assert "no space left" in line
-
-
-def test_a_disk_that_fills_up_in_the_middle(tiny: Path, small_disk: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "config.yaml", tiny, training={"steps": 1000})
-    line = refused(config, small_disk / "run", timeout=200.0)
-    assert str(small_disk / "run") in line
-    assert "full" in line or "no space left" in line.lower()
 
 
 def test_a_service_whose_interpreter_is_not_there(config: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import re
 import struct
 import threading
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -343,11 +345,24 @@ def test_a_failed_tracker_is_told_at_the_next_call(
     asyncio.run(session())
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / run_files.METRICS).symlink_to("/dev/full")
-    with pytest.raises(UserError, match=f"tracker jsonl: {re.escape(str(tmp_path))}: No space left on device"):
-        run([Tracker(name="jsonl")], tmp_path)
+def test_metrics_wait_for_room_and_are_whole_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / run_files.METRICS
+    failures = [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")]
+
+    class Scarce(FileIO):
+        def write(self, data: Any) -> int:
+            if failures and self.tell() > 100:
+                raise failures.pop()
+            return super().write(data[:30])
+
+    monkeypatch.setattr(timeouts, "DISK_RETRY", 0.0)
+    monkeypatch.setattr(trackers, "_open_after_last_line", lambda path: Scarce(path, "a"))
+    run([Tracker(name="jsonl")], tmp_path)
+    assert not failures
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert re.search(rf"waits until \d+ bytes can be written to {re.escape(str(path))}: Input/output error", caplog.text)
 
 
 def test_an_unwritable_folder_names_it(tmp_path: Path) -> None:
