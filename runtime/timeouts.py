@@ -42,6 +42,7 @@ HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is 
 TRACKERS = 10.0  # deadline of a point for which metrics.jsonl has no room, and of the last ones of any tracker at the end
 TRACKER_RETRY = 60.0  # after a tracker's failure, until it is tried again
 DISK_SLOW = 10.0  # that a file system may take for the ledger's writing before status and log say that the run waits for it
+LONGEST_BACKOFF = 60.0  # before a process is started again, unless `restarts.backoff` is more
 SAVE_RETRY = 10.0  # at the end of a run, between two attempts to save where there was no room
 DISK_RETRY = 1.0  # between two attempts to write where there was no room, or the file system failed
 CONVERSION_GRID = 60.0  # of the collectives of the one process that converts a model for megatron-core

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from runtime import timeouts
 from runtime.config import Restarts
+
+
+def backoff(settings: Restarts, before: int) -> float:
+    """Seconds until a process is started again that has been, `before` times within the window."""
+    return min(settings.backoff * 2.0 ** min(before, 30), max(settings.backoff, timeouts.LONGEST_BACKOFF))
 
 
 class Allowance:
@@ -19,4 +25,4 @@ class Allowance:
         if len(self._granted) >= settings.attempts:
             return None
         self._granted.append(now)
-        return settings.backoff * 2 ** (len(self._granted) - 1)
+        return backoff(settings, len(self._granted) - 1)

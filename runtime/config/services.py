@@ -72,7 +72,7 @@ class Restarts(Section, frozen=True):
     window: Seconds = 600.0
     """The time in which `attempts` are counted."""
     backoff: SecondsOr0 = 0.5
-    """Before the first of them; then twice as long each time."""
+    """Before the first of them; then twice as long each time, up to a minute."""
 
 
 class Coordinator(Process, frozen=True):

@@ -357,7 +357,7 @@ class Attempt:
                     self._buffer.lose(group.group_id)
         else:
             self._pool.take_up(found.version, found.having)
-        self._publisher.waits_for_next = found.ahead
+        self._publisher.waits_for_next = self._probes.given_before = found.ahead
 
     def _set_incarnation(self, incarnation: int) -> None:
         self._incarnation = self._training.incarnation = self._recorder.incarnation = incarnation

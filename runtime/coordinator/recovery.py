@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime import timeouts
+from runtime.cluster.restarts import backoff
 from runtime.cluster.topology import alternates
 from runtime.commands import Offload, Save
 from runtime.config import Config
@@ -144,7 +145,7 @@ class Recovery:
 async def models_back(config: Config, register: Register) -> None:
     """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
     policies = [getattr(config.services, role).restarts for role in UPDATED if register.units(role)]
-    timeout = config.deadlines.start + max(one.backoff * 2 ** max(0, one.attempts - 1) for one in policies)
+    timeout = config.deadlines.start + max(backoff(one, max(0, one.attempts - 1)) for one in policies)
 
     def missing() -> list[str]:
         return [unit.name for role in UPDATED for unit in register.units(role) if unit.port is None]

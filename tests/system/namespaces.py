@@ -67,6 +67,16 @@ class Network:
     def mend(self, node: Node) -> None:
         _ip("-n", self._hub, "link", "set", _port(self.nodes.index(node)), "up")
 
+    @contextmanager
+    def disturbed(self, node: Node, how: str) -> Iterator[None]:
+        """What goes to it is late, or lost: `how` is a queueing discipline, as tc takes it."""
+        device = ("-n", self._hub, "qdisc", "replace", "dev", _port(self.nodes.index(node)), "root")
+        _run("tc", *device, *how.split())
+        try:
+            yield
+        finally:
+            _run("tc", *device, "pfifo")
+
 
 def why_not() -> str:
     """What keeps this machine from having namespaces; "" when nothing does."""
@@ -133,7 +143,11 @@ def _end(namespace: str) -> None:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(("ip", *arguments), capture_output=True, text=True, check=True, timeout=DEADLINE).stdout
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE).stdout
 
 
 def _name(pid: int, part: str) -> str:

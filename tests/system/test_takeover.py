@@ -18,14 +18,15 @@ pytestmark = pytest.mark.timeout(600)
 
 END = 240.0  # seconds that a run may take
 OFTEN = ("services.coordinator.restarts.attempts=1000", "services.coordinator.restarts.backoff=0")
-# One group is decoded at a time, a step makes two updates of its whole batch, and the loss looks at no log-probabilities of the
-# rollouts: so the weights depend on the tokens alone.
+# One group is decoded at a time, a step makes two updates of its whole batch, and the loss looks at no log-probabilities of
+# rollouts or references, whose last bits depend on what they compute together: so the weights depend on the tokens alone.
 DETERMINISTIC = (
     "training.staleness=0",
     "services.rollout.replicas=1",
     "services.rollout.slots=4",
     "training.mini_batch_size=2",
     "algorithm.loss=ppo",
+    "algorithm.kl_coefficient=0",
 )
 
 

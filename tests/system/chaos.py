@@ -1,0 +1,233 @@
+"""A campaign of faults against one run over three nodes, each in a network namespace; takes root:
+`python -m tests.system.chaos --faults 100 --seed 1`.
+
+::
+
+    draw a fault by seed → let it happen → [undo it] → wait for two more steps → the next …  Ctrl-C, and a look at what is left
+
+Prints a table of fault × seconds until the run had made a step that began afterwards, and ends with 1 where the run ended,
+stood still, lost a group or left something behind. `--save FILE` keeps what was measured, and `--table FILE …` prints what
+several campaigns measured as one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
+from tests.system.cluster import NAMES, Cluster, cluster
+from tests.system.conftest import make_tiny
+from tests.system.namespaces import why_not
+from tests.system.runs import eventually, forgotten, shared_files, write_config
+
+GROUPS = 4
+SILENCE = 4.0
+STUCK = 240.0  # seconds without a step after which the run counts as hung
+SETTINGS = {
+    "cluster": {"nodes": [{"name": name} for name in NAMES]},
+    "training": {"steps": 1_000_000, "groups_per_step": GROUPS},
+    "checkpoint": {"every": 5},
+    "deadlines": {"silence": SILENCE, "start": 180.0},
+    "publication": {"transfer_timeout": 20.0, "commit_timeout": 20.0, "join_timeout": 20.0, "abort_timeout": 5.0},
+    "services": {
+        role: {"placement": places, "restarts": {"attempts": 1_000_000, "backoff": 0.2}}
+        for role, places in {
+            "trainer": ["first"],
+            "reference": ["first", "second"],
+            "reward": ["first", "third"],
+            "rollout": ["second", "third"],
+        }.items()
+    },
+}
+SETTINGS["services"]["coordinator"] = {"restarts": {"attempts": 1_000_000, "backoff": 0.2}}  # type: ignore[index]
+for role in ("reference", "reward", "rollout"):
+    SETTINGS["services"][role]["replicas"] = 2  # type: ignore[index]
+
+PROCESSES = ("coordinator", "trainer-0", "reference-0", "reference-1", "reward-0", "reward-1", "rollout-0", "rollout-1")
+AWAY = NAMES[1:]  # nodes that may be lost
+# Of tc: netem, which could delay and reorder, is not in every kernel.
+LINKS = {
+    "slow link": "tbf rate 500kbit burst 8kb latency 400ms",
+    "lossy link": "tbf rate 2mbit burst 3kb latency 5ms",  # what comes faster is dropped
+}
+
+
+class Campaign:
+    """The faults, one after the other; `seconds` has what each kind took until the run went on."""
+
+    def __init__(self, run: Cluster, disk: Path, chance: random.Random):
+        self.run, self.chance, self._disk = run, chance, disk
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self._kinds: dict[str, Callable[[], None]] = {
+            "kill": lambda: self._signal(signal.SIGKILL),
+            "stop": lambda: self._signal(signal.SIGSTOP),
+            "kill of two at once": lambda: self._signal(signal.SIGKILL, count=2),
+            "kill in a recovery": self._twice,
+            "coordinator killed": lambda: self._signal(signal.SIGKILL, ("coordinator",)),
+            "coordinator stopped": lambda: self._signal(signal.SIGSTOP, ("coordinator",)),
+            "link cut for less than silence": lambda: self._cut(chance.uniform(0.5, 0.7 * SILENCE)),
+            "link cut for longer": lambda: self._cut(chance.uniform(2, 4) * SILENCE),
+            **{kind: lambda how=how: self._disturb(how) for kind, how in LINKS.items()},  # type: ignore[misc]
+            "node killed": self._kill_node,
+            "full disk": self._fill,
+        }
+
+    def play(self, faults: int) -> None:
+        for number in range(faults):
+            kind = self.chance.choice(list(self._kinds))
+            self._wait(self.chance.uniform(0.0, 0.5))
+            self.what = kind
+            self._kinds[kind]()
+            began, at = time.monotonic(), self._steps()
+            eventually(lambda at=at: self._steps() > at + 1, STUCK, "a step")  # the first may be older
+            self.seconds[kind].append(time.monotonic() - began)
+            print(f"{number + 1}. {self.what}: {self.seconds[kind][-1]:.1f} s, step {self._steps()}", flush=True)
+
+    def _signal(self, number: signal.Signals, among: Sequence[str] = PROCESSES[1:], count: int = 1) -> None:
+        for name in self.chance.sample(list(among), count):
+            with suppress(psutil.NoSuchProcess, KeyError):  # it is away already
+                self.run.run.member(name).send_signal(number)
+                self.what += f" {name}"
+
+    def _twice(self) -> None:
+        self._signal(signal.SIGKILL, PROCESSES)
+        self._wait(self.chance.uniform(0.0, 3.0))
+        self._signal(signal.SIGKILL, PROCESSES)
+
+    def _cut(self, seconds: float) -> None:
+        node = self._node()
+        self.run.network.cut(node)
+        self._wait(seconds)
+        self.run.network.mend(node)
+
+    def _disturb(self, how: str) -> None:
+        node = self._node()
+        with self.run.network.disturbed(node, how):
+            self._wait(self.chance.uniform(1.0, 10.0))
+
+    def _kill_node(self) -> None:
+        node = self._node()
+        node.kill()
+        self._wait(self.chance.uniform(0.0, 8.0))
+        self.run.start(NAMES[self.run.network.nodes.index(node)])
+
+    def _fill(self) -> None:
+        """For some seconds there is no room for anything of the run."""
+        ballast = self._disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(1 << 16)):
+                pass
+        self._wait(self.chance.uniform(1.0, 6.0))
+        ballast.unlink()
+
+    def _node(self):  # type: ignore[no-untyped-def]
+        name = self.chance.choice(AWAY)
+        self.what += f" {name}"
+        return self.run.node(name)
+
+    def _steps(self) -> int:
+        self._wait(0.0)
+        return self.run.run.steps()
+
+    def _wait(self, seconds: float) -> None:
+        """While a fault lasts the run may not end either."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self.run.run.process.wait(seconds)
+            raise AssertionError(f"the run ended with {code}")
+
+    what = "the start"
+
+
+def check_ledger(folder: Path) -> None:
+    """Each group has one final state, each step its batch, and no group two."""
+    with LedgerReader(folder) as ledger:
+        ledger.check_final(GROUPS)
+        rows = list(ledger.groups())
+    assert [row.group_id for row in rows] == list(range(len(rows))), "a prompt was skipped or repeated"
+    assert {row.why for row in rows if row.phase == Phase.DROPPED} <= {"run ended"}
+    places = sorted((row.step, row.place) for row in rows if row.phase == Phase.RETIRED)
+    assert places == [(step, place) for step in range(len(places) // GROUPS) for place in range(GROUPS)]
+
+
+def play(faults: int, seed: int, folder: Path) -> dict[str, list[float]]:
+    """A campaign, from the start of the run to its end. Raises AssertionError for whatever does not hold."""
+    shared, disk = shared_files(), folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)], check=True, timeout=10)
+    (disk / "run").mkdir()
+    (folder / "run").symlink_to(disk / "run")  # what the agents print is beside it, on another file system
+    try:
+        config = write_config(folder / "config.yaml", make_tiny(folder / "tiny"), **SETTINGS)
+        with cluster(config, folder=folder / "run") as run:
+            run.run.reaches(2, STUCK)
+            campaign = Campaign(run, disk, random.Random(seed))
+            try:
+                campaign.play(faults)
+                run.run.interrupt()
+                assert run.run.wait(STUCK) == 0, "it did not end as it should"
+                eventually(lambda: not any(node.processes() for node in run.network.nodes), STUCK, "the end of all processes")
+            except AssertionError as error:
+                newest = max((disk / "run" / "logs").glob("coordinator*.log"), key=lambda path: path.stat().st_mtime)
+                raise AssertionError(
+                    f"{campaign.what}: {error}\n{run.run.output[-2000:]}\n{newest.read_text()[-4000:]}"
+                ) from error
+        check_ledger(disk / "run" / "ledger")
+        eventually(lambda: not forgotten(shared), STUCK, "that nothing is left in shared memory")
+        return campaign.seconds
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
+
+
+def table(measured: Iterable[dict[str, list[float]]]) -> str:
+    """Markdown: a row for each kind of fault, over all campaigns."""
+    together: dict[str, list[float]] = defaultdict(list)
+    for one in measured:
+        for kind, seconds in one.items():
+            together[kind] += seconds
+            together["all"] += seconds
+    lines = ["| fault | times | p50 | p99 | worst |", "| --- | --- | --- | --- | --- |"]
+    for kind, seconds in sorted(together.items(), key=lambda item: (item[0] == "all", item[0])):
+        ordered = sorted(seconds)
+        p50, p99 = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+        lines.append(f"| {kind} | {len(ordered)} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--table", type=Path, nargs="+", default=[])
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(path.read_text()) for path in arguments.table))
+        return
+    if reason := why_not():
+        sys.exit(f"error: {reason}")
+    with tempfile.TemporaryDirectory(prefix="sluice-chaos-") as folder:
+        try:
+            seconds = play(arguments.faults, arguments.seed, Path(folder))
+        except AssertionError as error:
+            sys.exit(f"seed {arguments.seed}: {error}")
+    if arguments.save:
+        arguments.save.write_text(json.dumps(seconds))
+    print(table([seconds]))
+
+
+if __name__ == "__main__":
+    main()
