@@ -112,8 +112,9 @@ class Live:
 def belonging(folder: Path) -> list[psutil.Process]:
     """Every process whose command line names something in the run's folder, and all that descend from one."""
     found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
+    for pid in psutil.pids():  # process_iter() gives what it knew under an id that is another's by now
         with suppress(psutil.Error):
+            process = psutil.Process(pid)
             if process.pid != os.getpid() and any(str(folder) in word for word in process.cmdline()):
                 for one in (process, *process.children(recursive=True)):
                     if one.status() != psutil.STATUS_ZOMBIE:
