@@ -8,10 +8,10 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Collection, Coroutine
+from collections.abc import Awaitable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 from launcher import run_folder
 from launcher.known import known_names
@@ -30,6 +30,7 @@ from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.models import tiny_model
 from runtime.process import os_process
+from runtime.process.aio import unless_failed
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
 from services.rpc import session
@@ -146,7 +147,7 @@ class Job(ABC, Generic[Result]):
         following = asyncio.create_task(self._agent.follow())
         try:
             again = self._spec(self._agent.config, "--address", address)
-            await self.guarded(_unless({watching, following}, self._finished(again)))
+            await self.guarded(unless_failed({watching, following}, self._finished(again)))
         finally:
             for task in (watching, following):
                 task.cancel()
@@ -233,22 +234,6 @@ class Job(ABC, Generic[Result]):
             asyncio.get_running_loop().call_later(grace, self._twice.set)
         else:
             self._twice.set()
-
-
-async def _unless(failing: Collection[asyncio.Task[None]], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Raises what one of `failing` raises before."""
-    task = asyncio.create_task(work)
-    going = set(failing)
-    try:
-        while not task.done():
-            done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                for ended in done:
-                    ended.result()
-            going -= done
-        return await task
-    finally:
-        task.cancel()
 
 
 async def _read_line(descriptor: int, timeout: float) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runtime.commands import Apply, Priority
 from runtime.config import Config, Spread
 from runtime.errors import Cancelled, ServiceFault
+from runtime.process import progress
 from runtime.types import PolicyVersion
 from services import process
 from services.rpc import contract
@@ -26,6 +27,9 @@ from services.rpc.server import Handler
 if TYPE_CHECKING:
     from runtime.trainer.rank import GroupRank
 
+
+# Those that wait for nothing but their own ranks: neither for a disk nor for who receives weights.
+COMPUTING = {row.command for row in contract.METHODS.values() if row.deadline in ("deadlines.train", "deadlines.score")}
 
 MakeRank = Callable[[Config, int, int], "GroupRank"]
 
@@ -86,7 +90,10 @@ class SpmdService(process.Service):
     def _carry_out(self, command: Any) -> Any:
         before = time.monotonic()
         try:
-            return self._worker.execute(command)
+            if type(command) not in COMPUTING:
+                return self._worker.execute(command)
+            with progress.work.at("command", type(command).__name__):
+                return self._worker.execute(command)
         finally:
             self._busy_seconds += time.monotonic() - before
 
@@ -118,6 +125,10 @@ class FrozenModelService(process.Service):
     def answers(self, requests: Sequence[Any]) -> Sequence[Any]:
         """What is replied to each request, a group; in the thread."""
 
+    def _answers(self, requests: Sequence[Any]) -> Sequence[Any]:
+        with progress.work.at("forward", f"{len(requests)} requests"):
+            return self.answers(requests)
+
     def ask(self, request: Any) -> asyncio.Future[Any]:
         """The answer, behind what was asked before. Cancelling it withdraws the question."""
         future = asyncio.get_running_loop().create_future()
@@ -138,7 +149,7 @@ class FrozenModelService(process.Service):
                 continue
             before = time.monotonic()
             try:
-                answers = await loop.run_in_executor(self._thread, self.answers, [request for request, _ in wanted])
+                answers = await loop.run_in_executor(self._thread, self._answers, [request for request, _ in wanted])
             except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
                 answers = [error] * len(wanted)
             for (_, future), answer in zip(wanted, answers, strict=True):

@@ -27,7 +27,7 @@ from runtime import timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, SluiceError, Unreachable, UserError
-from runtime.process import os_process
+from runtime.process import os_process, progress
 from runtime.process.network import transport_variables
 from runtime.status import CallStats, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
@@ -169,7 +169,7 @@ def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]
     try:
         config = loading.load(path, ())
         uvloop.install()
-        asyncio.run(work(config, phases))
+        asyncio.run(progress.telling(config, work(config, phases)))
     except UserError as error:
         os_process.say_errors(str(error).splitlines())
         sys.exit(2)
@@ -221,12 +221,14 @@ class ServiceProcess:
             await server.stop(timeouts.SERVER_GRACE)
 
     async def _load(self) -> None:
+        progress.work.begin("load", "load")
         with uncollected():
             if self._service.libraries:
                 await asyncio.to_thread(self._import_libraries)
                 self._phases.mark("libraries")
             await asyncio.to_thread(self._service.load)
         await self._service.start()
+        progress.work.end("load")
         self._loaded = True
         self._phases.mark("load")
 
@@ -303,6 +305,7 @@ class ServiceProcess:
             role=self._service.role,
             name=self._service.name,
             state=self._service.state if self._state == "ready" else self._state,
+            detail=progress.work.shown(),
             version=self._service.version if self._loaded else PolicyVersion(),
             calls=self._calls.stats,
             rates=rates,

@@ -82,6 +82,14 @@ class Log:
                 data += file.read()
         return data[-TAIL_BYTES:].decode(errors="replace")
 
+    def add(self, data: bytes) -> None:
+        """As if the process had written it."""
+        with self._lock:
+            self._carry()
+            if self._reader >= 0:
+                self._keep_rest()
+                self._keep(data)
+
     def close(self) -> None:
         """Once the process is gone: what it wrote last is in the file."""
         if self._thread is not None:

@@ -20,12 +20,13 @@ from typing import Any
 
 from launcher.node import cpus
 from launcher.node.logs import LineView, Log
+from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
 from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
-from runtime.process import os_process
+from runtime.process import os_process, progress
 from runtime.rollout.vllm import leftovers
 
 FAULT = "error: "  # how a process begins the line that says why it ends
@@ -123,6 +124,8 @@ class Supervisor:
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
+        self._beats = Beats()
+        self._watch: asyncio.Task[None] | None = None  # for those that make no progress
 
     def _say(self, line: str) -> None:
         if self._view is not None:
@@ -130,9 +133,12 @@ class Supervisor:
 
     def enable_restarts(self, restarts: Mapping[str, Restarts], decided_elsewhere: Collection[str] = ()) -> None:
         """A process named here that dies is started again as its settings allow, while the others go on. What becomes of those
-        in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death."""
+        in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death. One that makes no progress
+        is ended."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
+        self._watch = self._watch or asyncio.create_task(self._end_stalled())
+        self._started.set()  # `first_failure` waits for it as well
 
     def stop_restarts(self) -> None:
         """From now on every death is a failure, and a process that was about to be started again is not."""
@@ -140,6 +146,28 @@ class Supervisor:
         for task in self._starting:
             task.cancel()
         self._starting.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+            self._beats.close()
+
+    async def _end_stalled(self) -> None:
+        """Until cancelled: whoever makes no progress is ended, with its stacks in its log."""
+        self._beats.open()
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(timeouts.BEAT)
+            now = time.monotonic()
+            if (late := now - before - timeouts.BEAT) > timeouts.BEAT:
+                self._beats.forgive(late)
+            self._beats.take()
+            for child in list(self.children):
+                ranks = self._beats.of(child.spec.name)
+                if child.running and child not in self._given_up and (found := stalled(ranks, now)) is not None:
+                    rank, why = found
+                    why = f"is stopped: {why}" if is_stopped(ranks[rank].pid) else why
+                    await keep_stacks(child.output, ranks)
+                    self.give_up(child.spec.name, child.incarnation, f"rank {rank}: {why}" if len(ranks) > 1 else why)
 
     def give_up(self, name: str, incarnation: int, reason: str) -> None:
         """End a process that the run does without, unless it is dying by itself: then its own end says more."""
@@ -162,7 +190,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE if capture else out,
                     stderr=out,
-                    env={**os.environ, os_process.INCARNATION: str(incarnation), **spec.env},
+                    env={**os.environ, **self._told(spec.name, incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
                     preexec_fn=partial(os_process.before_exec, spec.cpus),  # torchrun does not ask for it by itself
@@ -178,6 +206,9 @@ class Supervisor:
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
         return child
+
+    def _told(self, name: str, incarnation: int) -> dict[str, str]:
+        return {os_process.INCARNATION: str(incarnation), progress.AGENT: self._beats.variable(name)}
 
     def cause_of_failure(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
@@ -198,8 +229,12 @@ class Supervisor:
                     return failed
                 self._started.clear()
                 another = asyncio.create_task(self._started.wait())
-                await asyncio.wait({*waits, *self._starting, another}, return_when=asyncio.FIRST_COMPLETED)
+                watch = {self._watch} if self._watch is not None else set()
+                await asyncio.wait({*waits, *self._starting, *watch, another}, return_when=asyncio.FIRST_COMPLETED)
                 another.cancel()
+                for task in watch:
+                    if task.done() and not task.cancelled():
+                        task.result()  # raises: nothing else ends it
                 waits = {task: child for task, child in waits.items() if not task.done()}
                 for started in [task for task in self._starting if task.done()]:
                     del self._starting[started]

@@ -45,6 +45,9 @@ class Network(Section, frozen=True):
     """The same on the NPUs' own interfaces."""
 
 
+StallPhase = Literal["loop", "decode", "forward", "backward", "reduce", "update", "command"]
+
+
 class Deadlines(Section, frozen=True):
     """After which something counts as failed."""
 
@@ -54,6 +57,11 @@ class Deadlines(Section, frozen=True):
     silence: Seconds = 30.0
     """A process that answers no ping, or a rollout that tells nothing of itself: the run does without it, and it is started
     again, a rank with its group, a coordinator alone."""
+    stall: dict[StallPhase, Seconds] = {}
+    """By phase, a process's work without progress: it is ended by its agent, with its stacks in its log, and started again.
+    `loop` is its event loop, `decode` a rollout's next token, `forward` and `backward` a micro-batch, `reduce` and `update` an
+    optimizer's, `command` the rest of a command. A phase that is not named has ten times the longest that it has taken in that
+    process, 10 s at least; the first three times, and a process that loads, have `start`."""
     coordinator: Seconds = 120.0
     """The return of a coordinator that was lost: until then agents keep their processes, and these what they have."""
     generate: Seconds = 600.0

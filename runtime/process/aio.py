@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 if sys.version_info >= (3, 11):
@@ -12,7 +12,7 @@ if sys.version_info >= (3, 11):
 else:
     from taskgroup import TaskGroup
 
-__all__ = ["TaskGroup", "done_within", "first_error", "now", "still_missing"]
+__all__ = ["TaskGroup", "done_within", "first_error", "now", "still_missing", "unless_failed"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,22 @@ async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
         return bool(done)
     finally:
         working.cancel()
+
+
+async def unless_failed(beside: Collection[asyncio.Task[None]], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Raises what one of the tasks `beside` it raises before."""
+    task = asyncio.create_task(work)
+    going = set(beside)
+    try:
+        while not task.done():
+            done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                for ended in done:
+                    ended.result()
+            going -= done
+        return await task
+    finally:
+        task.cancel()
 
 
 async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:

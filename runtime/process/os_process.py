@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -46,9 +47,13 @@ def say_errors(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
-def stacks_on_signal() -> None:
-    """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+def stacks_on_signal(then: Callable[[], object] | None = None) -> None:
+    """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing. `then` is called by the running
+    event loop thereafter."""
+    faulthandler.unregister(signal.SIGUSR1)
+    if then is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, then)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=then is not None)
 
 
 def follow_parent() -> None:

@@ -26,6 +26,7 @@ from runtime import codec
 from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
+from runtime.process.progress import at
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import (
     Columns,
@@ -177,7 +178,8 @@ class ModelTrainer:
     def _update(self) -> None:
         """One optimizer update with what was added since the last. A gradient that is not finite changes no weight."""
         # 1. Sum gradients and statistics over all shares of the data.
-        reduced, squared = self.backend.reduce(self._statistics)
+        with at("reduce"):
+            reduced, squared = self.backend.reduce(self._statistics)
         # 2. Losses are sums: what they are averaged over is known only now. Where nothing was trained there is nothing to
         #    divide by, and the gradient is 0.
         averaged = reduced.means.get(self.objective.averaged)
@@ -188,7 +190,8 @@ class ModelTrainer:
             limit = self._options.max_grad_norm
             clip = limit / norm if limit and norm > limit else 1.0
             self._rate = learning_rate(self.step, self._config.training.steps, self._options)
-            self.backend.update(clip / denominator, self._rate)
+            with at("update"):
+                self.backend.update(clip / denominator, self._rate)
             self._norms.append(norm)
         else:
             self._handle_nonfinite()

@@ -19,6 +19,7 @@ from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.offload import HostOffload
 from runtime.process import platform
+from runtime.process.progress import at
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
@@ -127,7 +128,8 @@ class TorchRolloutEngine(RolloutEngine):
         deadline: float | None = None
         with torch.inference_mode():
             while self._can_step and not self._halt and not interrupted():
-                self._step()
+                with at("decode"):
+                    self._step()
                 if self._finished:
                     now = time.perf_counter()
                     deadline = deadline or now + _COALESCE_SECONDS

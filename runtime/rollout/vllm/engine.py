@@ -30,6 +30,7 @@ from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, 
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
+from runtime.process.progress import work
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
@@ -104,6 +105,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._withdrawn: list[str] = []  # request ids that vLLM does not know yet to be forgotten
         self._finished: list[GeneratedGroup] = []
         self._requests = 0
+        self._told = -1  # of the steps, when it was told last that they go on
         self._held = False
         self._level = Level.AWAKE
         self._sleeps = sleeps
@@ -135,10 +137,21 @@ class VLLMRolloutEngine(RolloutEngine):
         await self._flush()
         while self._can_step and not self._finished and not interrupted():
             await self._feed()
+            self._tell_progress()
             self._record(await self._outputs())
+        self._tell_progress()
         self._stats.busy_seconds += time.perf_counter() - started
         finished, self._finished = self._finished, []
         return finished
+
+    def _tell_progress(self) -> None:
+        """Its work goes on with each output while vLLM has any."""
+        if not self._running:
+            work.end(self)
+            self._told = -1
+        elif self._stats.decode_steps != self._told:
+            self._told = self._stats.decode_steps
+            work.begin(self, "decode")
 
     @property
     def _can_step(self) -> bool:
@@ -263,6 +276,8 @@ class VLLMRolloutEngine(RolloutEngine):
             del copies  # not before: the workers read them
 
     async def _swap(self, locations: Sequence[Location], version: PolicyVersion, recompute: bool) -> None:
+        work.end(self)  # until it is fed again
+        self._told = -1
         if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
             await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())

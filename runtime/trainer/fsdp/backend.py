@@ -17,6 +17,7 @@ from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.offload import HostOffload
 from runtime.process import platform
+from runtime.process.progress import at
 from runtime.trainer.backend import (
     BatchOutputs,
     MicroBatch,
@@ -78,17 +79,20 @@ class FsdpBackend(ModelBackend):
 
     def run(self, batches: Iterable[MicroBatch], loss: BatchOutputs, backward: bool, last: bool = False) -> list[torch.Tensor]:
         losses = []  # FSDP2 reduces every micro-batch's gradients: it holds none but its own shard of them
-        for batch in batches:
-            with torch.set_grad_enabled(backward):
+        for number, batch in enumerate(batches):
+            with at("forward", f"micro-batch {number}"), torch.set_grad_enabled(backward):
                 lost = loss(batch, self._forward(batch))
             if backward:
-                (lost * self._loss_factor).backward()
+                with at("backward", f"micro-batch {number}"):
+                    (lost * self._loss_factor).backward()
             losses.append(lost.detach())
         return losses
 
     def infer(self, batches: Iterable[MicroBatch], output: BatchOutputs) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        for batch in batches:
-            yield batch, output(batch, self._forward(batch))
+        for number, batch in enumerate(batches):
+            with at("forward", f"micro-batch {number}"):
+                found = output(batch, self._forward(batch))
+            yield batch, found
 
     def token_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool

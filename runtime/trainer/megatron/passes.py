@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from runtime.config import Spread
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES
+from runtime.process.progress import at
 from runtime.trainer.backend import BatchOutputs, MicroBatch, padded
 from runtime.trainer.megatron import context, facade
 from runtime.trainer.megatron.grid import ProcessGrid
@@ -72,12 +73,14 @@ class MegatronPasses:
         """What `report` gives for each of `batches` on the last stage; nothing on the others."""
 
         def step(waiting: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-            batch = self._share(next(waiting))
-            return model(batch), partial(report, batch)
+            with at("forward"):  # so that the whole goes on with each micro-batch
+                batch = self._share(next(waiting))
+                return model(batch), partial(report, batch)
 
         if not batches:
             return []
-        with facade.moving(self.grid.device):
+        phase = "forward" if options["forward_only"] else "backward"
+        with facade.moving(self.grid.device), at(phase, f"{len(batches)} micro-batches"):
             found: list[torch.Tensor] = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(batches),

@@ -1,0 +1,150 @@
+"""Which of a node's processes make no progress, by what they tell once a second.
+
+::
+
+    Work.tell of each process ── Beat, a datagram ──►  Beats  ──►  stalled()  ──►  stacks into its log  ──►  Supervisor.give_up
+
+The socket is an abstract one: nothing of it stays when this process is killed. The kernel says who has sent a beat, and another
+user's is not heeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import psutil
+from msgspec import Struct
+
+from launcher.node.logs import Log
+from runtime import codec, timeouts
+from runtime.errors import InvalidMessage
+from runtime.process.progress import Beat, described
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_LARGEST = 4096  # bytes of a beat
+
+
+class Heard(Struct):
+    """The newest beat of a rank, and when it came. `pid`: of the process that sent it."""
+
+    beat: Beat
+    pid: int
+    when: float
+
+
+def stalled(ranks: Mapping[int, Heard], now: float) -> tuple[int, str] | None:
+    """Which of a group's ranks has stalled, and how; None while all go on. Pure.
+
+    A rank that is silent holds the others up. Else one that has entered fewer of a group's collectives than others does: these
+    wait for it, and are not overdue as long as it is not; if it was given nothing to do, who has waited too long is.
+    """
+    for rank, heard in sorted(ranks.items()):
+        if (silent := now - heard.when) > heard.beat.loop:
+            return rank, f"its event loop has not run for {silent:.1f} s (deadlines.stall.loop: {heard.beat.loop:.3g} s)"
+    furthest: dict[str, int] = {}
+    for heard in ranks.values():
+        furthest |= {group: max(count, furthest.get(group, 0)) for group, count in heard.beat.collectives.items()}
+    waited_for = {rank: heard for rank, heard in ranks.items() if heard.beat.phase and _missing(heard.beat, furthest)}
+    for rank, heard in sorted((waited_for or ranks).items()):
+        beat = heard.beat
+        if beat.phase and beat.seconds > beat.limit:
+            why = f"no progress in {described(beat.phase, beat.detail)} for {beat.seconds:.1f} s"
+            why += f" (deadlines.stall.{beat.phase}: {beat.limit:.3g} s)"
+            if missing := _missing(beat, furthest):
+                why += f"; other ranks wait for it in {missing}"
+            return rank, why
+    return None
+
+
+def _missing(beat: Beat, furthest: Mapping[str, int]) -> str:
+    """The collective that others have entered, and this rank has not; "" where there is none."""
+    for group, count in beat.collectives.items():
+        if count < furthest[group]:
+            return f"collective {furthest[group]} of group {group}"
+    return ""
+
+
+class Beats:
+    """What the processes of one node have told. `variable` is what each of them is started with."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._address = f"sluice-{os.getpid()}-{secrets.token_hex(8)}"
+        self._heard: dict[str, dict[int, Heard]] = {}
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        """Where there are such sockets; elsewhere nothing is heard, and nobody is stalled."""
+        if self._socket is None and sys.platform.startswith("linux"):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(f"\0{self._address}")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def variable(self, name: str) -> str:
+        """For the process called `name`; of one that was called so before, nothing is known any more."""
+        self._heard.pop(name, None)
+        return f"{self._address} {name}"
+
+    def of(self, name: str) -> Mapping[int, Heard]:
+        return self._heard.get(name, {})
+
+    def take(self) -> None:
+        """All that has come until now."""
+        while self._socket is not None:
+            try:
+                data, about, _, _ = self._socket.recvmsg(_LARGEST, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            pid, uid, _ = _CREDENTIALS.unpack(about[0][2])
+            with suppress(InvalidMessage):
+                if uid == os.geteuid():
+                    beat = codec.decode(Beat, data)
+                    self._heard.setdefault(beat.name, {})[beat.rank] = Heard(beat, pid, self._clock())
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself has stood still for so long: what it has not taken meanwhile is nobody's silence."""
+        for ranks in self._heard.values():
+            for heard in ranks.values():
+                heard.when += seconds
+
+
+async def keep_stacks(log: Log, ranks: Mapping[int, Heard]) -> None:
+    """Each of the ranks writes its stacks into their `log`, and its collectives beside it. Where py-spy is installed, the log
+    has what that finds too: of a process that is stopped, it alone can tell."""
+    for heard in ranks.values():
+        with suppress(ProcessLookupError):
+            os.kill(heard.pid, signal.SIGUSR1)
+    if (spy := shutil.which("py-spy")) is None:
+        return
+    for heard in ranks.values():
+        command = (spy, "dump", "--nonblocking", "--pid", str(heard.pid))
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        try:
+            log.add((await asyncio.wait_for(process.communicate(), timeouts.STACKS))[0])
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False

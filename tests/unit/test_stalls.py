@@ -1,0 +1,142 @@
+"""What counts as a stall: the limits that a process learns, which rank is named, and what the agent hears."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from launcher.node.stalls import Beats, Heard, stalled
+from runtime import codec, timeouts
+from runtime.config import Deadlines
+from runtime.process.progress import Beat, Work
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def spend(work: Work, clock: Clock, phase: str, seconds: float) -> None:
+    with work.at(phase):
+        clock.seconds += seconds
+
+
+def test_the_limit_of_a_phase_is_learnt_from_what_it_has_taken(clock: Clock) -> None:
+    work = Work(Deadlines(start=77.0, stall={"update": 3.0}), clock)
+    assert work.limit("forward") == 77.0
+    for seconds in (1.0, 4.0, 2.0):
+        spend(work, clock, "forward", seconds)
+    assert work.limit("forward") == 40.0
+    for _ in range(3):
+        spend(work, clock, "backward", 0.25)
+    assert work.limit("backward") == timeouts.STALL_LEAST
+    spend(work, clock, "update", 9.0)
+    assert work.limit("update") == 3.0
+
+
+def test_a_phase_within_another_is_its_progress(clock: Clock) -> None:
+    work = Work(Deadlines(), clock)
+    with work.at("command", "Accumulate"):
+        clock.seconds += 5.0
+        with work.at("forward", "micro-batch 0"):
+            clock.seconds += 2.0
+            assert work.shown() == "forward of micro-batch 0, 2.0 s"
+        clock.seconds += 1.0
+        assert work.shown() == "command of Accumulate, 1.0 s"
+    assert work.shown() == ""
+
+
+def test_what_is_most_overdue_is_told(clock: Clock) -> None:
+    work = Work(Deadlines(stall={"decode": 5.0, "forward": 50.0}), clock)
+    work.begin("one", "forward")
+    clock.seconds += 10.0
+    work.begin("other", "decode")
+    clock.seconds += 8.0
+    assert work.most_overdue() == ("decode", "", 8.0, 5.0)
+    work.end("other")
+    assert work.most_overdue() == ("forward", "", 18.0, 50.0)
+
+
+def heard(rank: int, phase: str = "forward", seconds: float = 0.0, when: float = 100.0, **collectives: int) -> Heard:
+    return Heard(Beat("trainer-0", rank, 10.0, phase, "", seconds, 10.0 if phase else 0.0, collectives), 0, when)
+
+
+def test_a_process_that_goes_on_has_not_stalled() -> None:
+    assert stalled({}, 100.0) is None
+    assert stalled({0: heard(0, seconds=9.9)}, 109.9) is None  # nothing is added to what it told: it may be past it
+    assert stalled({0: heard(0, "", when=91.0)}, 100.0) is None
+
+
+def test_a_silent_event_loop_and_a_long_phase_have_stalled() -> None:
+    silent = stalled({0: heard(0, "", when=89.0)}, 100.0)
+    assert silent == (0, "its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)")
+    assert stalled({0: heard(0, seconds=10.5)}, 100.0) == (
+        0,
+        "no progress in forward for 10.5 s (deadlines.stall.forward: 10 s)",
+    )
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    """Not those that have entered a collective, however long they wait in it."""
+    waits, behind = heard(0, "reduce", seconds=30.0, dp=58), heard(1, seconds=12.0, dp=57)
+    rank, why = stalled({0: waits, 1: behind}, 100.0) or (0, "")
+    assert (rank, why.partition("; ")[2]) == (1, "other ranks wait for it in collective 58 of group dp")
+    assert stalled({0: waits, 1: heard(1, seconds=3.0, dp=57)}, 100.0) is None  # it has more to do
+    rank, _ = stalled({0: waits, 1: heard(1, "", dp=57)}, 100.0) or (9, "")
+    assert rank == 0  # the other was given nothing to do
+    rank, _ = stalled({0: waits, 1: heard(1, when=80.0, dp=58)}, 100.0) or (9, "")
+    assert rank == 1  # it is stopped
+
+
+def test_counts_of_groups_that_a_rank_is_not_in_are_not_compared() -> None:
+    ranks = {0: heard(0, seconds=11.0, all=5, first=900), 1: heard(1, seconds=2.0, all=5, second=3)}
+    assert (stalled(ranks, 100.0) or (9, ""))[0] == 0
+
+
+def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> None:
+    beats = Beats()
+    beats.open()
+    work = Work(Deadlines(stall={"decode": 5.0}))
+    work.begin("engine", "decode")
+
+    async def tell() -> None:
+        telling = asyncio.create_task(work.tell(*beats.variable("rollout-0").split(), 3))
+        await asyncio.sleep(0)
+        telling.cancel()
+
+    try:
+        asyncio.run(tell())
+        beats.take()
+        told = beats.of("rollout-0")[3]
+        assert (told.beat.phase, told.beat.limit, told.pid) == ("decode", 5.0, os.getpid())
+        before = told.when
+        beats.forgive(7.0)
+        assert told.when == before + 7.0
+        beats.variable("rollout-0")
+        assert not beats.of("rollout-0")
+    finally:
+        beats.close()
+
+
+def test_what_is_no_beat_is_not_heeded() -> None:
+    beats = Beats()
+    beats.open()
+    address = "\0" + beats.variable("rollout-0").partition(" ")[0]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.sendto(b"\xff nonsense", address)
+            stranger.sendto(codec.encode(Beat("rollout-0", 0, 10.0)), address)
+        beats.take()
+        assert set(beats.of("rollout-0")) == {0}
+    finally:
+        beats.close()
