@@ -63,7 +63,7 @@ async def _tables(address: str) -> Group:
 def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
     """Two tables that fit 80 columns, the coordinator's line first: where the processes are, and what they do."""
     processes = _columns(statuses[0].detail, ("process", "state", "version", "restarts", "pid", "address"))
-    work = _columns("", ("process", "open", "answered", "failed", "rates"))
+    work = _columns("", ("process", "at", "open", "answered", "failed", "rates"))
     silent: list[Text] = []
     for status, restarted in zip(statuses, restarts, strict=True):
         place = str(restarted), str(status.pid), status.address
@@ -73,7 +73,8 @@ def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
             continue
         calls = status.calls
         counts = str(calls.open), str(calls.answered), str(calls.failed)
-        work.add_row(status.name, *counts, _rates(status.rates))
+        at = status.detail if status is not statuses[0] else ""
+        work.add_row(status.name, at, *counts, _rates(status.rates))
     return Group(processes, work, *silent)
 
 

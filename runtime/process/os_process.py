@@ -48,8 +48,8 @@ def say_errors(lines: Sequence[str]) -> None:
 
 
 def stacks_on_signal(then: Callable[[], object] | None = None) -> None:
-    """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing. `then` is called by the running
-    event loop thereafter."""
+    """On SIGUSR1, write every thread's stack to stderr: what a process that seems stuck is doing. Then the running event loop
+    calls `then`."""
     faulthandler.unregister(signal.SIGUSR1)
     if then is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, then)

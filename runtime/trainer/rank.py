@@ -60,7 +60,7 @@ def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> 
     device = platform.device(index=int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend_of(role, settings, device)
     if world_size > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives, the newest, for whoever asks why they hang
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # of the newest collectives
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
 

@@ -81,7 +81,7 @@ def of_the_coordinator() -> set[str]:
     )
     pool: Any = SimpleNamespace(membership=SimpleNamespace(serving=[]), _lost=0, _repeated=0)
     sampling: Any = SimpleNamespace(_kept=1, _dropped=1, _buffer=SimpleNamespace(groups_per_step=1))
-    probes: Any = SimpleNamespace(_compared=["rollout-0"], _unanswered=0, _limit=0.0, _off=set())
+    probes: Any = SimpleNamespace(_compared=["rollout-0"], _unanswered=0, given_before=False, _limit=0.0, _off=set())
     config = replace(make_config("", algorithm={**PPO, "dynamic_sampling": True}), critic=Critic())
     told: list[dict[str, Any]] = []
 
