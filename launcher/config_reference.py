@@ -168,6 +168,8 @@ def _unit(kind: inspect.Type) -> str:
         return (kind.extra_json_schema or {}).get(UNIT, "") or _unit(kind.type)
     if isinstance(kind, inspect.UnionType):
         return next(filter(None, map(_unit, kind.types)), "")
+    if isinstance(kind, inspect.DictType):
+        return _unit(kind.value_type)
     return _unit(kind.item_type) if isinstance(kind, inspect.ListType) else ""
 
 

@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 import psutil
@@ -77,8 +77,7 @@ def _missing(beat: Beat, furthest: Mapping[str, int]) -> str:
 class Beats:
     """What the processes of one node have told. `variable` is what each of them is started with."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self) -> None:
         self._address = f"sluice-{os.getpid()}-{secrets.token_hex(8)}"
         self._heard: dict[str, dict[int, Heard]] = {}
         self._socket: socket.socket | None = None
@@ -114,7 +113,7 @@ class Beats:
             with suppress(InvalidMessage):
                 if uid == os.geteuid():
                     beat = codec.decode(Beat, data)
-                    self._heard.setdefault(beat.name, {})[beat.rank] = Heard(beat, pid, self._clock())
+                    self._heard.setdefault(beat.name, {})[beat.rank] = Heard(beat, pid, time.monotonic())
 
     def forgive(self, seconds: float) -> None:
         """This process itself has stood still for so long: what it has not taken meanwhile is nobody's silence."""

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Coroutine, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from runtime.config import Config, Deadlines
 from runtime.process import os_process
 from runtime.process.aio import unless_failed
 
+now = time.monotonic
 AGENT = "SLUICE_BEATS"  # the variable with the agent's socket and the name that it gave the process
 TIMES = 10  # as long as the longest so far
 LEARNT = 3  # times that a phase is over before its limit is known from them: until then kernels may be compiled
@@ -53,9 +54,8 @@ class Beat(Struct, frozen=True):
 class Work:
     """What a process's threads and tasks are at. Each is a line, and at one phase at a time."""
 
-    def __init__(self, settings: Deadlines | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, settings: Deadlines | None = None):
         self.configure(settings or Deadlines())
-        self._clock = clock
         self._open: dict[Hashable, tuple[str, str, float]] = {}  # by line: phase, detail, since
         self._taken: dict[str, tuple[int, float]] = {}  # by phase: how often it is over, and the longest seconds
 
@@ -79,12 +79,12 @@ class Work:
     def begin(self, line: Hashable, phase: str, detail: str = "") -> None:
         """`line` goes on to `phase`, or has made progress in it."""
         self.end(line)
-        self._open[line] = phase, detail, self._clock()
+        self._open[line] = phase, detail, now()
 
     def end(self, line: Hashable) -> None:
         """`line` waits for work."""
         if (was := self._open.pop(line, None)) is not None:
-            self._over(was[0], self._clock() - was[2])
+            self._over(was[0], now() - was[2])
 
     def _over(self, phase: str, seconds: float) -> None:
         times, longest = self._taken.get(phase, (0, 0.0))
@@ -99,8 +99,8 @@ class Work:
 
     def most_overdue(self) -> tuple[str, str, float, float]:
         """Phase, detail, seconds and limit; of nothing where nothing is open."""
-        now = self._clock()
-        found = [(phase, detail, now - since, self.limit(phase)) for phase, detail, since in list(self._open.values())]
+        at = now()
+        found = [(phase, detail, at - since, self.limit(phase)) for phase, detail, since in list(self._open.values())]
         return max(found, key=lambda one: one[2] - one[3], default=("", "", 0.0, 0.0))
 
     def shown(self) -> str:
@@ -113,7 +113,7 @@ class Work:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
             end.setblocking(False)
             while True:
-                began = self._clock()
+                began = now()
                 phase, detail, seconds, limit = self.most_overdue()
                 loads = phase == "load"  # what is imported holds the interpreter's lock
                 beat = Beat(name, rank, limit if loads else self.limit("loop"), phase, detail, seconds, limit, collectives())
@@ -121,7 +121,7 @@ class Work:
                     end.sendto(codec.encode(beat), f"\0{agent}")
                 await asyncio.sleep(timeouts.BEAT)
                 if not loads:
-                    self._over("loop", self._clock() - began)
+                    self._over("loop", now() - began)
 
 
 work = Work()

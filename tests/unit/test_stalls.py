@@ -11,6 +11,7 @@ import pytest
 from launcher.node.stalls import Beats, Heard, stalled
 from runtime import codec, timeouts
 from runtime.config import Deadlines
+from runtime.process import progress
 from runtime.process.progress import Beat, Work
 
 
@@ -22,8 +23,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "now", clock)
+    return clock
 
 
 def spend(work: Work, clock: Clock, phase: str, seconds: float) -> None:
@@ -32,7 +35,7 @@ def spend(work: Work, clock: Clock, phase: str, seconds: float) -> None:
 
 
 def test_the_limit_of_a_phase_is_learnt_from_what_it_has_taken(clock: Clock) -> None:
-    work = Work(Deadlines(start=77.0, stall={"update": 3.0}), clock)
+    work = Work(Deadlines(start=77.0, stall={"update": 3.0}))
     assert work.limit("forward") == 77.0
     for seconds in (1.0, 4.0, 2.0):
         spend(work, clock, "forward", seconds)
@@ -45,7 +48,7 @@ def test_the_limit_of_a_phase_is_learnt_from_what_it_has_taken(clock: Clock) -> 
 
 
 def test_a_phase_within_another_is_its_progress(clock: Clock) -> None:
-    work = Work(Deadlines(), clock)
+    work = Work(Deadlines())
     with work.at("command", "Accumulate"):
         clock.seconds += 5.0
         with work.at("forward", "micro-batch 0"):
@@ -57,7 +60,7 @@ def test_a_phase_within_another_is_its_progress(clock: Clock) -> None:
 
 
 def test_what_is_most_overdue_is_told(clock: Clock) -> None:
-    work = Work(Deadlines(stall={"decode": 5.0, "forward": 50.0}), clock)
+    work = Work(Deadlines(stall={"decode": 5.0, "forward": 50.0}))
     work.begin("one", "forward")
     clock.seconds += 10.0
     work.begin("other", "decode")
