@@ -7,6 +7,7 @@ the coordinator's session to this rank ──► event loop ──► the engine
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from abc import abstractmethod
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runtime.commands import Apply, Priority
 from runtime.config import Config, Spread
 from runtime.errors import Cancelled, ServiceFault
-from runtime.process import progress
+from runtime.process import os_process, progress
 from runtime.types import PolicyVersion
 from services import process
 from services.rpc import contract
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # Those that wait for nothing but their own ranks: neither for a disk nor for who receives weights.
 COMPUTING = {row.command for row in contract.METHODS.values() if row.deadline in ("deadlines.train", "deadlines.score")}
 
+log = logging.getLogger("sluice")
+
 MakeRank = Callable[[Config, int, int], "GroupRank"]
 
 
@@ -38,7 +41,8 @@ class SpmdService(process.Service):
     """A rank, or the only one: its engine, in a thread of its own. Every rank is given each command, in the same order, and
     carries it out on its share of the data.
 
-    A command is carried out even when its caller withdraws it: the other ranks carry it out as well.
+    A command is carried out even when its caller withdraws it: the other ranks carry it out as well. One that fails since a
+    communicator or the device is beyond use is not answered: the process ends at once, and comes back as one that was killed.
     """
 
     def __init__(self, role: str, service: str, make_rank: MakeRank, config: Config, name: str, rank: int):
@@ -85,7 +89,19 @@ class SpmdService(process.Service):
         self._commands += 1
         if isinstance(command, Apply):
             self._ordered = command.step + 1
-        return loop.create_task(_answer(loop.run_in_executor(self._thread, self._carry_out, command)))
+        return loop.create_task(self._answer(loop.run_in_executor(self._thread, self._carry_out, command)))
+
+    async def _answer(self, carried_out: asyncio.Future[Any]) -> Any:
+        try:
+            answer = await asyncio.shield(carried_out)
+        except RuntimeError as error:
+            from runtime.process import platform
+
+            if platform.is_beyond_use(error):
+                log.error("%s cannot go on", self.name, exc_info=error)
+                os_process.end_at_once(str(ServiceFault(self.name, "run", f"{type(error).__name__}: {error}")))
+            raise
+        return await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
 
     def _carry_out(self, command: Any) -> Any:
         before = time.monotonic()
@@ -96,11 +112,6 @@ class SpmdService(process.Service):
                 return self._worker.execute(command)
         finally:
             self._busy_seconds += time.monotonic() - before
-
-
-async def _answer(carried_out: asyncio.Future[Any]) -> Any:
-    answer = await asyncio.shield(carried_out)
-    return await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
 
 
 # ----------------------------------------------------------------------------------------------------------------------

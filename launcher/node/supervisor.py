@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.node import cpus
+from launcher.node import cpus, oom
 from launcher.node.logs import LineView, Log
 from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
@@ -47,6 +47,8 @@ class Child:
         self.incarnation = incarnation
         self.given_up = ""  # why it was ended from here, while the others go on
         self.last = ""  # why no other comes in its place
+        self.starved = ""  # what the kernel says of its death, where that was for want of memory
+        self.advice = ""  # what the user can do about that
         self.late = bool(incarnation)  # it was started when the run was under way
 
     @property
@@ -61,7 +63,7 @@ class Child:
     def mistaken(self) -> bool:
         """Whether it, or a rank that it started, ended with what its user has to mend: it would only happen again."""
         code = self.process.returncode
-        return code == MISTAKE or (bool(code) and _RANK_ENDED.search(self.output.tail()) is not None)
+        return code == MISTAKE or bool(self.advice) or (bool(code) and _RANK_ENDED.search(self.output.tail()) is not None)
 
     def give_up(self, reason: str) -> None:
         """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
@@ -83,6 +85,10 @@ class Child:
     def fault(self) -> SluiceError:
         """Why it ended, in its own last word where it had one."""
         code = self.process.returncode or 0
+        if self.advice:
+            return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
+        if self.starved:
+            return ServiceFault(self.spec.name, "run", self.starved + self.last)
         if self.given_up:
             return ServiceFault(self.spec.name, "run", self.given_up + self.last)
         if code < 0:
@@ -125,6 +131,8 @@ class Supervisor:
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
         self._beats = Beats()
+        self._kills = oom.OomKills()
+        self._starved: dict[str, float] = {}  # when a process of this name was killed for want of memory last
         self._watch: asyncio.Task[None] | None = None  # for those that make no progress
 
     def _say(self, line: str) -> None:
@@ -137,7 +145,10 @@ class Supervisor:
         is ended."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
-        self._watch = self._watch or asyncio.create_task(self._end_stalled())
+        if self._watch is None:
+            self._beats.open()
+            self._kills.open()
+            self._watch = asyncio.create_task(self._end_stalled())
         self._started.set()  # `first_failure` waits for it as well
 
     def stop_restarts(self) -> None:
@@ -150,10 +161,10 @@ class Supervisor:
             self._watch.cancel()
             self._watch = None
             self._beats.close()
+            self._kills.close()
 
     async def _end_stalled(self) -> None:
         """Until cancelled: whoever makes no progress is ended, with its stacks in its log."""
-        self._beats.open()
         while True:
             before = time.monotonic()
             await asyncio.sleep(timeouts.BEAT)
@@ -246,6 +257,7 @@ class Supervisor:
     def _replace(self, child: Child) -> bool:
         """Whether the run goes on without this process, which died, and perhaps with another in its place."""
         name = child.spec.name
+        self._examine(child)
         if name in self.followed and (child.process.returncode or 0) < 0:
             return True
         if child.mistaken or name not in {*self._restarts, *self._decided_elsewhere}:
@@ -265,6 +277,18 @@ class Supervisor:
             self._say(f"{child.fault()}; started again in {delay:g} s")
             self._starting[asyncio.create_task(self._start_again(child, delay))] = name
         return True
+
+    def _examine(self, child: Child) -> None:
+        """Whether it was killed for want of memory; with advice the second time."""
+        name, role = child.spec.name, child.spec.role
+        if child.starved or child.given_up:
+            return
+        child.starved = self._kills.of({child.pid, *(rank.pid for rank in self._beats.of(name).values())})
+        if child.starved and role in oom.ADVICE:
+            before, now = self._starved.get(name), time.monotonic()
+            self._starved[name] = now
+            if before is not None and name in self._restarts and now - before < self._restarts[name].window:
+                child.advice = oom.ADVICE[role]
 
     async def _start_again(self, child: Child, delay: float) -> Child:
         await asyncio.sleep(delay)

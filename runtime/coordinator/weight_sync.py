@@ -243,7 +243,8 @@ class Transaction:
         """The calls of one attempt, in the newest epoch."""
         self._epoch, self._ports = self._group.epoch, self._group.members
         number, trainer = self._epoch.number, self._group.trainer
-        self._call(trainer.name, self._sent(trainer.post(self._publisher.sending(self._version, number))), lambda _: Sent())
+        command = self._publisher.sending(self._version, number)
+        self._call(trainer.name, self._sent(command, trainer.post(command)), lambda _: Sent())
         for name, rollout in self._ports.items():
             self._call(name, rollout.post(ReceiveWeights(self._version, number)), Verified)
 
@@ -316,11 +317,13 @@ class Transaction:
         committed = await rollout.call(CommitWeights(self._version, self._epoch.number))
         self._pause = max(self._pause, committed.pause_seconds)
 
-    async def _sent(self, answer: Awaitable[WeightsSent]) -> None:
+    async def _sent(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
         try:
             self._bytes = (await answer).bytes
         except SluiceError as error:
-            if not (isinstance(error, ServiceFault) and error.phase == "transfer"):
+            # What was sent once more is gathered anew: of several senders one may have found a bucket that changed in its
+            # memory, and another, whose transfer failed for it, has answered first.
+            if isinstance(command, ResendWeights) or not (isinstance(error, ServiceFault) and error.phase == "transfer"):
                 self._publisher.kept = None
             raise
 

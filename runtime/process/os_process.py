@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -45,6 +46,12 @@ def say_errors(lines: Sequence[str]) -> None:
     """On stderr, in one write: the ranks of a group have one log, and may all have something to say at once."""
     sys.stderr.write("".join(f"error: {line}\n" for line in lines))
     sys.stderr.flush()
+
+
+def end_at_once(error: str) -> NoReturn:
+    """With exit code 1 and no orderly end, for which threads and libraries that hang would be waited for."""
+    say_errors([error])
+    os._exit(1)
 
 
 def stacks_on_signal(then: Callable[[], object] | None = None) -> None:

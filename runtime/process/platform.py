@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -22,6 +23,15 @@ DeviceKind = Literal["npu", "cuda", "cpu"]
 CollectiveBackend = Literal["hccl", "nccl", "gloo"]
 
 _BACKENDS: dict[str, CollectiveBackend] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+
+
+_OF_NPU = re.compile(r"call (hccl|acl|rts) api failed")  # torch_npu raises RuntimeError for everything
+
+
+def is_beyond_use(error: BaseException | None) -> bool:
+    """Whether `error` says that a group's communicator, or the device, has failed: nothing can be computed by them any more."""
+    broken = (torch.distributed.DistBackendError, getattr(torch, "AcceleratorError", torch.distributed.DistBackendError))
+    return isinstance(error, broken) or (isinstance(error, RuntimeError) and bool(_OF_NPU.search(str(error))))
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
