@@ -19,7 +19,7 @@ import msgspec
 
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
-from runtime.cluster.topology import is_group, slots
+from runtime.cluster.topology import is_group, shares_devices, slots
 from runtime.config import Config
 from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED
@@ -76,6 +76,7 @@ class CoordinatorProcess:
         self._term = 1
         self._left: Takeover | None = None  # by an earlier coordinator
         self._keeper: MembersKeeper | None = None
+        self._absent: list[Death] = []  # trainer and critic, which are started again once their devices are free
 
     async def serve(self, ready_fd: int | None) -> None:
         """Everything. `ready_fd`: where the address is told. Raises UserError, ServiceFault."""
@@ -278,10 +279,21 @@ class CoordinatorProcess:
         elif self._progress.phase == "starting":
             self._failed.set_exception(SluiceError(death.reason))
         elif is_group(self._config, role):
-            if not self._nodes.start_again(role, death):
-                self._failed.set_exception(SluiceError(death.reason))
+            if shares_devices(self._config, role) and self._run is not None and not self._run.vacated:
+                self._absent.append(death)  # rollouts may still have its devices
+            else:
+                self._start_again(death)
         elif not self._register.has_others(death):
             self._failed.set_exception(SluiceError(death.reason))
+
+    def _start_again(self, death: Death) -> None:
+        if not self._nodes.start_again(death.name.rpartition("-")[0], death) and not self._failed.done():
+            self._failed.set_exception(SluiceError(death.reason))
+
+    def vacated(self) -> None:
+        absent, self._absent = self._absent, []
+        for death in absent:
+            self._start_again(death)
 
     def status(self) -> Status:
         progress = self._progress

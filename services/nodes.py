@@ -14,7 +14,7 @@ from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
 from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
-from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, with_rollouts
+from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, shares_devices, with_rollouts
 from runtime.config import Config, Rollout, loading
 from runtime.coordinator.register import Register
 from runtime.coordinator.takeover import Members, known_units
@@ -178,10 +178,12 @@ class Nodes:
         return self._config
 
     def start_again(self, role: str, death: Death) -> bool:
-        """A part of a group that spans nodes died: the whole of it is ended, and started as the next incarnation, after the
-        delay that its `restarts` say. False when they allow no further start, or its only node has tried that already."""
+        """A part of a group died whose node does not start it again by itself, since it spans nodes or shares its devices with
+        rollouts: the whole of it is ended, and started as the next incarnation, after the delay that its `restarts` say. False
+        when they allow no further start, or its only node has tried that already."""
         assert self._placement is not None
-        if len({seat.node for seat in self._placement.seats if seat.instance.role == role}) < 2:
+        nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
+        if len(nodes) < 2 and not shares_devices(self._config, role):
             return False
         if self._register.is_followed(death):
             return True  # it told of what is ended already

@@ -16,7 +16,7 @@ from launcher.node.machine import Machine
 from launcher.node.supervisor import Child, Supervisor
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
-from runtime.cluster.topology import named_paths
+from runtime.cluster.topology import named_paths, shares_devices
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
 from runtime.status import Progress
@@ -90,8 +90,8 @@ class Agent:
 
     def _replace(self) -> None:
         launches = self._assignment.launches
-        spanning = [launch.name for launch in launches if launch.rendezvous is not None]
-        self._supervisor.enable_restarts(topology.restarts(self._config, launches), spanning)
+        elsewhere = [one.name for one in launches if one.rendezvous is not None or shares_devices(self._config, one.role)]
+        self._supervisor.enable_restarts(topology.restarts(self._config, launches), elsewhere)
 
     def report(self, child: Child) -> None:
         """Tell the coordinator that a process died, and comes not again by itself."""

@@ -95,6 +95,11 @@ def takes_turns(config: Config) -> bool:
     return any(fleet.colocate == "trainer" for fleet in fleets(config).values())
 
 
+def shares_devices(config: Config, role: str) -> bool:
+    """Whether rollouts may have the devices of `role`, which another in its place finds free only once they sleep."""
+    return takes_turns(config) and role in ("trainer", "critic")
+
+
 def reference_takes_part(config: Config) -> bool:
     """Whether the reference has a turn of its own between them."""
     return takes_turns(config) and uses_reference(config) and config.services.reference.colocate == "trainer"

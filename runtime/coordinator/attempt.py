@@ -77,7 +77,7 @@ class Attempt:
         first = taken_up.version.step if taken_up else self._position.version.step if self._position else 0
         self._incarnation = 0
         self._needs = needs(config)
-        self._buffer = Buffer(
+        self.buffer = Buffer(
             needs=self._needs,
             groups_per_step=config.training.groups_per_step,
             staleness=config.training.staleness,
@@ -85,35 +85,36 @@ class Attempt:
             step=first,
             clock=lambda: context.epoch + now(),
         )
-        self._buffer.last_step = config.training.steps
+        self.buffer.last_step = config.training.steps
         history.goes_on_at(first)
-        self._checkpoints = Checkpoints(context, roles, self._stream, self._buffer, history)
+        self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
         self._spans = SpanClock(now)
-        self._publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
+        self.publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
         self._meter = BusyMeter(pool, config.deadlines.silence)
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
-        self._dynamic = DynamicSampling(self._buffer, limit) if config.algorithm.dynamic_sampling else None
-        self._probes = Probes(context, pool, history, self._spans, self._buffer.ready_changed)
+        self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
+        self._probes = Probes(context, pool, history, self._spans, self.buffer.ready_changed)
         self._recorder = MetricsRecorder(
-            context, self._spans, self._buffer, self._meter, pool, history.totals, self._dynamic, self._probes
+            context, self._spans, self.buffer, self._meter, pool, history.totals, self._dynamic, self._probes
         )
-        self._devices = devices_of(config, roles, pool, self._publisher, self._buffer, self._probes, self._spans)
-        self._groups = GroupStage(context, roles, pool, self._devices, self._buffer, self._stream, self._spans, self._dynamic)
+        self._devices = devices_of(config, roles, pool, self.publisher, self.buffer, self._probes, self._spans)
+        self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
         self._training.next = first
         evaluates = context.held_out and config.rewards.rules
         self._evaluator = Evaluator(context, roles, pool) if evaluates else None
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
-        self._recovery = Recovery(context, roles, pool.register, self._devices.trainer_is_replaceable, history)
+        self._recovery = Recovery(context, roles, pool.register, history)
         self.accuracy_after: float | None = None
+        self.vacated = False  # after a loss: the devices are free for another trainer
         self._interrupted = False
 
     # ------------------------------------------------------------------------------------------ from outside
 
     def stop(self, reason: str) -> None:
         """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way, and no other begins."""
-        self._buffer.stop(reason)
+        self.buffer.stop(reason)
         self._interrupted = self._interrupted or reason == INTERRUPTED
         if self._interrupted:
             self._recovery.interrupt()
@@ -122,15 +123,7 @@ class Attempt:
 
     @property
     def stop_reason(self) -> str:
-        return self._buffer.stop_reason
-
-    @property
-    def buffer(self) -> Buffer:
-        return self._buffer
-
-    @property
-    def publisher(self) -> WeightPublisher:
-        return self._publisher
+        return self.buffer.stop_reason
 
     @property
     def gap(self) -> str:
@@ -145,11 +138,11 @@ class Attempt:
         async with TaskGroup() as tasks:
             self._tasks = tasks
             self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
-            loss = await self._recovery.run_until_lost(self._until_saved())
-            if loss is not None:
+            if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
                 # Rollouts go on beside this, as far as the staleness bound allows.
-                self._recovery.check_progress(loss, self._buffer.committed)
+                self._recovery.check_progress(loss, self.buffer.committed)
                 self._report("recovering", detail=str(loss))
+                await self._vacate()
                 await self._recovery.wait_restarted(loss)
             await self._close()  # before the last records are written
         await self._context.ledger.flush()
@@ -164,7 +157,15 @@ class Attempt:
         self._probes.close()
         self._devices.close()
         await self._groups.close()
-        self._publisher.close()
+        self.publisher.close()
+
+    async def _vacate(self) -> None:
+        """Before another trainer begins on devices that it shares: nothing is generated any more, and the rollouts sleep."""
+        if takes_turns(self._config):
+            await self._close()
+            await self._devices.vacate()
+        self.vacated = True
+        self._context.supervisor.vacated()
 
     def _train_loop(self) -> TrainLoop:
         config, roles = self._config, self._roles
@@ -176,7 +177,7 @@ class Attempt:
             updates=updates,
             devices=self._devices,
             probes=self._probes,
-            buffer=self._buffer,
+            buffer=self.buffer,
             ledger=self._context.ledger,
             spans=self._spans,
             checkpoints=self._checkpoints,
@@ -191,7 +192,7 @@ class Attempt:
         async with TaskGroup() as tasks:
             # Every rollout gets the first version; from then on the keeper brings newcomers the committed one.
             await self._begin()
-            keeper = tasks.create_task(self._publisher.run())
+            keeper = tasks.create_task(self.publisher.run())
             if not history.evaluated_before:
                 history.accuracy_before = await self._evaluate_before()
                 history.evaluated_before = True
@@ -210,8 +211,8 @@ class Attempt:
             await self._restore(self._position)
         if self._taken_up is not None:
             await self._take_up(self._taken_up)
-        before, version = now(), PolicyVersion(self._incarnation, self._buffer.committed)
-        if self._pool.membership.committed != version and not self._publisher.waits_for_next:
+        before, version = now(), PolicyVersion(self._incarnation, self.buffer.committed)
+        if self._pool.membership.committed != version and not self.publisher.waits_for_next:
             async with self._devices.lease("trainer") as lease:
                 await lease.sync(version)
             self._context.startup.phases.setdefault("first publication", now() - before)
@@ -232,7 +233,7 @@ class Attempt:
         history.rl_began = history.rl_began or now()
         self._spans.close_step()
         self._report("training")
-        if self._buffer.stop_reason:
+        if self.buffer.stop_reason:
             return
         self._admission = self._tasks.create_task(self._groups.run(self._tasks))
         if history.evaluating is not None:  # as the coordinator was lost: from its beginning, with the weights as they are
@@ -240,15 +241,15 @@ class Attempt:
         await self._training.run(tasks)
         self._admission.cancel()
         await self._evaluation_over()
-        self._buffer.stop("all steps done")
+        self.buffer.stop("all steps done")
         history.rl_seconds = now() - history.rl_began
 
     async def _end_groups(self) -> None:
         """Give up the groups that are still under way; a resumed run begins with their prompts."""
         self._probes.close()
         await self._groups.close()
-        for group in sorted(self._buffer, key=lambda group: group.group_id):
-            ticket = self._buffer.drop(group.group_id, WHY_ENDED)
+        for group in sorted(self.buffer, key=lambda group: group.group_id):
+            ticket = self.buffer.drop(group.group_id, WHY_ENDED)
             self._stream.give_back(ticket.problem)
         self._context.ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
 
@@ -274,7 +275,7 @@ class Attempt:
     def evaluates(self, step: int) -> bool:
         """Whether version `step` is to be evaluated beside training."""
         every = self._config.evaluation.every
-        return self._evaluator is not None and every > 0 and step % every == 0 and step < self._buffer.last_step
+        return self._evaluator is not None and every > 0 and step % every == 0 and step < self.buffer.last_step
 
     def _started_up(self) -> None:
         """The first step is done: start-up ended when the trainer had the whole batch of it."""
@@ -301,7 +302,7 @@ class Attempt:
         """Before or after training. None when it is not wanted, or was cut short."""
         if self._evaluator is None or not wanted or self._interrupted:
             return None
-        step = self._buffer.committed
+        step = self.buffer.committed
 
         def report(done: int, total: int) -> None:
             self._report("evaluating", done, total)
@@ -325,7 +326,7 @@ class Attempt:
 
     async def _save_end(self) -> None:
         self._report("saving")
-        step = self._buffer.committed
+        step = self.buffer.committed
         await self._training.saved()  # the checkpoint that was ordered before may be of the same step
         async with self._devices.lease("trainer", last=True):
             # A checkpoint to resume from, and the model for others to load.
@@ -347,17 +348,17 @@ class Attempt:
         """Go on with the groups as they are, in the same incarnation, after the step that was over last."""
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(codec.decode(StreamState, newest))
-        self._buffer.take_up(await self._context.ledger.take_up(found.version.step))
+        self.buffer.take_up(await self._context.ledger.take_up(found.version.step))
         self._set_incarnation(found.version.incarnation)
         self._checkpoints.take_up(self._incarnation)
         if takes_turns(self._config):
             # The rollouts were put to sleep, with what they generated: it is generated again, from the same seeds.
-            for group in list(self._buffer):
+            for group in list(self.buffer):
                 if group.state.phase == Phase.GENERATING:
-                    self._buffer.lose(group.group_id)
+                    self.buffer.lose(group.group_id)
         else:
             self._pool.take_up(found.version, found.having)
-        self._publisher.waits_for_next = self._probes.given_before = found.ahead
+        self.publisher.waits_for_next = self._probes.given_before = found.ahead
 
     def _set_incarnation(self, incarnation: int) -> None:
         self._incarnation = self._training.incarnation = self._recorder.incarnation = incarnation
@@ -375,7 +376,7 @@ class Attempt:
                 self._stream.give_back(problem)
         # Groups come back with all that they have; evaluations of later steps are forgotten.
         restored = await self._context.ledger.restore(position.version.step, position.trained, self._needs)
-        self._buffer.load(restored.groups)
+        self.buffer.load(restored.groups)
         evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
@@ -390,11 +391,10 @@ class Attempt:
         figures = self._recorder.figures
         if (newest := self._checkpoints.newest_accuracy) is not None:
             figures["eval/accuracy"] = newest
-        step, steps = self._buffer.committed, self._config.training.steps
+        step, steps = self.buffer.committed, self._config.training.steps
         if phase == "training":
             done, total = step, steps
-        detail = detail or line(figures)
-        alarm = self._history.alarm
+        detail, alarm = detail or line(figures), self._history.alarm
         self._context.supervisor.report(
             Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
         )

@@ -44,7 +44,7 @@ from runtime.coordinator.device_schedule import (
 )
 from runtime.coordinator.group import Group
 from runtime.coordinator.metrics_recorder import Probes
-from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState
+from runtime.coordinator.register import LIVING, ROLLOUT, Member, UnitChange, UnitState
 from runtime.coordinator.roles import Roles, RolloutPool
 from runtime.coordinator.weight_sync import Transaction, WeightPublisher
 from runtime.errors import InvariantViolated, SluiceError
@@ -92,8 +92,6 @@ class ColocatedLease(Lease):
 class Devices:
     """Dedicated devices: every role has its own, and a lease does nothing."""
 
-    trainer_is_replaceable = True  # another trainer can start while rollouts generate: they hold none of its devices
-
     def __init__(self, pool: RolloutPool, publisher: WeightPublisher, buffer: Buffer):
         self._pool = pool
         self._register = pool.register
@@ -115,6 +113,9 @@ class Devices:
         """A rollout is connected: it has its devices, and joins the sync group."""
         self._register.join(member)
 
+    async def vacate(self) -> None:
+        """After `close`, with trainer or critic lost: the devices are free for others in their place."""
+
     async def next_lease(self) -> bool:
         """Wait until the trainer should take the devices. False: the run ends without another step."""
         return self._buffer.step < self._buffer.last_step
@@ -133,8 +134,6 @@ class ColocatedDevices(Devices):
     off the devices. A newcomer joins the pool once it has reached the level of the others, so that it takes part in the next
     publication.
     """
-
-    trainer_is_replaceable = False  # rollouts may hold the devices on which another trainer would start
 
     def __init__(
         self,
@@ -184,6 +183,13 @@ class ColocatedDevices(Devices):
             yield lease
             if not last:
                 lease.figures = await self._release(lease.version)
+
+    async def vacate(self) -> None:
+        """The rollouts sleep, whatever they were at."""
+        for call in self._calls:
+            call.cancel()
+        members = self._register.members(ROLLOUT, UnitState.CONNECTED, *LIVING)
+        await asyncio.gather(*(self._moved(member, Level.ASLEEP) for member in members))
 
     async def next_lease(self) -> bool:
         buffer = self._buffer
@@ -296,18 +302,22 @@ class ColocatedDevices(Devices):
 
     async def _move(self, member: Member, level: Level) -> None:
         """Tell a rollout to move to `level`. A rollout that fails to do so is lost, whatever the reason."""
+        if await self._moved(member, level):
+            self._handle(Reached(member, level))
+            self._join(member)
+
+    async def _moved(self, member: Member, level: Level) -> bool:
         rollout: RolePort | None = self._register.port(member)
         if rollout is None:
-            return
+            return False
         try:
             await rollout.call(Move(level))
         except InvariantViolated:
             raise
         except SluiceError as error:
             self._register.lose(member, str(error))
-            return
-        self._handle(Reached(member, level))
-        self._join(member)
+            return False
+        return True
 
     async def _onload(self, who: Offloadable) -> None:
         if who == "reference":

@@ -52,14 +52,13 @@ class Recovery:
     """Watches trainer and critic during one attempt. When one is lost the other is given up, because both have to go back
     to the same checkpoint. `begun`: the first version is published."""
 
-    def __init__(self, context: RunContext, roles: Roles, register: Register, replaceable: bool, history: RunHistory):
-        """`replaceable`: new models can start on these models' devices while the rollouts go on."""
+    def __init__(self, context: RunContext, roles: Roles, register: Register, history: RunHistory):
         self.models: list[RolePort] = [roles.trainer] if roles.critic is None else [roles.trainer, roles.critic]
         self.begun = history.attempts > 0
         self._register = register
         self._config = context.config
         self._allowed = context.config.services.trainer.restarts.attempts
-        self._replaceable = replaceable and context.supervisor.restarts
+        self._replaceable = context.supervisor.restarts
         self._history = history
         self._lost = asyncio.Event()
         self._name = self._reason = ""
@@ -260,11 +259,17 @@ class Checkpoints:
         log.warning("%s", alarm)
         self._history.alarm = self._alarm = alarm
 
-    def save(self, step: int, position: Position, finishing: asyncio.Future[None] | None = None) -> Coroutine[Any, Any, None]:
+    def save(
+        self,
+        step: int,
+        position: Position,
+        finishing: asyncio.Future[None] | None = None,
+        written: asyncio.Future[None] | None = None,
+    ) -> Coroutine[Any, Any, None]:
         """Order the checkpoint of version `step`, behind the commands before; the answer comes once old ones are pruned.
 
         The checkpoint counts only once `finishing` is done, when the metrics of its step are recorded: an attempt that begins
-        with it does not repeat that step.
+        with it does not repeat that step. `written` is done once the models need their devices no longer for it.
         Awaiting raises StorageFull when there is no room for it.
         """
         folder, roles = checkpoint.folder_for(self._folder, step), self._roles
@@ -283,11 +288,12 @@ class Checkpoints:
                 [self._one_by_one(partial, roles.trainer, roles.critic)],
                 position,
                 self._entered(finishing),
+                written,
             )
         saving = [roles.trainer.post(Save(str(partial)))]
         if roles.critic is not None:
             saving.append(roles.critic.post(Save(str(partial / checkpoint.CRITIC))))
-        return self._saved_at(step, folder, partial, saving, position, self._entered(finishing))
+        return self._saved_at(step, folder, partial, saving, position, self._entered(finishing), written)
 
     async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: RolePort) -> None:
         """Save the critic, then the trainer, which have the same devices."""
@@ -305,10 +311,13 @@ class Checkpoints:
         saving: list[Coroutine[Any, Any, None]],
         position: Position,
         entered: asyncio.Future[Totals],
+        written: asyncio.Future[None] | None,
     ) -> None:
         # The processes write their parts.
         try:
             await asyncio.gather(*saving)
+            if written is not None:
+                written.set_result(None)
             totals = await entered
         except BaseException:
             checkpoint.discard(partial)

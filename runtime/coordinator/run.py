@@ -68,6 +68,11 @@ class TrainingRun:
         return self._attempt.buffer
 
     @property
+    def vacated(self) -> bool:
+        """Whether the devices of a trainer that is lost are free for another."""
+        return self._attempt.vacated
+
+    @property
     def pool(self) -> RolloutPool:
         return self._pool
 

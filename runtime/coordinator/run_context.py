@@ -28,6 +28,9 @@ class RunSupervisor(Protocol):
 
     def report(self, progress: Progress) -> None: ...
 
+    def vacated(self) -> None:
+        """Trainer or critic is lost, and nobody else has its devices now: another may begin there."""
+
 
 @dataclass(kw_only=True)
 class EvaluationContext:

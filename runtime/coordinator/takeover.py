@@ -133,6 +133,8 @@ class TakenUp(Struct, frozen=True):
 async def take_up(config: Config, register: Register, course: Course) -> TakenUp:
     """Go on after `course` with the processes that live. Raises SluiceError where trainer or critic is not what it says."""
     version, ahead = course.history.version, False
+    rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
+    told = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))  # those that share devices sleep then
     for unit in models(register):
         if unit.port is None or unit.member not in course.models:
             raise SluiceError(f"{unit.name} (incarnation {unit.incarnation}) is another than made version {version}")
@@ -142,8 +144,6 @@ async def take_up(config: Config, register: Register, course: Course) -> TakenUp
         if takes_turns(config):
             await unit.port.call(Offload())  # nobody has the devices at first
         ahead |= unit.role == "trainer" and ordered > version.step
-    rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
-    told = await asyncio.gather(*(_version(config, register, unit) for unit in rollouts))
     having = tuple(unit.member for unit, theirs in zip(rollouts, told, strict=True) if theirs is not None and theirs >= version)
     return TakenUp(version, having, ahead)
 

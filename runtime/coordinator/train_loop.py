@@ -80,6 +80,7 @@ class TrainLoop:
         self._observer = observer
         self._running: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._told: asyncio.Future[None] | None = None  # once the step is told of whose checkpoint is being written
         self.incarnation = 0
         self.next = 0
         """The step whose batch is to be applied next."""
@@ -119,7 +120,7 @@ class TrainLoop:
                     saving = self._checkpoints.save(step + 1, position, self._running)
                     self._saving = tasks.create_task(self._save(step + 1, saving))
                 continue
-            trained = await self._finish_unpublished(step, batch, applying, position)
+            trained = await self._finish_unpublished(tasks, step, batch, applying, position)
             if not self._goes_on():
                 return trained
             await self._finished(trained)
@@ -202,17 +203,30 @@ class TrainLoop:
     async def _finished(self, trained: TrainedStep) -> None:
         """The step is over: its models need not keep what they answered, once that is written."""
         await self._observer.finished(trained)
+        if self._told is not None:
+            self._told.set_result(None)
+            self._told = None
         self._ledger.then(partial(self._updates.acknowledge, trained.step))
 
     async def _finish_unpublished(
-        self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], position: Position | None
+        self,
+        tasks: TaskGroup,
+        step: int,
+        batch: list[Group],
+        applying: list[asyncio.Task[StepResult]],
+        position: Position | None,
     ) -> TrainedStep:
-        """A step whose version is not published before the lease of the devices ends: its checkpoint is written before that."""
+        """A step whose version is not published before the lease of the devices ends: the models write their checkpoint before
+        that. It counts once the step is told of."""
         trainer, *others = applying
         result = await joined(trainer, others)
         self._buffer.consume(step)
         if position is not None:
-            await self._save(step + 1, self._checkpoints.save(step + 1, position))
+            loop = asyncio.get_running_loop()
+            self._told, written = loop.create_future(), loop.create_future()
+            saving = self._checkpoints.save(step + 1, position, self._told, written)
+            self._saving = tasks.create_task(self._save(step + 1, saving))
+            await asyncio.wait({written, self._saving}, return_when=asyncio.FIRST_COMPLETED)
         return TrainedStep(step=step, groups=batch, result=result, publication=None)
 
     async def _publish(self, sync: Transaction) -> PublicationFigures:

@@ -92,6 +92,9 @@ class SimulatedCluster:
         self.observer.published = self.observer.published or progress.phase not in ("starting", "recovering")
         self.loop.note(f"{progress.phase} {progress.step}")
 
+    def vacated(self) -> None:
+        """Simulated processes hold no memory."""
+
     def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
         """An answer with a payload of `nbytes` reaches the coordinator, whose one thread takes the one after the other."""
         seconds = self.costs.coordinator_message + nbytes * self.costs.coordinator_byte

@@ -309,6 +309,9 @@ class FakeSupervisor:
         if progress.phase == "recovering" and self._register.units("trainer", UnitState.LOST):
             self._coming = asyncio.ensure_future(self._restart())
 
+    def vacated(self) -> None:
+        pass
+
     def _look(self, change: UnitChange) -> None:
         unit = change.unit
         if unit.state is UnitState.LOST:

@@ -23,7 +23,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.cluster.topology import fleets, instances, is_group
+from runtime.cluster.topology import instances, is_group
 from runtime.config import Config
 from runtime.coordinator.sync_group import TRIES
 from runtime.errors import InvariantViolated, SluiceError
@@ -47,15 +47,14 @@ class Case:
 
     def may_give_up(self, published: bool) -> bool:
         """Whether so much goes wrong that a run may end: as often as a process is started again, or a publication tried; or a
-        model under training is lost while there is nothing to go back to, or its devices are another's too."""
+        model under training is lost while there is nothing to go back to."""
         by_unit = Counter(fault.who for fault in self.faults if fault.who and fault.kind not in ("slow", "corrupt"))
         nodes = sum(fault.kind == "node" for fault in self.faults)
         models = sum(count for who, count in by_unit.items() if who.partition("-")[0] in ("trainer", "critic", "node"))
         # What a sender has that is not what it gathered is sent once more before it is gathered anew.
         syncs = sum(1 + (fault.who == "trainer-0") for fault in self.faults if fault.kind in ("slow", "corrupt"))
-        colocated = any(fleet.colocate for fleet in fleets(self.config).values())
         again = max(by_unit.values(), default=0) + nodes > ATTEMPTS or models > ATTEMPTS or syncs >= TRIES
-        return again or (models > 0 and (colocated or not published))
+        return again or (models > 0 and not published)
 
 
 def case_of(seed: int) -> Case:

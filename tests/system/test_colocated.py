@@ -39,6 +39,24 @@ def test_a_rollout_that_is_killed_comes_back_in_its_turn(config: Path, tmp_path:
         assert max(point["staleness/max"] for point in steps(run.folder)) == 1.0
 
 
+@pytest.mark.parametrize("settings", [(), ("algorithm.preset=ppo", "critic={}", "services.critic.colocate=trainer")])
+def test_a_trainer_that_is_killed_comes_back_while_the_rollouts_sleep(
+    config: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    often = ("training.staleness=1", "training.steps=24", "checkpoint.every=2")
+    with started(config, *TURNS, *settings, *often, folder=tmp_path / "run") as run:
+        for step in (3, 9, 15):
+            run.reaches(step)
+            run.member("trainer-0").kill()
+            before = run.steps()
+            eventually(lambda before=before: run.steps() > before + 1, START, "steps after the loss")
+        assert run.wait(START) == 0, run.output + run.errors
+    found = steps(run.folder)
+    assert sorted({point["step"] for point in found}) == list(range(1, 25))
+    assert max(point["staleness/max"] for point in found) == 1.0
+    assert all(point["mismatch/max"] < 1e-4 for point in found if "mismatch/max" in point)
+
+
 PPO = ("algorithm.preset=ppo", "critic={}", "services.critic.colocate=trainer")
 AWAY = ("services.trainer.offload_train_optimizer=true", "services.critic.offload_train_optimizer=true")
 
