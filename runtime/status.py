@@ -66,6 +66,7 @@ class Progress(Struct, kw_only=True):
 
     `phase`: starting, evaluating, training, recovering, saving, finished or failed. `lost`: the newest loss of each name, until
     another process has come in its place. `alarm`: the newest rollout that may have other weights than the trainer.
+    `stopping`: the run was told to end, and does so in order.
     """
 
     phase: str = "starting"
@@ -76,6 +77,7 @@ class Progress(Struct, kw_only=True):
     detail: str = ""
     lost: list[Loss] = []
     alarm: str = ""
+    stopping: bool = False
 
 
 class Topology(Struct, kw_only=True):

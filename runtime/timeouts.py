@@ -27,6 +27,7 @@ INTERRUPTED_GRACE = 9.0  # grace of a run that drains and saves after Ctrl-C; `d
 CONTAINER_GRACE = 45  # grace of a container, a pod, or a job's step
 SLURM_NOTICE = 120  # before a job's time limit, when it begins to drain; Slurm may be a minute late
 POD_NAME = 120  # deadline by which a new pod's name is known
+LEAVE_NOTICE = 2.0  # that a node which is told to end waits for word that the whole run is
 AGENT_RETRY = 0.5  # between two attempts of an agent to reach the coordinator
 NAME_LOOKUP = 1  # deadline of the system's name lookups in a process, in whole seconds
 BEAT = 1.0  # between two words of a process on what it is at, and two looks of its agent

@@ -228,6 +228,7 @@ class CoordinatorProcess:
 
     def _interrupt(self) -> None:
         self._interrupted = True
+        self.report(self._progress)
         if self._run is not None:
             self._run.stop(INTERRUPTED)
         if self._evaluation is not None:
@@ -340,7 +341,7 @@ class CoordinatorProcess:
     def report(self, progress: Progress) -> None:
         lost = self._register.units("", UnitState.LOST)
         losses = [Loss(name=unit.name, incarnation=unit.incarnation, reason=unit.reason) for unit in lost]
-        self._progress = msgspec.structs.replace(progress, lost=losses)
+        self._progress = msgspec.structs.replace(progress, lost=losses, stopping=self._interrupted)
         for watcher in self._watchers:
             watcher.set()
 

@@ -204,8 +204,11 @@ class ServiceProcess:
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()
         await server.set_serving(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
+        loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
+        loop.add_signal_handler(signal.SIGINT, self._stop.set)
+        # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
+        loop.add_signal_handler(signal.SIGTERM, loop.call_later, grace, self._stop.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # torchrun is kept from it
         try:
             await self._load()
             await self._register()

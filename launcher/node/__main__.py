@@ -31,6 +31,7 @@ from runtime.cluster.nodes import name_fault
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, ServiceFault, UserError
 from runtime.process import network
+from runtime.process.aio import done_within
 from runtime.process.command_line import CommandParser
 from services.rpc import session
 
@@ -50,15 +51,14 @@ class FollowerNode:
         view = View(Console(), verbose=verbose)
         self._supervisor = Supervisor(Path(config.run.dir) / run_files.LOGS, view, config.logs)
         self._agent = Agent(here.registration(config, own), own, self._address, self._supervisor, here.machine, sys.executable)
-        self._leaves = asyncio.Event()
+        self._told = asyncio.Event()  # to end
+        self._stopping = asyncio.Event()  # the whole run is
 
     async def run(self) -> None:
         """Until the run ends, or this node is told to leave it; no process is left. Raises UserError, ServiceFault."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._leaves.set)
-        works = {
-            asyncio.create_task(work) for work in (self._agent.follow(), self._deaths(), self._course(), self._leaves.wait())
-        }
+            asyncio.get_running_loop().add_signal_handler(number, self._told.set)
+        works = {asyncio.create_task(work) for work in (self._agent.follow(), self._deaths(), self._course(), self._leaves())}
         try:
             done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             for work in done:
@@ -68,6 +68,12 @@ class FollowerNode:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
             await self._supervisor.end_all(timeouts.FAILED_GRACE)
+
+    async def _leaves(self) -> None:
+        """Until this node is told to end: alone, or with all others, whose run then saves with what is here."""
+        await self._told.wait()
+        if await done_within(self._stopping.wait(), timeouts.LEAVE_NOTICE):
+            await asyncio.sleep(max(timeouts.INTERRUPTED_GRACE, self._deadlines.stop))
 
     async def _deaths(self) -> None:
         """Whoever dies and is not replaced is the coordinator's to judge."""
@@ -91,6 +97,8 @@ class FollowerNode:
                     if progress.phase in ("finished", "failed"):
                         return progress.phase
                     self._agent.apply_progress(progress)
+                    if progress.stopping:
+                        self._stopping.set()
             await asyncio.sleep(timeouts.AGENT_RETRY)
 
 

@@ -204,7 +204,9 @@ class Supervisor:
                     env={**os.environ, **self._told(spec.name, incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
-                    preexec_fn=partial(os_process.before_exec, spec.cpus),  # torchrun does not ask for it by itself
+                    preexec_fn=partial(
+                        os_process.before_exec, spec.cpus, spec.is_torchrun
+                    ),  # torchrun does not ask for it by itself
                 )
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
@@ -309,7 +311,7 @@ class Supervisor:
             del self._starting[task]
         for child in [child for child in self.children if child.spec.name == name]:
             self.children.remove(child)  # its end is nobody's failure
-            child.signal_group(signal.SIGTERM)
+            child.signal_group(child.spec.ends_by)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.process.wait(), grace)
             child.signal_group(signal.SIGKILL)
@@ -333,12 +335,12 @@ class Supervisor:
                 raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)
 
     async def end_all(self, grace: float) -> None:
-        """SIGTERM to whoever still runs, SIGKILL after `grace` seconds; returns when every one is gone, and
+        """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
         what vLLM's processes leave in shared memory."""
         self.stop_restarts()
         for child in self.children:
             if child.running:
-                child.signal_group(signal.SIGTERM)
+                child.signal_group(child.spec.ends_by)
         with suppress(DeadlineExceeded):
             await self.wait_all(grace)
         for child in self.children:

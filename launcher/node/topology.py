@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,12 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     env: dict[str, str]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
+    ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
+
+    @property
+    def is_torchrun(self) -> bool:
+        """It would end with 1 of a SIGTERM, whatever comes of its ranks."""
+        return "torch.distributed.run" in self.command
 
 
 def coordinator_spec(
@@ -75,6 +82,7 @@ def service_specs(
             command=_command(launch, role.python or python, *arguments),
             env={**ports.get(launch.name, {}), **env},
             cpus=affinity(role),
+            ends_by=signal.SIGINT,
         )
     return specs
 

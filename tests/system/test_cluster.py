@@ -7,9 +7,11 @@ import importlib.util
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.system.cluster import NAMES, Cluster, cluster
@@ -105,6 +107,18 @@ def test_a_rank_that_is_killed_on_one_node_takes_its_group_along_on_both(nodes: 
         assert run.where("trainer-1") == [run.node("second").address] * 2
         assert len(run.pids("rollout-0")) == 1
         ends_well(run, *NAMES)
+
+
+def test_a_sigterm_on_every_node_saves_what_is_there(nodes: Path, tmp_path: Path) -> None:
+    group = ("services.trainer.processes=2", "services.trainer.placement=[second, third]", "deadlines.stop=60")
+    with cluster(nodes, *LONG, *group, folder=tmp_path / "run") as run:
+        run.run.reaches(2, START)
+        for process in [one for node in run.network.nodes for one in node.processes()]:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        eventually(lambda: not any(node.processes() for node in run.network.nodes), END, "the end of every process")
+        assert summary(run.folder)["stop_reason"] == "interrupted", run.said()
+        assert (run.folder / "model" / "model.safetensors").exists()
 
 
 def test_a_link_that_is_cut_for_a_moment_and_for_too_long(nodes: Path, tmp_path: Path) -> None:

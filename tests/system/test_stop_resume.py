@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
 from runtime.ledger.checkpoint import read_position
 from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import check_gone, one_line, started, steps, summary, trained, write_config
+from tests.system.runs import belonging, check_gone, one_line, started, steps, summary, trained, write_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,6 +53,20 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was(config: Path, tiny: Path,
     resumed = [point for point in steps(folder) if point["step"] == done + 1]
     assert resumed[0]["actor/kl_loss"] > 1e-9
     assert f"reference: {tiny / 'model'}" in (folder / "config.yaml").read_text()
+
+
+def test_a_sigterm_to_every_process_saves_as_well(config: Path, tmp_path: Path) -> None:
+    """As a scheduler gives it that ends a job: to the launcher, the services, torchrun and its ranks alike."""
+    with started(config, LONG, "services.trainer.processes=2", "deadlines.stop=60", folder=tmp_path / "run") as run:
+        run.reaches(3)
+        for process in belonging(run.folder):
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        assert run.wait(ORDERLY) == 0, run.output + run.errors
+        check_gone(run.folder)
+    assert summary(run.folder)["stop_reason"] == "interrupted"
+    assert checkpoints(run.folder)[-1] == summary(run.folder)["steps"]
+    AutoModelForCausalLM.from_pretrained(run.folder / "model")
 
 
 def test_ctrl_c_twice_ends_at_once(config: Path, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Loss(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "step", "steps", "done", "total", "detail", "lost", "alarm")
+    __slots__ = ("phase", "step", "steps", "done", "total", "detail", "lost", "alarm", "stopping")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Progress(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     ALARM_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
     phase: str
     step: int
     steps: int
@@ -64,7 +65,8 @@ class Progress(_message.Message):
     detail: str
     lost: _containers.RepeatedCompositeFieldContainer[Loss]
     alarm: str
-    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., alarm: _Optional[str] = ...) -> None: ...
+    stopping: bool
+    def __init__(self, phase: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., alarm: _Optional[str] = ..., stopping: bool = ...) -> None: ...
 
 class Topology(_message.Message):
     __slots__ = ("processes",)
