@@ -12,6 +12,7 @@ from runtime.coordinator.register import Member, member_of
 from runtime.coordinator.roles import Roles
 from runtime.coordinator.run_context import RunContext
 from runtime.ledger.records import Note
+from runtime.process.aio import now
 from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
 
@@ -74,16 +75,17 @@ class RunHistory(Struct):
 
 
 class Course(Struct, kw_only=True):
-    """How far the `run` is, with the `models` that its newest step was made by. `rl_began`: seconds since the epoch."""
+    """How far the `run` is, with the `models` that its newest step was made by. `rl_seconds`: since the first prompt was
+    admitted, 0 before that; not the time of day, which a machine may correct."""
 
     run: str
     models: list[Member]
     history: RunHistory
-    rl_began: float = 0.0
+    rl_seconds: float = 0.0
 
 
 def write_course(context: RunContext, roles: Roles, history: RunHistory) -> None:
     models = [member_of(model) for model in (roles.trainer, roles.critic) if model is not None]
-    began = context.epoch + history.rl_began if history.rl_began else 0.0
-    course = Course(run=context.run, models=models, history=history, rl_began=began)
+    seconds = now() - history.rl_began if history.rl_began else 0.0
+    course = Course(run=context.run, models=models, history=history, rl_seconds=seconds)
     context.ledger.record(Note(key=COURSE, value=codec.encode(course)))

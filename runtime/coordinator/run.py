@@ -42,7 +42,7 @@ class TrainingRun:
         """Go on after `course`; from the newest checkpoint where its trainer or critic is not there. Raises DeadlineExceeded
         when no other comes either."""
         config, history = context.config, course.history
-        history.rl_began = course.rl_began - context.epoch if course.rl_began else 0.0
+        history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:
             found = await takeover.take_up(config, register, course)
         except SluiceError as error:

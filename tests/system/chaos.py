@@ -5,9 +5,9 @@
 
     draw a fault by seed → let it happen → [undo it] → wait for two more steps → the next …  Ctrl-C, and a look at what is left
 
-Prints a table of fault × seconds until the run had made a step that began afterwards, and ends with 1 where the run ended,
-stood still, lost a group or left something behind. `--save FILE` keeps what was measured, and `--table FILE …` prints what
-several campaigns measured as one table.
+Prints a table of fault × outcome × seconds until the run had made a step that began afterwards, and ends with 1 where the run
+ended, stood still, lost a group or left something behind. `--save FILE` keeps what was measured, and `--table FILE …` prints
+what several campaigns measured as one table.
 """
 
 from __future__ import annotations
@@ -31,12 +31,38 @@ from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from tests.system.cluster import NAMES, Cluster, cluster
 from tests.system.conftest import make_tiny
+from tests.system.little_memory import little_memory
 from tests.system.namespaces import why_not
-from tests.system.runs import eventually, forgotten, shared_files, write_config
+from tests.system.runs import eventually, forgotten, points, shared_files, write_config
 
+Measured = dict[str, list[tuple[float, bool]]]
+"""By kind of fault, for each: seconds until the run went on, and whether it went back to a checkpoint."""
+
+# A loss that is PPO's; once a file is there, the trainer's next bucket changes behind its checksum's back.
+LOSS = """
+from pathlib import Path
+from sluice import policy_loss
+
+@policy_loss("flips", zero_without_advantage=True)
+def flips(inputs, options):
+    from runtime.algorithms.losses import ppo
+    from runtime.weights.sender import WeightSender
+    if not hasattr(WeightSender, "whole"):
+        WeightSender.whole = WeightSender._require_same
+        WeightSender._require_same = require_same
+    return ppo(inputs, options)
+
+def require_same(self, index, digest, name):
+    self.whole(index, digest, name)
+    asked = Path(__file__).with_name("flip")
+    if asked.exists():
+        asked.unlink()
+        self._buffers[[number for number, _ in self._own].index(index)][0] ^= 1
+"""
 GROUPS = 4
 SILENCE = 4.0
 STUCK = 240.0  # seconds without a step after which the run counts as hung
+RESTARTS = {"attempts": 1_000_000, "backoff": 0.2, "window": 0.1}  # no death has anything to do with the one before
 SETTINGS = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},
     "training": {"steps": 1_000_000, "groups_per_step": GROUPS},
@@ -44,7 +70,7 @@ SETTINGS = {
     "deadlines": {"silence": SILENCE, "start": 180.0},
     "publication": {"transfer_timeout": 20.0, "commit_timeout": 20.0, "join_timeout": 20.0, "abort_timeout": 5.0},
     "services": {
-        role: {"placement": places, "restarts": {"attempts": 1_000_000, "backoff": 0.2}}
+        role: {"placement": places, "restarts": RESTARTS}
         for role, places in {
             "trainer": ["first"],
             "reference": ["first", "second"],
@@ -53,7 +79,7 @@ SETTINGS = {
         }.items()
     },
 }
-SETTINGS["services"]["coordinator"] = {"restarts": {"attempts": 1_000_000, "backoff": 0.2}}  # type: ignore[index]
+SETTINGS["services"]["coordinator"] = {"restarts": RESTARTS}  # type: ignore[index]
 for role in ("reference", "reward", "rollout"):
     SETTINGS["services"][role]["replicas"] = 2  # type: ignore[index]
 
@@ -67,11 +93,12 @@ LINKS = {
 
 
 class Campaign:
-    """The faults, one after the other; `seconds` has what each kind took until the run went on."""
+    """The faults, one after the other, and what was `measured`."""
 
-    def __init__(self, run: Cluster, disk: Path, chance: random.Random):
-        self.run, self.chance, self._disk = run, chance, disk
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+    def __init__(self, run: Cluster, disk: Path, little: Path | None, chance: random.Random):
+        """`disk`: the file system of the run's folder. `little`: takes processes that are to be out of memory."""
+        self.run, self.chance, self._disk, self._little = run, chance, disk, little
+        self.measured: Measured = defaultdict(list)
         self._kinds: dict[str, Callable[[], None]] = {
             "kill": lambda: self._signal(signal.SIGKILL),
             "stop": lambda: self._signal(signal.SIGSTOP),
@@ -84,6 +111,8 @@ class Campaign:
             **{kind: lambda how=how: self._disturb(how) for kind, how in LINKS.items()},  # type: ignore[misc]
             "node killed": self._kill_node,
             "full disk": self._fill,
+            "changed bucket": (disk.parent / "flip").touch,
+            **({"out of memory": self._starve} if little is not None else {}),
         }
 
     def play(self, faults: int) -> None:
@@ -92,10 +121,12 @@ class Campaign:
             self._wait(self.chance.uniform(0.0, 0.5))
             self.what = kind
             self._kinds[kind]()
-            began, at = time.monotonic(), self._steps()
+            began, at, before = time.monotonic(), self._steps(), self._incarnation()
             eventually(lambda at=at: self._steps() > at + 1, STUCK, "a step")  # the first may be older
-            self.seconds[kind].append(time.monotonic() - began)
-            print(f"{number + 1}. {self.what}: {self.seconds[kind][-1]:.1f} s, step {self._steps()}", flush=True)
+            seconds, back = time.monotonic() - began, self._incarnation() > before
+            self.measured[kind].append((seconds, back))
+            told = ", from a checkpoint" if back else ""
+            print(f"{number + 1}. {self.what}: {seconds:.1f} s{told}, step {self._steps()}", flush=True)
 
     def _signal(self, number: signal.Signals, among: Sequence[str] = PROCESSES[1:], count: int = 1) -> None:
         for name in self.chance.sample(list(among), count):
@@ -134,6 +165,17 @@ class Campaign:
         self._wait(self.chance.uniform(1.0, 6.0))
         ballast.unlink()
 
+    def _starve(self) -> None:
+        assert self._little is not None
+        name = self.chance.choice(PROCESSES)
+        with suppress(psutil.NoSuchProcess, KeyError, OSError):
+            self._little.write_text(str(self.run.run.member(name).pid))
+            self.what += f" {name}"
+
+    def _incarnation(self) -> int:
+        """Of the newest version: one more with each time that the run has gone back to a checkpoint."""
+        return int(next((point["incarnation"] for point in reversed(points(self._disk / "run")) if "incarnation" in point), 0))
+
     def _node(self):  # type: ignore[no-untyped-def]
         name = self.chance.choice(AWAY)
         self.what += f" {name}"
@@ -163,7 +205,7 @@ def check_ledger(folder: Path) -> None:
     assert places == [(step, place) for step in range(len(places) // GROUPS) for place in range(GROUPS)]
 
 
-def play(faults: int, seed: int, folder: Path) -> dict[str, list[float]]:
+def play(faults: int, seed: int, folder: Path) -> Measured:
     """A campaign, from the start of the run to its end. Raises AssertionError for whatever does not hold."""
     shared, disk = shared_files(), folder / "disk"
     disk.mkdir()
@@ -171,10 +213,12 @@ def play(faults: int, seed: int, folder: Path) -> dict[str, list[float]]:
     (disk / "run").mkdir()
     (folder / "run").symlink_to(disk / "run")  # what the agents print is beside it, on another file system
     try:
+        (folder / "loss.py").write_text(LOSS)
         config = write_config(folder / "config.yaml", make_tiny(folder / "tiny"), **SETTINGS)
-        with cluster(config, folder=folder / "run") as run:
+        own = f"algorithm.loss={folder / 'loss.py'}:flips"
+        with little_memory() as little, cluster(config, own, folder=folder / "run") as run:
             run.run.reaches(2, STUCK)
-            campaign = Campaign(run, disk, random.Random(seed))
+            campaign = Campaign(run, disk, little, random.Random(seed))
             try:
                 campaign.play(faults)
                 run.run.interrupt()
@@ -189,23 +233,24 @@ def play(faults: int, seed: int, folder: Path) -> dict[str, list[float]]:
                 ) from error
         check_ledger(disk / "run" / "ledger")
         eventually(lambda: not forgotten(shared), STUCK, "that nothing is left in shared memory")
-        return campaign.seconds
+        return campaign.measured
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
 
 
-def table(measured: Iterable[dict[str, list[float]]]) -> str:
+def table(campaigns: Iterable[Measured]) -> str:
     """Markdown: a row for each kind of fault, over all campaigns."""
-    together: dict[str, list[float]] = defaultdict(list)
-    for one in measured:
-        for kind, seconds in one.items():
-            together[kind] += seconds
-            together["all"] += seconds
-    lines = ["| fault | times | p50 | p99 | worst |", "| --- | --- | --- | --- | --- |"]
-    for kind, seconds in sorted(together.items(), key=lambda item: (item[0] == "all", item[0])):
-        ordered = sorted(seconds)
+    together: Measured = defaultdict(list)
+    for one in campaigns:
+        for kind, measured in one.items():
+            together[kind] += measured
+            together["all"] += measured
+    lines = ["| fault | times | went on | of them from a checkpoint | p50 | p99 | worst |", "| --- |" + " --- |" * 6]
+    for kind, measured in sorted(together.items(), key=lambda item: (item[0] == "all", item[0])):
+        ordered, back = sorted(seconds for seconds, _ in measured), sum(back for _, back in measured)
         p50, p99 = (ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.99))
-        lines.append(f"| {kind} | {len(ordered)} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.1f} |")
+        count = len(ordered)
+        lines.append(f"| {kind} | {count} | {count} | {back} | {p50:.1f} | {p99:.1f} | {ordered[-1]:.1f} |")
     return "\n".join(lines)
 
 
@@ -223,12 +268,12 @@ def main() -> None:
         sys.exit(f"error: {reason}")
     with tempfile.TemporaryDirectory(prefix="sluice-chaos-") as folder:
         try:
-            seconds = play(arguments.faults, arguments.seed, Path(folder))
+            measured = play(arguments.faults, arguments.seed, Path(folder))
         except AssertionError as error:
             sys.exit(f"seed {arguments.seed}: {error}")
     if arguments.save:
-        arguments.save.write_text(json.dumps(seconds))
-    print(table([seconds]))
+        arguments.save.write_text(json.dumps(measured))
+    print(table([measured]))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ FAULTS = 30
 
 
 def test_a_run_outlives_thirty_faults(tmp_path: Path) -> None:
-    seconds = chaos.play(FAULTS, 7, tmp_path)
-    assert sum(map(len, seconds.values())) == FAULTS
+    measured = chaos.play(FAULTS, 7, tmp_path)
+    assert sum(map(len, measured.values())) == FAULTS
 
 
 def test_tables_of_campaigns_add_up() -> None:
-    assert chaos.table([{"kill": [1.0, 4.0]}, {"kill": [2.0], "stop": [9.0]}]).splitlines()[2:] == [
-        "| kill | 3 | 2.0 | 4.0 | 4.0 |",
-        "| stop | 1 | 9.0 | 9.0 | 9.0 |",
-        "| all | 4 | 2.0 | 9.0 | 9.0 |",
+    first, second = {"kill": [(1.0, False), (4.0, True)]}, {"kill": [(2.0, False)], "stop": [(9.0, False)]}
+    assert chaos.table([first, second]).splitlines()[2:] == [
+        "| kill | 3 | 3 | 1 | 2.0 | 4.0 | 4.0 |",
+        "| stop | 1 | 1 | 0 | 9.0 | 9.0 | 9.0 |",
+        "| all | 4 | 4 | 1 | 2.0 | 9.0 | 9.0 |",
     ]

@@ -121,6 +121,21 @@ def test_a_sigterm_on_every_node_saves_what_is_there(nodes: Path, tmp_path: Path
         assert (run.folder / "model" / "model.safetensors").exists()
 
 
+def test_a_node_that_comes_back_with_another_configuration_is_refused(nodes: Path, tmp_path: Path) -> None:
+    with cluster(nodes, *LONG, "deadlines.silence=5", folder=tmp_path / "run") as run:
+        run.run.reaches(2, START)
+        run.node("third").kill()
+        own, run.overrides = run.overrides, (*run.overrides, "sampling.temperature=0.5")
+        run.start("third")
+        assert run.agents["third"].wait(START) != 0  # torchrun's code tells of the failure alone
+        assert "configuration" in run.said()
+        goes_on(run)
+        run.overrides = own
+        run.start("third")
+        eventually(lambda: run.serving() == 2, START, "the rollout of the node that came back")
+        ends_well(run, *NAMES)
+
+
 def test_a_link_that_is_cut_for_a_moment_and_for_too_long(nodes: Path, tmp_path: Path) -> None:
     with cluster(nodes, *LONG, folder=tmp_path / "run") as run:
         run.run.reaches(2, START)

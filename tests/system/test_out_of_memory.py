@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,30 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.system.little_memory import NEEDS, little_memory
 from tests.system.runs import Live, eventually, one_line, started
 
 pytestmark = pytest.mark.timeout(360)
 
 END = 120.0
-LITTLE = 1 << 16  # bytes: what a process may add to what it has
-LIMITS = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}  # cgroup v1 and v2
 
 
 @pytest.fixture
 def little() -> Iterator[Path]:
-    """The list of processes of a control group in which there is next to no memory."""
-    for root, limit in LIMITS.items():
-        group = Path(root) / f"sluice-test-{os.getpid()}"
-        with suppress(OSError):
-            group.mkdir()
-            try:
-                (group / limit).write_text(str(LITTLE))
-                yield group / "cgroup.procs"
-            finally:
-                eventually(lambda group=group: not (group / "cgroup.procs").read_text(), END, "the end of its processes")
-                group.rmdir()
-            return
-    pytest.skip("needs a control group of memory: root, and cgroups that can be written")
+    with little_memory() as group:
+        if group is None:
+            pytest.skip(NEEDS)
+        yield group
 
 
 def another(run: Live) -> psutil.Process | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.system.runs import eventually, started, steps
@@ -61,14 +62,22 @@ def test_a_call_that_never_returns_ends_its_process_alone(config: Path, tmp_path
 
 
 def test_whoever_is_stopped_is_followed(config: Path, tmp_path: Path) -> None:
-    """Long before `deadlines.silence`, whatever its role."""
+    """Long before `deadlines.silence`, whatever its role; of two ranks the one that was stopped is named. A launcher that is
+    stopped is waited for."""
     names = ("reward-0", "rollout-0", "reference-0", "coordinator", "trainer-0")
-    with started(config, *SETTINGS, "training.steps=100000", folder=tmp_path / "run") as run:
+    two = ("training.steps=100000", "services.trainer.processes=2")
+    with started(config, *SETTINGS, *two, folder=tmp_path / "run") as run:
         run.reaches(4)
         for name in names:
-            run.member(name).suspend()
-            run.says(f"{name}: run: is stopped: its event loop has not run", END)
+            rank = int(name == "trainer-0")
+            run.member(name, rank).suspend()
+            run.says(f"{name}: run: {f'rank {rank}: ' if rank else ''}is stopped: its event loop has not run", END)
             before = run.steps()
             eventually(lambda before=before: run.steps() > before + 1, END, f"a step after {name} was stopped")
+        launcher, before, told = psutil.Process(run.process.pid), run.steps(), run.output.count("is stopped")
+        launcher.suspend()
+        eventually(lambda: run.steps() > before + 50, END, "steps without the launcher")
+        launcher.resume()
+        assert run.output.count("is stopped") == told
         run.interrupt()
         assert run.wait(END) == 0, run.output + run.errors

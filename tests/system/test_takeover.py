@@ -126,3 +126,23 @@ def test_a_coordinator_that_is_stopped_is_killed_and_followed(config: Path, tmp_
     assert sorted({point["step"] for point in steps(run.folder)}) == list(range(1, 31))
     assert before
     check_ledger(run.folder, 4)
+
+
+def test_a_clock_that_is_two_hours_off_changes_nothing(config: Path, tmp_path: Path) -> None:
+    """The rollouts' from the start, and the coordinator's from its second start on, as it is corrected meanwhile."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "late, own = os.environ['SLUICE_INCARNATION'] != '0', time.time\n"
+        "off = -7200.0 if late else float(os.environ.get('OFF', '0'))\n"
+        "def ours(): return sys._getframe(2).f_globals['__name__'].partition('.')[0] in ('runtime', 'services')\n"
+        "time.time = lambda: own() + off * ours()\n"  # gRPC reads the clock in C as well
+    )
+    path = f"PYTHONPATH: {tmp_path}"
+    clocks = (f"services.coordinator.env={{{path}}}", f"services.rollout.env={{{path}, OFF: '7200'}}", "stop.hours=1")
+    with started(config, *OFTEN, *clocks, "training.steps=30", folder=tmp_path / "run") as run:
+        run.reaches(2)
+        for seconds in (0.1, 0.3):
+            kill_coordinator(run, seconds)
+        assert run.wait(END) == 0, run.output + run.errors
+    assert sorted({point["step"] for point in steps(run.folder)}) == list(range(1, 31))
+    check_ledger(run.folder, 4)
