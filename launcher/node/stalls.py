@@ -88,9 +88,11 @@ class Beats:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._socket.bind(f"\0{self._address}")
+            asyncio.get_running_loop().add_reader(self._socket, self.take)  # as it comes: Linux holds ten for who does not read
 
     def close(self) -> None:
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
 

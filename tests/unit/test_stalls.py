@@ -108,38 +108,47 @@ def test_counts_of_groups_that_a_rank_is_not_in_are_not_compared() -> None:
 
 def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> None:
     beats = Beats()
-    beats.open()
     work = Work(Deadlines(stall={"decode": 5.0}))
     work.begin("engine", "decode")
 
     async def tell() -> None:
-        telling = asyncio.create_task(work.tell(*beats.variable("rollout-0").split(), 3))
-        await asyncio.sleep(0)
-        telling.cancel()
+        beats.open()
+        try:
+            telling = asyncio.create_task(work.tell(*beats.variable("rollout-0").split(), 3))
+            while not beats.of("rollout-0"):
+                await asyncio.sleep(0)
+            telling.cancel()
+            told = beats.of("rollout-0")[3]
+            assert (told.beat.phase, told.beat.limit, told.pid) == ("decode", 5.0, os.getpid())
+            before = told.when
+            beats.forgive(7.0)
+            assert told.when == before + 7.0
+            beats.variable("rollout-0")
+            assert not beats.of("rollout-0")
+        finally:
+            beats.close()
 
-    try:
-        asyncio.run(tell())
-        beats.take()
-        told = beats.of("rollout-0")[3]
-        assert (told.beat.phase, told.beat.limit, told.pid) == ("decode", 5.0, os.getpid())
-        before = told.when
-        beats.forgive(7.0)
-        assert told.when == before + 7.0
-        beats.variable("rollout-0")
-        assert not beats.of("rollout-0")
-    finally:
-        beats.close()
+    asyncio.run(asyncio.wait_for(tell(), 60))
 
 
-def test_what_is_no_beat_is_not_heeded() -> None:
+def test_what_is_no_beat_is_not_heeded_and_every_process_is_heard_of_many() -> None:
+    """More than a socket holds for who does not read it."""
     beats = Beats()
-    beats.open()
     address = "\0" + beats.variable("rollout-0").partition(" ")[0]
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(b"\xff nonsense", address)
-            stranger.sendto(codec.encode(Beat("rollout-0", 0, 10.0)), address)
-        beats.take()
-        assert set(beats.of("rollout-0")) == {0}
-    finally:
-        beats.close()
+    names = [f"rollout-{number}" for number in range(40)]
+
+    async def tell() -> None:
+        beats.open()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+                stranger.sendto(b"\xff nonsense", address)
+                for name in names:
+                    stranger.sendto(codec.encode(Beat(name, 0, 10.0)), address)
+                    await asyncio.sleep(0)
+            while not beats.of(names[-1]):
+                await asyncio.sleep(0)
+            assert all(set(beats.of(name)) == {0} for name in names)
+        finally:
+            beats.close()
+
+    asyncio.run(asyncio.wait_for(tell(), 60))
