@@ -61,7 +61,7 @@ class Deadlines(Section, frozen=True):
     """By phase, a process's work without progress: it is ended by its agent, with its stacks in its log, and started again.
     `loop` is its event loop, `decode` a rollout's next token, `forward` and `backward` a micro-batch, `reduce` and `update` an
     optimizer's, `command` the rest of a command. A phase that is not named has ten times the longest that it has taken in that
-    process, 10 s at least; the first three times, and a process that loads, have `start`."""
+    process, 10 s at least; the first ten times, and a process that loads, have `start`."""
     coordinator: Seconds = 120.0
     """The return of a coordinator that was lost: until then agents keep their processes, and these what they have."""
     generate: Seconds = 600.0
