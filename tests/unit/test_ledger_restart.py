@@ -84,6 +84,50 @@ def test_after_kill_9_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) 
         ]  # fmt: skip
 
 
+def test_a_coordinator_that_takes_over_goes_on_after_the_step_that_was_over_last(tmp_path: Path) -> None:
+    """It was at step 2, whose groups were consumed; those of step 3 were taken. What is being generated still is, as
+    the same attempt."""
+    crash(tmp_path)
+
+    async def go_on(ledger: LedgerWriter) -> None:
+        assert await ledger.begin_term() == 1
+        assert await ledger.begin_term() == 2, "no two coordinators have the same term"
+        for _ in range(2):  # the one that takes over may be lost as well
+            buffer = buffer_on(ledger, step=2)
+            buffer.take_up(await ledger.take_up(2))
+            assert buffer.step == 4, "two batches are whole"
+            assert ids(buffer.taken(2)) == [4, 5]
+            assert ids(buffer.taken(3)) == [6, 7]
+        assert (buffer[9].state.phase, buffer[9].replica, buffer[9].attempt) == (Phase.GENERATING, "rollout-0", 1)
+        assert (buffer[10].state.phase, buffer[10].attempt) == (Phase.ADMITTED, 0)
+        assert buffer[8].state.phase == Phase.READY
+        assert await ledger.bytes_of(buffer[4].payload) == b"payload 4"
+        buffer.consume(2)
+        assert buffer.commit(3) == [4, 5]
+
+    with_ledger(tmp_path, go_on)
+    with LedgerReader(tmp_path) as reader:
+        retired = [(row.group_id, row.step) for row in reader.groups(states=[Phase.RETIRED])]
+        assert retired == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2)]
+
+
+def test_what_waits_for_the_ledger_is_called_once_it_is_written(tmp_path: Path) -> None:
+    async def run(ledger: LedgerWriter) -> None:
+        called: list[str] = []
+        ledger.then(lambda: called.append("nothing to write"))
+        assert called == ["nothing to write"]
+        buffer = buffer_on(ledger)
+        make_ready(buffer, 0)
+        ledger.then(lambda: called.append("first"))
+        make_ready(buffer, 1)
+        ledger.then(lambda: called.append("second"))
+        assert called == ["nothing to write"]
+        await ledger.flush()
+        assert called == ["nothing to write", "first", "second"]
+
+    with_ledger(tmp_path, run)
+
+
 def test_the_checkpoint_is_the_truth_over_a_journal_that_lags(tmp_path: Path) -> None:
     async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)

@@ -371,3 +371,20 @@ def test_a_row_is_worth_its_name_and_incarnation() -> None:
         Member("trainer-0"),
         Member("trainer-0", 2),
     )
+
+
+def test_a_unit_that_an_earlier_coordinator_knew_is_connected_and_replaced_as_any_other() -> None:
+    register = Register()
+    known = Port("rollout-0", 3)
+    register.take_up("rollout", ["rollout-0"], 3, [known])
+    register.take_up("rollout", ["rollout-1"], 1, [])
+    states = {unit.name: (unit.state, unit.incarnation) for unit in register.units()}
+    assert states == {"rollout-0": (UnitState.REGISTERED, 3), "rollout-1": (UnitState.PLACED, 1)}
+    assert not register.admit(known), "it says so again"
+    for namesake in (Port("rollout-0", 3), Port("rollout-0", 2)):
+        with pytest.raises(UserError, match="its incarnation 3 has registered already"):
+            register.admit(namesake)
+    assert register.connect(known)
+    assert register.admit(Port("rollout-1", 1))
+    assert register.admit(Port("rollout-0", 4))
+    assert known.given_up == ["incarnation 4 has come in its place"]
