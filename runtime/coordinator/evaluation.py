@@ -29,9 +29,10 @@ from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import SUFFIX, Transcript, faults_told, replies_to
+from runtime.evaluation.generations import SUFFIX, Transcript, replies_to
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluatedProblem, EvaluationResult
+from runtime.process import disk
 from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
@@ -79,7 +80,7 @@ class _EvaluationRun:
         self._progress(sum(map(len, self.evaluated)), self._total)
 
     async def close(self) -> None:
-        """Write what is there. Raises StorageFull, ServiceFault."""
+        """Write what is there."""
         loop = asyncio.get_running_loop()
         closing = [loop.run_in_executor(self.thread, transcript.close) for transcript in self.transcripts]
         self.thread.shutdown(wait=False)
@@ -104,14 +105,13 @@ class Evaluator:
         """Evaluate after `step` optimizer steps. `alone`: nothing else needs the rollouts.
 
         Replies and results go into the folder of the step, in place of what an earlier evaluation of it left; cut short, it
-        leaves the replies so far. Raises StorageFull, ServiceFault.
+        leaves the replies so far. Where there is no room for them it waits.
         """
         before = now()
         folder = evaluation.folder_for(self._folder, step)
-        with faults_told(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        under_way = self._begin(folder, alone, progress)
+        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.to_thread(disk.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+        under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
         try:
             async with TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
@@ -133,8 +133,7 @@ class Evaluator:
             newest=max(each.newest for of_set in evaluated for each in of_set),
             sets=sets,
         )
-        with faults_told(folder):
-            result.write(folder)
+        disk.until_done(lambda: result.write(folder), folder)
         return result
 
     def _begin(self, folder: Path, alone: bool, progress: ReportDone) -> _EvaluationRun:

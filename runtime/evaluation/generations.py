@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +12,8 @@ from msgspec import Struct
 
 from runtime import config
 from runtime.data.handlers import Problem
-from runtime.errors import ServiceFault, StorageFull, UserError, is_full
+from runtime.errors import UserError
+from runtime.process import disk
 from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, Scores
 
 SUFFIX = ".jsonl"
@@ -98,30 +98,22 @@ class Transcript:
     """One set's file. Problems come in any order; their lines stand in the order of the problems."""
 
     def __init__(self, path: Path):
-        self._path = path
         self._waiting: dict[int, bytes] = {}
         self._next = 0
-        with faults_told(path):
-            self._file = path.open("wb")
+        self._file = disk.until_done(lambda: path.open("wb", buffering=0), path)
 
     def add(self, place: int, replies: Sequence[Generation]) -> None:
-        """Write the replies to problem `place`, or keep them until those to the problems before are there.
-
-        Raises StorageFull, ServiceFault.
-        """
-        encoded = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
-        with faults_told(self._path):
-            self._waiting[place] = encoded
-            while (lines := self._waiting.pop(self._next, None)) is not None:
-                self._file.write(lines)
-                self._next += 1
-            self._file.flush()
+        """Write the replies to problem `place`, or keep them until those to the problems before are there."""
+        self._waiting[place] = b"".join(msgspec.json.encode(each) + b"\n" for each in replies)
+        while (lines := self._waiting.pop(self._next, None)) is not None:
+            disk.write(self._file, lines)
+            self._next += 1
 
     def close(self) -> None:
-        """Write what is there, also where problems before it are missing. Raises StorageFull, ServiceFault."""
-        with faults_told(self._path), self._file:
+        """Write what is there, also where problems before it are missing."""
+        with self._file:
             for place in sorted(self._waiting):
-                self._file.write(self._waiting.pop(place))
+                disk.write(self._file, self._waiting.pop(place))
 
 
 def read(path: Path) -> Iterator[Generation]:
@@ -136,14 +128,3 @@ def read(path: Path) -> Iterator[Generation]:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{path}: not the replies of an evaluation: {error}") from error
-
-
-@contextmanager
-def faults_told(path: Path) -> Iterator[None]:
-    """An error of the file system is a StorageFull or a ServiceFault."""
-    try:
-        yield
-    except OSError as error:
-        if is_full(error):
-            raise StorageFull(path.parent) from error
-        raise ServiceFault("coordinator", "evaluate", f"{path}: {error}") from error

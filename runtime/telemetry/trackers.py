@@ -27,6 +27,7 @@ import msgspec
 from runtime import run_files, timeouts
 from runtime.config import Config, Tracker
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.process import disk
 from runtime.telemetry import metric_names
 from runtime.telemetry.event_file import EventFile
 from runtime.telemetry.metrics import Histogram, Metrics
@@ -83,16 +84,7 @@ class JsonLines(Backend):
         self._file = _open_after_last_line(path)
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        left = msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n"
-        told = False
-        while left:
-            try:
-                left = left[self._file.write(left) :]
-            except OSError as error:
-                if not told:
-                    log.warning("waits until %d bytes can be written to %s: %s", len(left), self._file.name, error.strerror)
-                told = True
-                time.sleep(timeouts.DISK_RETRY)
+        disk.write(self._file, msgspec.json.encode({"step": step, "time": seconds, **metrics}) + b"\n")
 
     def close(self) -> None:
         self._file.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,23 @@ def test_a_checkpoint_without_room_is_left_out_and_the_last_one_waits_for_room(
         make_room(small_disk)
         assert run.wait(STOP) == 0, run.output + run.errors
     assert (folder / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_the_results_of_an_evaluation_wait_for_room(tiny: Path, small_disk: Path, on_small_disk: Path, tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path / "config.yaml", tiny, training={"steps": 4}, evaluation={"every": 2, "after": True}, checkpoint={"every": 0}
+    )
+    with started(config, folder=on_small_disk) as run:
+        run.reaches(1)
+        ballast = small_disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(1 << 12)):
+                pass
+        log = on_small_disk / "logs" / "coordinator.log"
+        eventually(lambda: "waits until" in log.read_text() or run.process.poll() is not None, STOP, "that it waits")
+        assert run.process.poll() is None, run.output + run.errors
+        ballast.unlink()
+        make_room(small_disk)
+        assert run.wait(STOP) == 0, run.output + run.errors
+    results = sorted((on_small_disk / "evaluations").glob("step-*/results.json"))
+    assert [path.parent.name for path in results] == ["step-00000002", "step-00000004"]

@@ -115,5 +115,5 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_fault(tmp_path: Path) -> None:
-    with pytest.raises(ServiceFault, match=r"coordinator: evaluate: .*a\.jsonl"):
+    with pytest.raises(ServiceFault, match=r"coordinator: write: .*a\.jsonl"):
         Transcript(tmp_path / "none" / "a.jsonl")
