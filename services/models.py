@@ -95,11 +95,7 @@ class SpmdService(process.Service):
         try:
             answer = await asyncio.shield(carried_out)
         except RuntimeError as error:
-            from runtime.process import platform
-
-            if platform.is_beyond_use(error):
-                log.error("%s cannot go on", self.name, exc_info=error)
-                os_process.end_at_once(str(ServiceFault(self.name, "run", f"{type(error).__name__}: {error}")))
+            _end_if_beyond_use(self.name, error)
             raise
         return await asyncio.shield(asyncio.wrap_future(answer)) if isinstance(answer, Future) else answer
 
@@ -112,6 +108,15 @@ class SpmdService(process.Service):
                 return self._worker.execute(command)
         finally:
             self._busy_seconds += time.monotonic() - before
+
+
+def _end_if_beyond_use(name: str, error: Exception) -> None:
+    """End the process `name` where `error` says that its communicator or device is beyond use."""
+    from runtime.process import platform
+
+    if platform.is_beyond_use(error):
+        log.error("%s cannot go on", name, exc_info=error)
+        os_process.end_at_once(str(ServiceFault(name, "run", f"{type(error).__name__}: {error}")))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,6 +167,7 @@ class FrozenModelService(process.Service):
             try:
                 answers = await loop.run_in_executor(self._thread, self._answers, [request for request, _ in wanted])
             except Exception as error:  # noqa: BLE001 - the error goes to everyone who asked
+                _end_if_beyond_use(self.name, error)
                 answers = [error] * len(wanted)
             for (_, future), answer in zip(wanted, answers, strict=True):
                 if future.done():

@@ -1,6 +1,7 @@
 """Which processes the kernel has killed for want of memory, by its own word.
 
-The kernel's log names each, where it may be read. In a container the counter of its control group says that there was one.
+The kernel's log names each, where it may be read. Elsewhere, as in a container, the counter of the control group says that
+there was one.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class OomKills:
         """What is known of the death of a process that had these ids, a rank's among them; "" where nothing tells of memory."""
         self._killed |= dict(self._news())
         counted, self._counted = self._counted, _count(self._counter)
-        if known := [self._killed[pid] for pid in pids if pid in self._killed]:
+        if known := [self._killed.pop(pid) for pid in pids if pid in self._killed]:
             return f"the kernel killed it for want of memory; it had {max(known) >> 20} MiB"
-        if self._counted > counted:
+        if self._log < 0 and self._counted > counted:
             return "the kernel killed a process of this control group for want of memory"
         return ""
 
@@ -75,10 +76,8 @@ def _counter() -> Path | None:
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if (
-                controllers in _COUNTERS
-                and (path := _GROUPS / controllers / group.lstrip("/") / _COUNTERS[controllers]).exists()
-            ):
+            path = _GROUPS / controllers / group.lstrip("/") / _COUNTERS.get(controllers, "")
+            if path.is_file():
                 return path
     return None
 

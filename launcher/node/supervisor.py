@@ -204,9 +204,8 @@ class Supervisor:
                     env={**os.environ, **self._told(spec.name, incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
-                    preexec_fn=partial(
-                        os_process.before_exec, spec.cpus, spec.is_torchrun
-                    ),  # torchrun does not ask for it by itself
+                    # torchrun does not ask by itself to end with its parent
+                    preexec_fn=partial(os_process.before_exec, spec.cpus, spec.is_torchrun),
                 )
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
