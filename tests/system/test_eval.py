@@ -112,8 +112,8 @@ def test_a_rollout_that_is_killed_is_replaced(config: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["reward-0", "coordinator"])
 def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: str) -> None:
-    once = "services.reward.restarts.attempts=0"
-    with started(config, *LONG, once, folder=tmp_path / "run", command="eval") as run:
+    never = ("services.reward.restarts.attempts=0", "services.coordinator.restarts.attempts=0")
+    with started(config, *LONG, *never, folder=tmp_path / "run", command="eval") as run:
         run.says("evaluating")
         run.member(name).kill()
         assert run.wait(TOLD) == 1, run.output + run.errors
