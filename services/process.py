@@ -26,7 +26,7 @@ import services
 from runtime import timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
-from runtime.errors import ServiceFault, SluiceError, Unreachable, UserError
+from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.process import os_process, progress
 from runtime.process.network import transport_variables
 from runtime.status import CallStats, Registration, State, Status, Stop
@@ -99,11 +99,12 @@ class Calls:
         self._logged: BaseException | None = None  # the newest, which several calls may get
 
     def counted(self, method: contract.Method, handler: Handler) -> Handler:
-        """`handler`, refusing data with a ServiceFault while the process drains."""
+        """`handler`. What is asked while the process drains is not answered: its caller hears that the connection is lost,
+        as of one that was killed."""
 
         def begin(command: Any) -> Awaitable[Any]:
             if self._draining and method.priority is Priority.DATA:
-                raise ServiceFault(self._name, "receive", "is stopping")
+                return asyncio.get_running_loop().create_future()
             answer = asyncio.ensure_future(handler(command))
             self._open.add(answer)
             self.stats.open = len(self._open)

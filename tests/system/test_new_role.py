@@ -64,7 +64,10 @@ CHANGED = {
     "services/rpc/contract.py": [
         ("    coordinator_pb2,\n", "    coordinator_pb2,\n    judge_pb2,\n"),
         ("*(common_pb2, ", "*(judge_pb2, common_pb2, "),
-        ("\n_ROWS = (\n", '\n_ROWS = (\n    _command("Judge", ScoreRequest, _SCORE, name="Score", key=("group_id", "attempt")),\n'),
+        (
+            "\n_ROWS = (\n",
+            '\n_ROWS = (\n    _command("Judge", ScoreRequest, _SCORE, name="Score", key=("group_id", "attempt")),\n',
+        ),
     ],
     "runtime/coordinator/roles.py": [
         (
