@@ -23,5 +23,5 @@ def test_tables_of_campaigns_add_up() -> None:
     assert chaos.table([first, second]).splitlines()[2:] == [
         "| kill | 3 | 3 | 1 | 2.0 | 4.0 | 4.0 |",
         "| stop | 1 | 1 | 0 | 9.0 | 9.0 | 9.0 |",
-        "| all | 4 | 4 | 1 | 2.0 | 9.0 | 9.0 |",
+        "| all | 4 | 4 | 1 | 4.0 | 9.0 | 9.0 |",
     ]
