@@ -159,14 +159,7 @@ async def models_back(config: Config, register: Register) -> None:
 class Checkpoints:
     """`accuracy` holds what evaluations found, by step: the best checkpoint is the best of those that were evaluated."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        roles: Roles,
-        stream: PromptStream,
-        buffer: Buffer,
-        history: RunHistory,
-    ):
+    def __init__(self, context: RunContext, roles: Roles, stream: PromptStream, buffer: Buffer, history: RunHistory):
         config = context.config
         self._context = context
         self._folder = context.folder
