@@ -46,16 +46,29 @@ def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) 
 
 
 class SlowToEvaluate(FakeRollout):
-    """An evaluation's groups wait for `gate`."""
+    """An evaluation's groups tell that they have `begun`, and wait for `gate`."""
 
+    begun: asyncio.Event
     gate: asyncio.Event
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         result = await super().generate(request)
         if request.purpose == "eval":
+            self.begun.set()
             await self.gate.wait()
             result.newest = self.version
         return result
+
+
+class EvaluatedTrainer(NotingTrainer):
+    """Makes no step of the version that is to be evaluated before that has `begun`."""
+
+    begun: asyncio.Event
+
+    async def applied(self, step: int) -> StepResult:
+        if step == 4:
+            await self.begun.wait()
+        return await super().applied(step)
 
 
 def test_an_evaluation_during_training_does_not_hold_up_the_trainer_and_tells_its_versions(tmp_path: Path) -> None:
@@ -68,10 +81,11 @@ def test_an_evaluation_during_training_does_not_hold_up_the_trainer_and_tells_it
         for rollout in cast.rollouts:
             rollout.gate.set()  # type: ignore[attr-defined]
 
+    cast.trainer = EvaluatedTrainer(cast.weights)
+    cast.trainer.begun = asyncio.Event()
     cast.rollouts = [SlowToEvaluate(rollout.name, cast.weights) for rollout in cast.rollouts]
     for rollout in cast.rollouts:
-        rollout.gate = asyncio.Event()  # type: ignore[attr-defined]
-    cast.trainer = NotingTrainer(cast.weights)
+        rollout.begun, rollout.gate = cast.trainer.begun, asyncio.Event()  # type: ignore[attr-defined]
     cast.trainer.events = {("apply", 6): applied}
     folder.run(cast, course)
     assert evaluations(folder).keys() == {4}
