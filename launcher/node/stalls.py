@@ -11,6 +11,7 @@ user's is not heeded.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import shutil
@@ -19,7 +20,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 
 import psutil
@@ -42,15 +43,18 @@ class Heard(Struct):
     when: float
 
 
-def stalled(ranks: Mapping[int, Heard], now: float) -> tuple[int, str] | None:
+def stalled(ranks: Mapping[int, Heard], now: float, stopped: Collection[int] = ()) -> tuple[int, str] | None:
     """Which of a group's ranks has stalled, and how; None while all go on. Pure.
 
-    A rank that is silent holds the others up. Else one that has entered fewer of a group's collectives than others does: these
-    wait for it, and are not overdue as long as it is not; if it was given nothing to do, who has waited too long is.
+    A rank that is silent holds the others up; one that a signal has `stopped` neither loads nor compiles meanwhile. Else one
+    that has entered fewer of a group's collectives than others does: these wait for it, and are not overdue as long as it is
+    not; if it was given nothing to do, who has waited too long is.
     """
     for rank, heard in sorted(ranks.items()):
-        if (silent := now - heard.when) > heard.beat.loop:
-            return rank, f"its event loop has not run for {silent:.1f} s (deadlines.stall.loop: {heard.beat.loop:.3g} s)"
+        limit = min(heard.beat.loop, timeouts.STALL_LEAST) if rank in stopped else heard.beat.loop
+        if (silent := now - heard.when) > limit:
+            why = f"its event loop has not run for {silent:.1f} s (deadlines.stall.loop: {limit:.3g} s)"
+            return rank, f"is stopped: {why}" if rank in stopped else why
     furthest: dict[str, int] = {}
     for heard in ranks.values():
         furthest |= {group: max(count, furthest.get(group, 0)) for group, count in heard.beat.collectives.items()}
@@ -100,6 +104,10 @@ class Beats:
         """For the process called `name`; of one that was called so before, nothing is known any more."""
         self._heard.pop(name, None)
         return f"{self._address} {name}"
+
+    def began(self, name: str, pid: int) -> None:
+        """The process called `name` was started. Before its first beat it can only have been stopped."""
+        self._heard[name] = {0: Heard(Beat(name, 0, math.inf), pid, time.monotonic())}
 
     def of(self, name: str) -> Mapping[int, Heard]:
         return self._heard.get(name, {})

@@ -174,9 +174,9 @@ class Supervisor:
             self._beats.take()
             for child in list(self.children):
                 ranks = self._beats.of(child.spec.name)
-                if child.running and child not in self._given_up and (found := stalled(ranks, now)) is not None:
+                stopped = {rank for rank, heard in ranks.items() if is_stopped(heard.pid)}
+                if child.running and child not in self._given_up and (found := stalled(ranks, now, stopped)) is not None:
                     rank, why = found
-                    why = f"is stopped: {why}" if is_stopped(ranks[rank].pid) else why
                     await keep_stacks(child.output, ranks)
                     self.give_up(child.spec.name, child.incarnation, f"rank {rank}: {why}" if len(ranks) > 1 else why)
 
@@ -217,6 +217,7 @@ class Supervisor:
         self._outputs.append(output)
         self.incarnations[spec.name] = incarnation
         self.children.append(child)
+        self._beats.began(spec.name, process.pid)
         return child
 
     def _told(self, name: str, incarnation: int) -> dict[str, str]:

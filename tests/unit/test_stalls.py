@@ -89,6 +89,19 @@ def test_a_silent_event_loop_and_a_long_phase_have_stalled() -> None:
     )
 
 
+def test_what_a_signal_has_stopped_has_no_longer_to_load() -> None:
+    """A process that has not told anything yet among them."""
+    loads = Heard(Beat("trainer-0", 0, 180.0, "load", "", 5.0, 180.0), 0, 100.0)
+    assert stalled({0: loads}, 111.0) is None
+    silent = "is stopped: its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)"
+    assert stalled({0: loads}, 111.0, stopped={0}) == (0, silent)
+    beats = Beats()
+    beats.began("rollout-0", os.getpid())
+    begun = beats.of("rollout-0")
+    assert stalled(begun, begun[0].when + 1e9) is None
+    assert stalled(begun, begun[0].when + 11.0, stopped={0}) == (0, silent)
+
+
 def test_the_rank_that_the_others_wait_for_is_named() -> None:
     """Not those that have entered a collective, however long they wait in it."""
     waits, behind = heard(0, "reduce", seconds=30.0, dp=58), heard(1, seconds=12.0, dp=57)
