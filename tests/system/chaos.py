@@ -194,15 +194,15 @@ class Campaign:
     what = "the start"
 
 
-def check_ledger(folder: Path) -> None:
-    """Each group has one final state, each step its batch, and no group two."""
+def check_ledger(folder: Path, size: int = GROUPS) -> None:
+    """Each group has one final state, each step its batch of `size`, and no group two."""
     with LedgerReader(folder) as ledger:
-        ledger.check_final(GROUPS)
+        ledger.check_final(size)
         rows = list(ledger.groups())
     assert [row.group_id for row in rows] == list(range(len(rows))), "a prompt was skipped or repeated"
     assert {row.why for row in rows if row.phase == Phase.DROPPED} <= {"run ended"}
     places = sorted((row.step, row.place) for row in rows if row.phase == Phase.RETIRED)
-    assert places == [(step, place) for step in range(len(places) // GROUPS) for place in range(GROUPS)]
+    assert places == [(step, place) for step in range(len(places) // size) for place in range(size)]
 
 
 def play(faults: int, seed: int, folder: Path) -> Measured:
